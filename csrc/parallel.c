@@ -1,0 +1,372 @@
+/* Threads: the OpenMP runtime that the process already has, otherwise an own pool.
+ *
+ * Beside torch the two must not be mixed: torch's idle workers spin, and a second pool
+ * that has to wake up against them costs forty times as much as entering torch's own.
+ *
+ * After a fork the parent's OpenMP pool is unusable (libgomp waits for ever for threads
+ * that do not exist), so a runtime loaded before the fork is only asked for its thread
+ * count, and the child runs on a pool of its own. */
+#ifndef _GNU_SOURCE
+#    define _GNU_SOURCE /* clock_gettime and pthreads under -std=c11 */
+#endif
+
+#include "parallel.h"
+#include "tfast.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+/* How long a thread spins before it sleeps: about what waking it could cost. */
+enum { SPIN_NANOSECONDS = 50000 };
+
+typedef void (*part_function)(void *context, int part, int parts);
+
+/* True in the pool's workers, and in a caller while its region runs there: nested calls
+ * run in the thread that makes them. */
+static _Thread_local bool in_region;
+
+/* ---- The own pool's size --------------------------------------------------------- */
+
+static int
+clamp_threads(long threads)
+{
+    return threads < 1                   ? 1
+           : threads > TFAST_MAX_THREADS ? TFAST_MAX_THREADS
+                                         : (int)threads;
+}
+
+/* Asked once a process, at the first use: a launcher or a data loader may set limits
+ * after it has loaded us. Zero: not asked yet. */
+static atomic_int cached_cpus, cached_threads;
+
+static int
+own_cpus(void)
+{
+    int cpus = atomic_load(&cached_cpus);
+    if (!cpus) {
+        cpus = tfast_usable_cpus();
+        atomic_store(&cached_cpus, cpus);
+    }
+    return cpus;
+}
+
+/* OMP_NUM_THREADS is the user's word, as it is for OpenMP. It may be a list, a number
+ * for each level of nesting; only the first level exists here. */
+static int
+own_threads(void)
+{
+    int threads = atomic_load(&cached_threads);
+    if (!threads) {
+        const char *asked = getenv("OMP_NUM_THREADS");
+        long number = asked ? strtol(asked, NULL, 10) : 0;
+        threads = number > 0 ? clamp_threads(number) : own_cpus();
+        atomic_store(&cached_threads, threads);
+    }
+    return threads;
+}
+
+/* ---- The own pool ---------------------------------------------------------------- */
+
+/* The gate is one word, so that entering, leaving and closing cannot pass each other.
+ * From the top: the region's number, whether it is open, how many workers may still
+ * enter, whether the caller sleeps until all have left, how many are inside. */
+enum { REGION_SHIFT = 32, SEAT_SHIFT = 16 };
+#define GATE_REGION ((uint64_t)UINT32_MAX << REGION_SHIFT)
+#define GATE_OPEN ((uint64_t)1 << 31)
+#define GATE_SEATS ((uint64_t)0x7fff << SEAT_SHIFT)
+#define GATE_SEAT ((uint64_t)1 << SEAT_SHIFT)
+#define GATE_WAITED ((uint64_t)1 << 15)
+#define GATE_INSIDE ((uint64_t)0x7fff)
+
+static struct {
+    _Alignas(64) _Atomic uint64_t gate;
+    _Alignas(64) atomic_uint next; /* the first part that nobody has taken */
+    _Alignas(64) atomic_bool busy; /* held by the caller whose region runs */
+    atomic_bool spin;              /* there is a processor for each thread */
+    atomic_int sleepers;           /* workers in `wake`, or on their way in or out */
+    int workers;                   /* this and the next three: written by the caller */
+    int parts;                     /* while no worker is inside, read by those inside */
+    part_function body;
+    void *context;
+    pthread_mutex_t lock;
+    pthread_cond_t wake; /* a region has opened */
+    pthread_cond_t left; /* the last worker has left */
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER,
+          .left = PTHREAD_COND_INITIALIZER};
+
+static uint32_t
+gate_region(uint64_t gate)
+{
+    return (uint32_t)(gate >> REGION_SHIFT);
+}
+
+static void
+pause_processor(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+}
+
+/* Waits for a while until (gate & mask) != value; false if it still is equal. */
+static bool
+spin_while(uint64_t mask, uint64_t value)
+{
+    struct timespec start, now;
+    if (!atomic_load(&pool.spin))
+        return (atomic_load(&pool.gate) & mask) != value;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    do {
+        for (int i = 0; i < 32; i++) {
+            if ((atomic_load(&pool.gate) & mask) != value)
+                return true;
+            pause_processor();
+        }
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    } while ((now.tv_sec - start.tv_sec) * 1000000000LL + now.tv_nsec - start.tv_nsec <
+             SPIN_NANOSECONDS);
+    return false;
+}
+
+static void
+pool_take_parts(void)
+{
+    unsigned parts = (unsigned)pool.parts;
+    for (unsigned part; (part = atomic_fetch_add(&pool.next, 1)) < parts;)
+        pool.body(pool.context, (int)part, (int)parts);
+}
+
+static bool
+pool_enter(uint32_t region)
+{
+    uint64_t gate = atomic_load(&pool.gate);
+    while (gate_region(gate) == region && gate & GATE_OPEN && gate & GATE_SEATS)
+        if (atomic_compare_exchange_weak(&pool.gate, &gate, gate - GATE_SEAT + 1))
+            return true;
+    return false;
+}
+
+static void
+pool_leave(void)
+{
+    uint64_t before = atomic_fetch_sub(&pool.gate, 1);
+    if ((before & GATE_INSIDE) == 1 && before & GATE_WAITED) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_signal(&pool.left);
+        pthread_mutex_unlock(&pool.lock);
+    }
+}
+
+/* Returns the number of a region other than `seen`. */
+static uint32_t
+pool_await_region(uint32_t seen)
+{
+    if (!spin_while(GATE_REGION, (uint64_t)seen << REGION_SHIFT)) {
+        pthread_mutex_lock(&pool.lock);
+        atomic_fetch_add(&pool.sleepers, 1);
+        while (gate_region(atomic_load(&pool.gate)) == seen)
+            pthread_cond_wait(&pool.wake, &pool.lock);
+        atomic_fetch_sub(&pool.sleepers, 1);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    return gate_region(atomic_load(&pool.gate));
+}
+
+static void *
+pool_worker(void *unused)
+{
+    in_region = true;
+    for (uint32_t seen = 0;;) {
+        seen = pool_await_region(seen);
+        if (pool_enter(seen)) {
+            pool_take_parts();
+            pool_leave();
+        }
+    }
+    return unused;
+}
+
+/* Starts workers until there are `wanted`, or as many as the system grants. They block
+ * every signal, so that Ctrl-C reaches a thread of Python's, and are never joined: the
+ * end of the process ends them. */
+static void
+pool_grow(int wanted)
+{
+    sigset_t all, before;
+    pthread_t thread;
+    if (pool.workers >= wanted)
+        return;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.workers < wanted &&
+           pthread_create(&thread, NULL, pool_worker, NULL) == 0) {
+        pthread_detach(thread);
+        pool.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void
+pool_open(int seats)
+{
+    uint64_t region = (uint64_t)gate_region(atomic_load(&pool.gate)) + 1;
+    atomic_store(&pool.next, 0);
+    atomic_store(&pool.gate,
+                 region << REGION_SHIFT | GATE_OPEN | (uint64_t)seats << SEAT_SHIFT);
+    int sleepers = atomic_load(&pool.sleepers);
+    if (sleepers == 0)
+        return;
+    /* Whoever saw the old gate has the lock until it waits. Waking comes after, so that
+     * the woken do not queue up for a lock that is held here. */
+    pthread_mutex_lock(&pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    if (sleepers <= seats)
+        pthread_cond_broadcast(&pool.wake);
+    else
+        for (int i = 0; i < seats; i++)
+            pthread_cond_signal(&pool.wake);
+}
+
+/* Called when every part has been taken: those still asleep are not waited for. */
+static void
+pool_close(void)
+{
+    uint64_t inside = atomic_fetch_and(&pool.gate, ~GATE_OPEN) & GATE_INSIDE;
+    while (inside && spin_while(GATE_INSIDE, inside))
+        inside = atomic_load(&pool.gate) & GATE_INSIDE;
+    if (!inside)
+        return;
+    pthread_mutex_lock(&pool.lock);
+    atomic_fetch_or(&pool.gate, GATE_WAITED);
+    while (atomic_load(&pool.gate) & GATE_INSIDE)
+        pthread_cond_wait(&pool.left, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+/* False when the pool serves another caller. */
+static bool
+pool_run(int threads, int parts, part_function body, void *context)
+{
+    if (atomic_exchange(&pool.busy, true))
+        return false;
+    in_region = true;
+    pool_grow(threads - 1);
+    atomic_store(&pool.spin, threads <= own_cpus());
+    pool.parts = parts;
+    pool.body = body;
+    pool.context = context;
+    pool_open(threads - 1);
+    pool_take_parts();
+    pool_close();
+    in_region = false;
+    atomic_store(&pool.busy, false);
+    return true;
+}
+
+/* ---- Fork ------------------------------------------------------------------------ */
+
+static void
+after_fork_in_parent(void)
+{
+    tfast_openmp_after_fork(false);
+}
+
+/* The child has none of the workers, and one may have held the lock. */
+static void
+after_fork_in_child(void)
+{
+    tfast_openmp_after_fork(true);
+    atomic_store(&pool.gate, 0);
+    atomic_store(&pool.sleepers, 0);
+    pool.workers = 0;
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.left, NULL);
+    atomic_store(&pool.busy, false);
+    atomic_store(&cached_cpus, 0);
+    atomic_store(&cached_threads, 0);
+}
+
+__attribute__((constructor)) static void
+at_load(void)
+{
+    pthread_atfork(tfast_openmp_before_fork, after_fork_in_parent, after_fork_in_child);
+    tfast_openmp_at_load();
+}
+
+/* ---- Inside OpenMP --------------------------------------------------------------- */
+
+struct region {
+    const tfast_openmp *openmp;
+    part_function body;
+    void *context;
+    int parts;
+};
+
+static void
+openmp_member(void *data)
+{
+    const struct region *region = data;
+    int team = region->openmp->team_size(); /* may be smaller than asked for */
+    int part = region->openmp->thread_num();
+    for (; part < region->parts; part += team)
+        region->body(region->context, part, region->parts);
+}
+
+/* Zero threads means the default team. A smaller one would make libgomp end the surplus
+ * threads, and torch's next region start them again. */
+static void
+openmp_run(const tfast_openmp *openmp, int parts, part_function body, void *context)
+{
+    struct region region = {openmp, body, context, parts};
+    openmp->parallel(openmp_member, &region, 0, 0);
+}
+
+/* ---- Entries --------------------------------------------------------------------- */
+
+static int
+threads_beside(const tfast_openmp *openmp)
+{
+    if (in_region)
+        return 1;
+    if (!openmp)
+        return own_threads();
+    return openmp->in_parallel() ? 1 : clamp_threads(openmp->max_threads());
+}
+
+void
+tfast_parallel(int parts, part_function body, void *context)
+{
+    if (parts > 1 && !in_region) {
+        const tfast_openmp *openmp = tfast_openmp_find();
+        int threads = threads_beside(openmp);
+        if (threads > 1 && openmp && !openmp->inherited) {
+            openmp_run(openmp, parts, body, context);
+            return;
+        }
+        threads = threads < parts ? threads : parts;
+        if (threads > 1 && pool_run(threads, parts, body, context))
+            return;
+    }
+    for (int part = 0; part < parts; part++)
+        body(context, part, parts);
+}
+
+int
+tfast_num_threads(void)
+{
+    return threads_beside(tfast_openmp_find());
+}
+
+const char *
+tfast_thread_runtime(void)
+{
+    const tfast_openmp *openmp = tfast_openmp_find();
+    return openmp && !openmp->inherited ? openmp->name : "own";
+}
