@@ -1,0 +1,71 @@
+/* The AdamW entry: validates what no array layer can, then hands over to a backend. */
+#include "tfast.h"
+
+#include <math.h>
+
+static tfast_status
+check_scalars(const tfast_adamw_args *args)
+{
+    if (args->lr_device == NULL && !(isfinite(args->lr) && args->lr >= 0)) {
+        return tfast_fail(TFAST_EINVAL, "lr must be finite and >= 0, got %g", args->lr);
+    }
+    if (!(args->beta1 >= 0 && args->beta1 < 1)) {
+        return tfast_fail(TFAST_EINVAL, "betas[0] must be in [0, 1), got %g",
+                          args->beta1);
+    }
+    if (!(args->beta2 >= 0 && args->beta2 < 1)) {
+        return tfast_fail(TFAST_EINVAL, "betas[1] must be in [0, 1), got %g",
+                          args->beta2);
+    }
+    if (!(isfinite(args->eps) && args->eps >= 0)) {
+        return tfast_fail(TFAST_EINVAL, "eps must be finite and >= 0, got %g",
+                          args->eps);
+    }
+    if (!(isfinite(args->weight_decay) && args->weight_decay >= 0)) {
+        return tfast_fail(TFAST_EINVAL, "weight_decay must be finite and >= 0, got %g",
+                          args->weight_decay);
+    }
+    return TFAST_OK;
+}
+
+/* Step numbers must be whole to exponentiate by squaring, and fit an int64_t. Those on
+ * a GPU stay unread: looking would synchronise. */
+static tfast_status
+check_steps(const tfast_adamw_args *args)
+{
+    for (int64_t i = 0; i < args->n_slots; i++) {
+        const float *step = args->slots[i].step;
+
+        if (step == NULL && args->step < 1) {
+            return tfast_fail(TFAST_EINVAL, "step must be at least 1, got %lld",
+                              (long long)args->step);
+        }
+        if (step != NULL && args->device.type == TFAST_CPU &&
+            !(*step >= 0 && *step < 0x1p62f)) {
+            return tfast_fail(TFAST_EINVAL, "step[%lld] must be in [0, 2^62), got %g",
+                              (long long)i, (double)*step);
+        }
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+tfast_adamw(const tfast_adamw_args *args)
+{
+    const tfast_backend *backend = tfast_backend_for(args->device.type);
+    tfast_status status = check_scalars(args);
+
+    if (status == TFAST_OK) {
+        status = check_steps(args);
+    }
+    if (status != TFAST_OK) {
+        return status;
+    }
+    if (backend == NULL) {
+        return TFAST_EUNSUPPORTED;
+    }
+    if (backend->adamw == NULL) {
+        return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no adamw", backend->name);
+    }
+    return args->n_slots == 0 ? TFAST_OK : backend->adamw(args);
+}

@@ -1,0 +1,72 @@
+/* The scalars of one AdamW step, formed in double. Included by the CPU kernels and by
+ * cuda/adamw.cu, so that both round the same numbers; neither may contract a * b + c
+ * here
+ * (-ffp-contract=off, -fmad=false). */
+#ifndef TFAST_ADAMW_COEF_H
+#define TFAST_ADAMW_COEF_H
+
+#include "tfast.h"
+
+#include <math.h>
+
+#ifdef __CUDACC__
+#    define TFAST_HOST_DEVICE __host__ __device__
+#else
+#    define TFAST_HOST_DEVICE
+#endif
+
+/* Rounded to the kernel's own type where it is used, once. */
+typedef struct {
+    double unscale; /* gradient times this is what gets written back */
+    double sign;    /* -1 with maximize, else 1 */
+    double l2;      /* gradient += l2 * param; 0 with decoupled weight decay */
+    double decay;   /* param *= decay */
+    double beta1;   /* as given, to choose between two forms of the same sum */
+    double rest1;   /* 1 - beta1 */
+    double beta2;
+    double rest2;         /* 1 - beta2 */
+    double step_size;     /* lr / (1 - beta1^t) */
+    double inv_root_bias; /* 1 / sqrt(1 - beta2^t) */
+    double eps;
+} tfast_adamw_coef;
+
+/* base^exponent by squaring: the same bits on every machine, which pow() does not
+ * promise. The relative error is at most exponent * 2^-53, and base^exponent is gone
+ * (for base < 1) before that matters. */
+TFAST_HOST_DEVICE static inline double
+tfast_power(double base, int64_t exponent)
+{
+    double result = 1.0;
+
+    for (; exponent > 0; exponent >>= 1) {
+        if (exponent & 1) {
+            result = result * base;
+        }
+        base = base * base;
+    }
+    return result;
+}
+
+/* `step` counts from 1; `lr` and `grad_scale` are the values, wherever they live. */
+TFAST_HOST_DEVICE static inline tfast_adamw_coef
+tfast_adamw_coef_at(const tfast_adamw_args *args, int64_t step, double lr,
+                    double grad_scale)
+{
+    const double weight_decay = args->weight_decay;
+    tfast_adamw_coef coef;
+
+    coef.unscale = 1.0 / grad_scale;
+    coef.sign = args->maximize ? -1.0 : 1.0;
+    coef.l2 = args->decoupled_weight_decay ? 0.0 : weight_decay;
+    coef.decay = args->decoupled_weight_decay ? 1.0 - lr * weight_decay : 1.0;
+    coef.beta1 = args->beta1;
+    coef.rest1 = 1.0 - args->beta1;
+    coef.beta2 = args->beta2;
+    coef.rest2 = 1.0 - args->beta2;
+    coef.step_size = lr / (1.0 - tfast_power(args->beta1, step));
+    coef.inv_root_bias = 1.0 / sqrt(1.0 - tfast_power(args->beta2, step));
+    coef.eps = args->eps;
+    return coef;
+}
+
+#endif

@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#    include "../cpuid.h"
+#    include "vec_avx2.h"
+#    define NAME avx2
+#    define UNUSABLE                                                                   \
+        tfast_cpu_features() & TFAST_CPU_AVX2 ? NULL                                   \
+                                              : "this CPU has no AVX2, FMA and F16C"
+#    include "cpu_backend.h"
+#endif

@@ -1,0 +1,42 @@
+/* A CPU backend: the kernels, included for the instruction set whose vocabulary the
+ * including file chose, and the table. Everything here is static but the table, or the
+ * linker might keep one instruction set's copy for another. NAME and UNUSABLE come from
+ * the including file. */
+#include "../adamw_coef.h"
+#include "../tfast.h"
+
+#define TILE 256 /* elements; five tiles of float64 are 10 KB of a 32 KB L1 */
+
+#include "real_f32.h"
+
+#include "../kernels/tile.h"
+
+#include "../kernels/adamw.h"
+
+#include "real_f64.h"
+
+#include "../kernels/tile.h"
+
+#include "../kernels/adamw.h"
+
+#include "../kernels/adamw_step.h"
+
+#define CONCAT_(a, b) a##b
+#define CONCAT(a, b) CONCAT_(a, b)
+#define STRING_(a) #a
+#define STRING(a) STRING_(a)
+
+static const char *
+unusable(void)
+{
+    return UNUSABLE;
+}
+
+extern const tfast_backend CONCAT(tfast_backend_, NAME);
+const tfast_backend CONCAT(tfast_backend_, NAME) = {
+    .abi = TFAST_ABI,
+    .name = STRING(NAME),
+    .device = TFAST_CPU,
+    .unusable = unusable,
+    .adamw = adamw_step,
+};

@@ -1,0 +1,35 @@
+/* Makes `REAL` double for the kernels included next: R(name) is this variant's name, vr
+ * its vector. No include guard: real_f32.h and real_f64.h replace each other. */
+#undef REAL
+#undef REAL_DTYPE
+#undef REAL_IS_F32
+#undef R
+#undef VR_WIDTH
+#undef vr
+#undef vr_set1
+#undef vr_load
+#undef vr_store
+#undef vr_add
+#undef vr_sub
+#undef vr_mul
+#undef vr_div
+#undef vr_fma
+#undef vr_sqrt
+#undef vr_max
+
+#define REAL double
+#define REAL_DTYPE TFAST_F64
+#define REAL_IS_F32 0
+#define R(name) name##_f64
+#define VR_WIDTH VD_WIDTH
+#define vr vd
+#define vr_set1 vd_set1
+#define vr_load vd_load
+#define vr_store vd_store
+#define vr_add vd_add
+#define vr_sub vd_sub
+#define vr_mul vd_mul
+#define vr_div vd_div
+#define vr_fma vd_fma
+#define vr_sqrt vd_sqrt
+#define vr_max vd_max

@@ -1,0 +1,38 @@
+/* The vector vocabulary on one lane: what every other instruction set must equal. vf is a
+ * vector of float32, vd of float64; loads and stores need no alignment; vX_max(a, b) is
+ * a > b ? a : b, so b where either is NaN. */
+// clang-format off
+#include "../half.h"
+
+#include <math.h>
+
+#define VF_WIDTH 1
+#define VD_WIDTH 1
+typedef float vf;
+typedef double vd;
+
+static inline vf vf_set1(float x) { return x; }
+static inline vf vf_load(const float *p) { return *p; }
+static inline void vf_store(float *p, vf a) { *p = a; }
+static inline vf vf_add(vf a, vf b) { return a + b; }
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
+static inline vf vf_fma(vf a, vf b, vf c) { return fmaf(a, b, c); }
+static inline vf vf_sqrt(vf a) { return sqrtf(a); }
+static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
+static inline vf vf_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
+static inline void vf_store_f16(uint16_t *p, vf a) { *p = tfast_to_f16(a); }
+static inline vf vf_load_bf16(const uint16_t *p) { return tfast_from_bf16(*p); }
+static inline void vf_store_bf16(uint16_t *p, vf a) { *p = tfast_to_bf16(a); }
+
+static inline vd vd_set1(double x) { return x; }
+static inline vd vd_load(const double *p) { return *p; }
+static inline void vd_store(double *p, vd a) { *p = a; }
+static inline vd vd_add(vd a, vd b) { return a + b; }
+static inline vd vd_sub(vd a, vd b) { return a - b; }
+static inline vd vd_mul(vd a, vd b) { return a * b; }
+static inline vd vd_div(vd a, vd b) { return a / b; }
+static inline vd vd_fma(vd a, vd b, vd c) { return fma(a, b, c); }
+static inline vd vd_sqrt(vd a) { return sqrt(a); }
+static inline vd vd_max(vd a, vd b) { return a > b ? a : b; }

@@ -1,0 +1,52 @@
+/* The vector vocabulary (see vec_scalar.h) on the compiler's vector extensions: 16 float32,
+ * 8 float64, on any machine. Runs the code paths that 16 lanes take where AVX-512 is missing. */
+// clang-format off
+#include "../half.h"
+
+#include <math.h>
+
+/* These functions are all inlined; how they would pass vectors does not matter. */
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#define VF_WIDTH 16
+#define VD_WIDTH 8
+typedef float vf __attribute__((vector_size(64)));
+typedef double vd __attribute__((vector_size(64)));
+
+#define EACH_LANE(type, width, expression)                                               \
+    type r = {0};                                                                        \
+    for (int i = 0; i < width; i++) { r[i] = (expression); }                             \
+    return r
+
+static inline vf vf_set1(float x) { EACH_LANE(vf, 16, x); }
+static inline vf vf_load(const float *p) { vf r; memcpy(&r, p, sizeof r); return r; }
+static inline void vf_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
+static inline vf vf_add(vf a, vf b) { return a + b; }
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
+static inline vf vf_fma(vf a, vf b, vf c) { EACH_LANE(vf, 16, fmaf(a[i], b[i], c[i])); }
+static inline vf vf_sqrt(vf a) { EACH_LANE(vf, 16, sqrtf(a[i])); }
+static inline vf vf_max(vf a, vf b) { EACH_LANE(vf, 16, a[i] > b[i] ? a[i] : b[i]); }
+static inline vf vf_load_f16(const uint16_t *p) { EACH_LANE(vf, 16, tfast_from_f16(p[i])); }
+static inline vf vf_load_bf16(const uint16_t *p) { EACH_LANE(vf, 16, tfast_from_bf16(p[i])); }
+static inline void vf_store_f16(uint16_t *p, vf a)
+{
+    for (int i = 0; i < 16; i++) { p[i] = tfast_to_f16(a[i]); }
+}
+static inline void vf_store_bf16(uint16_t *p, vf a)
+{
+    for (int i = 0; i < 16; i++) { p[i] = tfast_to_bf16(a[i]); }
+}
+
+static inline vd vd_set1(double x) { EACH_LANE(vd, 8, x); }
+static inline vd vd_load(const double *p) { vd r; memcpy(&r, p, sizeof r); return r; }
+static inline void vd_store(double *p, vd a) { memcpy(p, &a, sizeof a); }
+static inline vd vd_add(vd a, vd b) { return a + b; }
+static inline vd vd_sub(vd a, vd b) { return a - b; }
+static inline vd vd_mul(vd a, vd b) { return a * b; }
+static inline vd vd_div(vd a, vd b) { return a / b; }
+static inline vd vd_fma(vd a, vd b, vd c) { EACH_LANE(vd, 8, fma(a[i], b[i], c[i])); }
+static inline vd vd_sqrt(vd a) { EACH_LANE(vd, 8, sqrt(a[i])); }
+static inline vd vd_max(vd a, vd b) { EACH_LANE(vd, 8, a[i] > b[i] ? a[i] : b[i]); }
+#undef EACH_LANE
