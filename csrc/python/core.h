@@ -1,0 +1,30 @@
+/* What the files of the Python module share. */
+#ifndef PY_CORE_H
+#define PY_CORE_H
+
+#include "table.h"
+
+/* Turns a status into None, or into its exception with the thread's message. */
+PyObject *py_result(tfast_status status);
+
+/* Workspace: what one optimizer keeps between its steps. */
+typedef struct {
+    PyObject_HEAD
+    py_table table;
+    tfast_adamw_slot *slots;
+    Py_ssize_t n_slots;
+    tfast_workspace backend;
+    Py_ssize_t position; /* where a group's first parameter stands in the state dict */
+    Py_ssize_t next;     /* and its next one, during a call */
+    long process;        /* that made it: CUDA memory is not freed in a forked child */
+} py_workspace;
+
+extern PyType_Spec py_workspace_spec;
+
+/* Room for n slots. Returns 0, or -1 with MemoryError. */
+int py_workspace_reserve(py_workspace *workspace, Py_ssize_t n);
+
+PyObject *py_adamw(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_adamw_group(PyObject *module, PyObject *args, PyObject *kwargs);
+
+#endif

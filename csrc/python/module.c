@@ -1,0 +1,161 @@
+/* The module trainfast._core: its methods and its state. */
+#include "core.h"
+
+static PyObject *
+py_backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    PyObject *list = PyList_New(0);
+    const char *name, *unusable;
+    bool in_use;
+
+    for (int i = 0; list != NULL; i++) {
+        PyObject *row;
+
+        if (!tfast_backend_describe(i, &name, &unusable, &in_use)) {
+            return list;
+        }
+        row = Py_BuildValue("(szO)", name, unusable, in_use ? Py_True : Py_False);
+        if (row == NULL || PyList_Append(list, row) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(row);
+    }
+    return NULL;
+}
+
+static PyObject *
+py_use_backend(PyObject *Py_UNUSED(module), PyObject *name)
+{
+    const char *text = NULL;
+
+    if (name != Py_None) {
+        text = PyUnicode_AsUTF8AndSize(name, NULL);
+        if (text == NULL) {
+            return NULL;
+        }
+    }
+    return py_result(tfast_backend_use(text));
+}
+
+static PyObject *
+py_backend_in_use(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    return PyUnicode_FromString(tfast_backend_for(TFAST_CPU)->name);
+}
+
+static PyObject *
+py_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    return PyLong_FromLong(tfast_num_threads());
+}
+
+static PyObject *
+py_thread_runtime(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    return PyUnicode_FromString(tfast_thread_runtime());
+}
+
+#define WITH_KEYWORDS(function) ((PyCFunction)(void (*)(void))function)
+
+static PyMethodDef methods[] = {
+    {"adamw", WITH_KEYWORDS(py_adamw), METH_VARARGS | METH_KEYWORDS,
+     "One AdamW step on lists of arrays; see trainfast.adamw_step."},
+    {"adamw_group", WITH_KEYWORDS(py_adamw_group), METH_VARARGS | METH_KEYWORDS,
+     "One AdamW step on a torch param group. Returns None, or the place of a "
+     "parameter\n"
+     "whose state is missing or which is on another device (nothing has changed "
+     "then)."},
+    {"backends", py_backends, METH_NOARGS,
+     "[(name, why it cannot run here or None, in use)], best first."},
+    {"use_backend", py_use_backend, METH_O,
+     "Forces a backend by name; None goes back to the best."},
+    {"backend_in_use", py_backend_in_use, METH_NOARGS, "The backend for CPU arrays."},
+    {"num_threads", py_num_threads, METH_NOARGS, "How many threads a call may use."},
+    {"thread_runtime", py_thread_runtime, METH_NOARGS, "Which threads a call uses."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int
+module_exec(PyObject *module)
+{
+    py_state *state = PyModule_GetState(module);
+    PyObject *workspace;
+
+    state->numpy_bfloat16 = -1;
+    state->s_grad = PyUnicode_InternFromString("grad");
+    state->s_step = PyUnicode_InternFromString("step");
+    state->s_exp_avg = PyUnicode_InternFromString("exp_avg");
+    state->s_exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
+    state->s_max_exp_avg_sq = PyUnicode_InternFromString("max_exp_avg_sq");
+    workspace = PyType_FromModuleAndSpec(module, &py_workspace_spec, NULL);
+    state->workspace_type = (PyTypeObject *)workspace;
+    if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
+        state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||
+        workspace == NULL ||
+        PyModule_AddObjectRef(module, "Workspace", workspace) < 0) {
+        return -1;
+    }
+    if (tfast_backend_init() != TFAST_OK) {
+        py_result(TFAST_EINVAL);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    py_state *state = PyModule_GetState(module);
+
+    for (int i = 0; i < state->n_fast; i++) {
+        Py_VISIT(state->fast[i].type);
+    }
+    Py_VISIT(state->workspace_type);
+    return 0;
+}
+
+static int
+module_clear(PyObject *module)
+{
+    py_state *state = PyModule_GetState(module);
+
+    while (state->n_fast > 0) {
+        Py_CLEAR(state->fast[--state->n_fast].type);
+    }
+    Py_CLEAR(state->workspace_type);
+    Py_CLEAR(state->s_grad);
+    Py_CLEAR(state->s_step);
+    Py_CLEAR(state->s_exp_avg);
+    Py_CLEAR(state->s_exp_avg_sq);
+    Py_CLEAR(state->s_max_exp_avg_sq);
+    return 0;
+}
+
+static void
+module_free(void *module)
+{
+    module_clear(module);
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "trainfast._core",
+    .m_doc = "The C core of trainfast; use it through the trainfast package.",
+    .m_size = sizeof(py_state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC
+PyInit__core(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,193 @@
+/* Arrays that export DLPack. With dlpack.h the only file that knows it. */
+#include "producers.h"
+
+#include <string.h>
+
+static void
+fill_c_order_strides(py_array *array)
+{
+    int64_t *strides = array->buffer + PY_MAX_DIMS, step = 1;
+
+    for (int d = array->ndim - 1; d >= 0; d--) {
+        strides[d] = step;
+        step *= array->shape[d];
+    }
+    array->strides = strides;
+}
+
+static int
+dlpack_dtype(const dlpack_tensor *view, tfast_dtype *dtype)
+{
+    const int code = view->dtype.code, bits = view->dtype.bits;
+
+    if (view->dtype.lanes != 1) {
+        return -1;
+    }
+    if (code == DLPACK_FLOAT && (bits == 16 || bits == 32 || bits == 64)) {
+        *dtype = bits == 32 ? TFAST_F32 : bits == 64 ? TFAST_F64 : TFAST_F16;
+        return 0;
+    }
+    if (code == DLPACK_BFLOAT && bits == 16) {
+        *dtype = TFAST_BF16;
+        return 0;
+    }
+    return -1;
+}
+
+static int
+from_dlpack(const dlpack_tensor *view, py_argument argument, py_array *array)
+{
+    const int type = view->device.type;
+
+    if (dlpack_dtype(view, &array->dtype) < 0) {
+        return py_argument_error(
+            PyExc_NotImplementedError, argument,
+            "must be float64, float32, float16 or bfloat16, got DLPack "
+            "dtype code %d of %d bits",
+            view->dtype.code, view->dtype.bits);
+    }
+    if (type == DLPACK_CPU || type == DLPACK_CUDA_HOST) {
+        array->device = (tfast_device){TFAST_CPU, 0};
+    } else if (type == DLPACK_CUDA || type == DLPACK_CUDA_MANAGED) {
+        array->device = (tfast_device){TFAST_CUDA, view->device.index};
+    } else {
+        return py_argument_error(
+            PyExc_NotImplementedError, argument,
+            "must be on the CPU or a CUDA device, got DLPack device %d", type);
+    }
+    if (view->ndim > PY_MAX_DIMS) {
+        return py_argument_error(PyExc_NotImplementedError, argument,
+                                 "must have at most %d dimensions, got %d", PY_MAX_DIMS,
+                                 view->ndim);
+    }
+    array->data = view->data == NULL ? NULL : (char *)view->data + view->byte_offset;
+    array->ndim = view->ndim;
+    array->shape = view->shape;
+    array->strides = view->strides;
+    array->numel = 1;
+    for (int d = 0; d < view->ndim; d++) {
+        array->numel *= view->shape[d];
+    }
+    if (array->strides == NULL) {
+        fill_c_order_strides(array);
+    }
+    return 0;
+}
+
+/* Turns the exception that a producer raised for an array it cannot export into ours,
+ * with its reason inside. Errors that are not about the array pass. */
+static int
+cannot_export(py_argument argument)
+{
+    PyObject *type, *value, *traceback, *text;
+    const char *reason;
+
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
+        !PyErr_ExceptionMatches(PyExc_BufferError) &&
+        !PyErr_ExceptionMatches(PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_ValueError)) {
+        return -1;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    text = value == NULL ? NULL : PyObject_Str(value);
+    reason = text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, NULL);
+    if (reason == NULL) {
+        PyErr_Clear();
+        reason = "the producer gave no reason";
+    }
+    py_argument_error(PyExc_NotImplementedError, argument,
+                      "must be a dense array that DLPack can export: %.200s", reason);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return -1;
+}
+
+const dlpack_exchange *
+py_find_exchange(PyTypeObject *type)
+{
+    PyObject *capsule =
+        PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    const dlpack_exchange *exchange = NULL;
+
+    if (capsule != NULL && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    }
+    PyErr_Clear();
+    while (exchange != NULL && exchange->version.major != 1) {
+        exchange = exchange->previous;
+    }
+    /* The struct is the producer's and lives as long as its library; the type keeps it.
+     */
+    Py_XDECREF(capsule);
+    return exchange != NULL && exchange->view_from_object != NULL ? exchange : NULL;
+}
+
+int
+py_borrow_view(const dlpack_exchange *exchange, PyObject *object, py_argument argument,
+               py_array *array)
+{
+    dlpack_tensor view;
+
+    if (exchange->view_from_object(object, &view) != 0) {
+        return cannot_export(argument);
+    }
+    return from_dlpack(&view, argument, array);
+}
+
+/* Asks for a versioned tensor first; producers before DLPack 1.0 take no arguments. */
+static PyObject *
+call_dlpack(PyObject *object)
+{
+    PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
+    PyObject *empty = PyTuple_New(0), *capsule = NULL;
+    PyObject *options = Py_BuildValue("{s:(ii)}", "max_version", 1, 1);
+
+    if (method != NULL && empty != NULL && options != NULL) {
+        capsule = PyObject_Call(method, empty, options);
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            capsule = PyObject_CallNoArgs(method);
+        }
+    }
+    Py_XDECREF(method);
+    Py_XDECREF(empty);
+    Py_XDECREF(options);
+    return capsule;
+}
+
+/* The capsule is not consumed: while we hold it the tensor lives, and its own
+ * destructor frees it afterwards. */
+int
+py_borrow_capsule(PyObject *object, py_argument argument, bool write, py_array *array)
+{
+    const bool jax = py_type_text_is(Py_TYPE(object), "__module__", "jax", true);
+    PyObject *capsule = call_dlpack(object);
+    const dlpack_tensor *view;
+    bool read_only = jax; /* immutable, whatever the capsule says */
+
+    if (capsule == NULL) {
+        return cannot_export(argument);
+    }
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        const dlpack_versioned *versioned =
+            PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        read_only |= (versioned->flags & (DLPACK_READ_ONLY | DLPACK_IS_COPIED)) != 0;
+        view = versioned->version.major == 1 ? &versioned->tensor : NULL;
+    } else {
+        const dlpack_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        view = managed == NULL ? NULL : &managed->tensor;
+    }
+    array->owner = capsule;
+    if (view == NULL) {
+        PyErr_Clear();
+        return py_argument_error(PyExc_TypeError, argument,
+                                 "must export a DLPack tensor of version 1 or before");
+    }
+    if (write && read_only) {
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "must be writable, got a read-only array");
+    }
+    return from_dlpack(view, argument, array);
+}

@@ -1,0 +1,33 @@
+/* The kinds of producers that tensor.c asks in turn. Each function fills the array and
+ * returns 0, or -1 with an exception; see py_borrow(). */
+#ifndef PY_PRODUCERS_H
+#define PY_PRODUCERS_H
+
+#include "dlpack.h"
+#include "tensor.h"
+
+/* A type's attribute as UTF-8 text compared with `want`, or with its beginning. */
+bool py_type_text_is(PyTypeObject *type, const char *attribute, const char *want,
+                     bool prefix);
+
+/* The type's DLPack exchange API, or NULL. It lives as long as the type. */
+const dlpack_exchange *py_find_exchange(PyTypeObject *type);
+
+/* By the exchange API: no Python call, nothing to release. */
+int py_borrow_view(const dlpack_exchange *exchange, PyObject *object,
+                   py_argument argument, py_array *array);
+
+/* By __dlpack__(): the capsule becomes the array's owner. */
+int py_borrow_capsule(PyObject *object, py_argument argument, bool write,
+                      py_array *array);
+
+/* True for NumPy arrays; loads NumPy's C API once somebody has imported NumPy. */
+bool py_is_numpy(py_state *state, PyObject *object);
+int py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, bool write,
+                    py_array *array);
+
+/* By the buffer protocol: a capsule that holds the buffer becomes the owner. */
+int py_borrow_buffer(PyObject *object, py_argument argument, bool write,
+                     py_array *array);
+
+#endif

@@ -1,0 +1,553 @@
+#include "table.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    KEEP_BELOW = 4096, /* on the CPU, larger arrays cost so much to update that
+                          resolving their pointers each time is free */
+    RESOLVE_EVERY = 16
+};
+
+/* ---- Life --------------------------------------------------------------------------
+ */
+
+static int
+grow(void **array, size_t bytes)
+{
+    void *larger = PyMem_Realloc(*array, bytes);
+
+    if (larger == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *array = larger;
+    return 0;
+}
+
+static void
+forget(py_kept *kept)
+{
+    Py_CLEAR(kept->object);
+    Py_CLEAR(kept->storage);
+}
+
+static int
+reserve(py_table *table, int n_columns, Py_ssize_t rows, bool keep)
+{
+    const size_t old = (size_t)table->capacity, n = (size_t)rows;
+
+    if (rows > table->capacity && grow((void **)&table->rows, n * sizeof(py_row)) < 0) {
+        return -1;
+    }
+    if ((keep || table->kept != NULL) &&
+        (rows > table->capacity || table->kept == NULL)) {
+        const size_t had = table->kept == NULL ? 0 : old;
+        const size_t want = n > old ? n : old;
+
+        if (grow((void **)&table->layouts, want * sizeof(py_layout)) < 0 ||
+            grow((void **)&table->kept, want * (size_t)n_columns * sizeof(py_kept)) <
+                0) {
+            return -1;
+        }
+        memset(table->kept + had * (size_t)n_columns, 0,
+               (want - had) * (size_t)n_columns * sizeof(py_kept));
+    }
+    if (rows > table->capacity) {
+        table->capacity = rows;
+    }
+    return 0;
+}
+
+int
+py_table_begin(py_table *table, const py_column *columns, int n_columns,
+               Py_ssize_t rows, bool keep)
+{
+    if (table->busy) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "workspace must not be used by two threads at once");
+        return -1;
+    }
+    if (table->n_columns != 0 && table->n_columns != n_columns) {
+        py_table_clear(table);
+    }
+    if (reserve(table, n_columns, rows < 1 ? 1 : rows, keep) < 0) {
+        return -1;
+    }
+    table->changed = table->columns != columns;
+    table->columns = columns;
+    table->n_columns = n_columns;
+    table->device = (tfast_device){TFAST_CPU, 0};
+    table->n_rows = 0;
+    table->n_trusted = table->n_checked;
+    table->n_checked = 0; /* until py_table_check: this call may end half-way */
+    table->tick++;
+    table->busy = true;
+    return 0;
+}
+
+int
+py_table_hold(py_table *table, PyObject *object)
+{
+    if (table->n_held == table->held_capacity) {
+        const Py_ssize_t capacity = 2 * table->held_capacity + 64;
+
+        if (grow((void **)&table->held, (size_t)capacity * sizeof *table->held) < 0) {
+            Py_DECREF(object);
+            return -1;
+        }
+        table->held_capacity = capacity;
+    }
+    table->held[table->n_held++] = object;
+    return 0;
+}
+
+void
+py_table_end(py_table *table)
+{
+    while (table->n_held > 0) {
+        Py_DECREF(table->held[--table->n_held]);
+    }
+    table->relayout = NULL;
+    table->busy = false;
+}
+
+void
+py_table_clear(py_table *table)
+{
+    const Py_ssize_t n_kept =
+        table->kept == NULL ? 0 : table->capacity * table->n_columns;
+
+    for (Py_ssize_t i = 0; i < n_kept; i++) {
+        forget(&table->kept[i]);
+    }
+    PyMem_Free(table->rows);
+    PyMem_Free(table->kept);
+    PyMem_Free(table->layouts);
+    PyMem_Free(table->held);
+    memset(table, 0, sizeof *table);
+}
+
+int
+py_table_traverse(py_table *table, visitproc visit, void *arg)
+{
+    const Py_ssize_t n_kept =
+        table->kept == NULL ? 0 : table->capacity * table->n_columns;
+
+    for (Py_ssize_t i = 0; i < n_kept; i++) {
+        Py_VISIT(table->kept[i].object);
+        Py_VISIT(table->kept[i].storage);
+    }
+    return 0;
+}
+
+/* ---- Keeping -----------------------------------------------------------------------
+ */
+
+static bool
+layout_is(const py_layout *layout, const py_array *array)
+{
+    const size_t bytes = (size_t)array->ndim * sizeof(int64_t);
+
+    return layout->ndim == array->ndim &&
+           memcmp(layout->shape, array->shape, bytes) == 0 &&
+           memcmp(layout->strides, array->strides, bytes) == 0;
+}
+
+/* The row's kept arrays, or NULL where none may be. Forgets those that were checked
+ * against another layout. With *trusted their pointers count, else they are to be
+ * resolved anew. */
+static py_kept *
+kept_row(py_table *table, const py_array *first, Py_ssize_t place, bool *trusted)
+{
+    py_layout *layout;
+    py_kept *kept;
+
+    if (table->kept == NULL || first->ndim > PY_KEPT_DIMS ||
+        (first->device.type == TFAST_CPU && first->numel >= KEEP_BELOW)) {
+        return NULL;
+    }
+    kept = &table->kept[place * table->n_columns];
+    layout = &table->layouts[place];
+    *trusted = ((size_t)place + table->tick) % RESOLVE_EVERY != 0;
+    if (!layout_is(layout, first)) {
+        const size_t bytes = (size_t)first->ndim * sizeof(int64_t);
+
+        for (int c = 0; c < table->n_columns; c++) {
+            forget(&kept[c]);
+        }
+        layout->ndim = first->ndim;
+        memcpy(layout->shape, first->shape, bytes);
+        memcpy(layout->strides, first->strides, bytes);
+    }
+    return kept;
+}
+
+/* Remembers an array that was just borrowed, if its memory can be kept alive. */
+static void
+keep(py_kept *kept, PyObject *object, const py_array *array)
+{
+    PyObject *storage;
+
+    if (kept->object == object && kept->data == array->data &&
+        kept->dtype == array->dtype) {
+        return;
+    }
+    forget(kept);
+    storage = PyObject_CallMethod(object, "untyped_storage", NULL);
+    if (storage == NULL) {
+        PyErr_Clear();
+        return;
+    }
+    kept->object = Py_NewRef(object);
+    kept->storage = storage;
+    kept->data = array->data;
+    kept->dtype = (uint8_t)array->dtype;
+}
+
+/* ---- Rows --------------------------------------------------------------------------
+ */
+
+static const char *
+device_text(tfast_device device, char *text, size_t bytes)
+{
+    if (device.type == TFAST_CPU) {
+        return "cpu";
+    }
+    snprintf(text, bytes, "cuda:%d", device.index);
+    return text;
+}
+
+static int
+check_device(const py_array *array, const py_table *table, py_argument argument,
+             Py_ssize_t place)
+{
+    char want[24], got[24];
+
+    if (array->device.type == table->device.type &&
+        array->device.index == table->device.index) {
+        return 0;
+    }
+    return py_argument_error(
+        PyExc_ValueError, argument, "must be on %s as %s[%zd], got %s",
+        device_text(table->device, want, sizeof want), table->columns[0].name, place,
+        device_text(array->device, got, sizeof got));
+}
+
+static int
+check_shape(const py_array *array, const py_array *first, const py_column *column,
+            const py_table *table, Py_ssize_t place)
+{
+    const py_argument argument = {column->name, place};
+    char want[128], got[128];
+
+    if (column->scalar) {
+        if (array->numel == 1 && array->dtype == TFAST_F32) {
+            return 0;
+        }
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "must hold one float32, got %lld elements of %s",
+                                 (long long)array->numel,
+                                 tfast_dtype_name(array->dtype));
+    }
+    if (py_same_shape(array, first)) {
+        return 0;
+    }
+    py_shape_text(first, want, sizeof want);
+    py_shape_text(array, got, sizeof got);
+    return py_argument_error(PyExc_ValueError, argument,
+                             "must have shape %s as %s[%zd], got %s", want,
+                             table->columns[0].name, place, got);
+}
+
+/* A negative view of one element looks dense but its data has the other sign; larger
+ * ones have gaps. */
+static bool
+is_negated(PyObject *object, const py_array *array)
+{
+    PyObject *answer;
+    bool negated;
+
+    if (array->numel != 1) {
+        return false;
+    }
+    answer = PyObject_CallMethod(object, "is_neg", NULL);
+    if (answer == NULL) {
+        PyErr_Clear(); /* not torch */
+        return false;
+    }
+    negated = PyObject_IsTrue(answer) == 1;
+    Py_DECREF(answer);
+    return negated;
+}
+
+/* Replaces a borrowed array by a copy in the first one's layout. */
+static int
+relayout(py_state *state, py_table *table, PyObject *like, PyObject *object,
+         py_argument argument, bool write, py_array *array)
+{
+    PyObject *copy;
+
+    if (table->relayout == NULL) {
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "must have the strides of %s[%zd]",
+                                 table->columns[0].name, argument.index);
+    }
+    py_release(array);
+    copy = PyObject_CallFunctionObjArgs(table->relayout, like, object, NULL);
+    if (copy == NULL || py_table_hold(table, copy) < 0) {
+        return -1;
+    }
+    return py_borrow(state, copy, argument, write, array);
+}
+
+/* Borrows one array of a row and checks it against the row's first. */
+static int
+borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject *like,
+            const py_array *first, Py_ssize_t place, py_array *array)
+{
+    const py_column *column = &table->columns[c];
+    const py_argument argument = {column->name, place};
+
+    if (py_borrow(state, object, argument, column->write, array) < 0) {
+        return -1;
+    }
+    if (check_device(array, table, argument, place) < 0 ||
+        check_shape(array, first, column, table, place) < 0) {
+        py_release(array);
+        return -1;
+    }
+    if (!column->scalar && (!py_same_layout(array, first) ||
+                            (column->any_layout && is_negated(object, array)))) {
+        if (!column->any_layout) {
+            py_release(array);
+            return py_argument_error(PyExc_ValueError, argument,
+                                     "must have the strides of %s[%zd]",
+                                     table->columns[0].name, place);
+        }
+        if (relayout(state, table, like, object, argument, column->write, array) < 0) {
+            return -1;
+        }
+        if (!py_same_shape(array, first) || !py_same_layout(array, first)) {
+            py_release(array);
+            return py_argument_error(PyExc_ValueError, argument,
+                                     "could not be laid out as %s[%zd]",
+                                     table->columns[0].name, place);
+        }
+    }
+    return 0;
+}
+
+/* Holds what keeps a borrowed array alive until the end of the call. */
+static int
+hold_cell(py_table *table, PyObject *object, py_array *array)
+{
+    PyObject *owner = array->owner;
+
+    array->owner = NULL;
+    if (owner != NULL && py_table_hold(table, owner) < 0) {
+        return -1;
+    }
+    return py_table_hold(table, Py_NewRef(object));
+}
+
+static void
+set_cell(py_row *row, int c, void *data, uint8_t dtype)
+{
+    row->data[c] = data;
+    row->dtype[c] = dtype;
+}
+
+static int
+check_dtype(const py_table *table, const py_row *row, int c, Py_ssize_t place)
+{
+    const int like = table->columns[c].same_dtype;
+
+    if (like == 0 || row->dtype[c] == row->dtype[like]) {
+        return 0;
+    }
+    return py_argument_error(
+        PyExc_ValueError, (py_argument){table->columns[c].name, place},
+        "must be %s as %s[%zd], got %s", tfast_dtype_name(row->dtype[like]),
+        table->columns[like].name, place, tfast_dtype_name(row->dtype[c]));
+}
+
+static int
+add_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
+          py_array *first, py_row *row)
+{
+    const py_argument argument = {table->columns[0].name, place};
+    bool elsewhere;
+
+    if (py_borrow(state, object, argument, table->columns[0].write, first) < 0) {
+        return -1;
+    }
+    if (table->n_rows == 0) {
+        table->device = first->device;
+    }
+    elsewhere = first->device.type != table->device.type ||
+                first->device.index != table->device.index;
+    if (elsewhere || !py_is_dense(first)) {
+        py_release(first);
+        return elsewhere ? 1
+                         : py_argument_error(PyExc_NotImplementedError, argument,
+                                             "must be dense: its elements leave gaps");
+    }
+    row->numel = first->numel;
+    set_cell(row, 0, first->data, (uint8_t)first->dtype);
+    return hold_cell(table, object, first);
+}
+
+/* True where an output of the row lies elsewhere than in the call before. */
+static bool
+row_moved(const py_table *table, const py_row *row)
+{
+    const py_row *before = &table->rows[table->n_rows];
+
+    if (table->n_rows >= table->n_trusted || row->numel != before->numel) {
+        return true;
+    }
+    for (int c = 0; c < table->n_columns; c++) {
+        if (table->columns[c].write &&
+            (row->data[c] != before->data[c] || row->dtype[c] != before->dtype[c])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int
+py_table_add(py_state *state, py_table *table, PyObject *const *objects,
+             Py_ssize_t place)
+{
+    py_row row = {.place = place};
+    py_array first, array;
+    py_kept *kept;
+    bool trusted = false;
+    int status = add_first(state, table, objects[0], place, &first, &row);
+
+    if (status != 0) {
+        return status;
+    }
+    kept = kept_row(table, &first, place, &trusted);
+    for (int c = 1; c < table->n_columns; c++) {
+        const bool keeps = kept != NULL && table->columns[c].keep;
+
+        if (objects[c] == NULL) {
+            continue;
+        }
+        if (keeps && trusted && kept[c].object == objects[c]) {
+            set_cell(&row, c, kept[c].data, kept[c].dtype);
+            continue;
+        }
+        if (borrow_cell(state, table, c, objects[c], objects[0], &first, place,
+                        &array) < 0) {
+            return -1;
+        }
+        set_cell(&row, c, array.data, (uint8_t)array.dtype);
+        if (check_dtype(table, &row, c, place) < 0) {
+            py_release(&array);
+            return -1;
+        }
+        if (keeps) {
+            keep(&kept[c], objects[c], &array);
+        }
+        if (hold_cell(table, objects[c], &array) < 0) {
+            return -1;
+        }
+    }
+    table->changed |= row_moved(table, &row);
+    table->rows[table->n_rows++] = row;
+    return 0;
+}
+
+/* ---- Overlap -----------------------------------------------------------------------
+ */
+
+typedef struct {
+    uintptr_t start, end;
+    Py_ssize_t place;
+    int column;
+} span;
+
+static int
+span_order(const void *a, const void *b)
+{
+    const span *x = a, *y = b;
+
+    return (x->start > y->start) - (x->start < y->start);
+}
+
+static Py_ssize_t
+fill_spans(const py_table *table, span *spans)
+{
+    Py_ssize_t n = 0;
+
+    for (Py_ssize_t r = 0; r < table->n_rows; r++) {
+        const py_row *row = &table->rows[r];
+
+        for (int c = 0; c < table->n_columns; c++) {
+            const int64_t numel = table->columns[c].scalar ? 1 : row->numel;
+            const uintptr_t start = (uintptr_t)row->data[c];
+
+            if (start != 0 && numel > 0) {
+                const size_t size = tfast_dtype_size(row->dtype[c]);
+                spans[n++] = (span){start, start + (size_t)numel * size, row->place, c};
+            }
+        }
+    }
+    return n;
+}
+
+/* Sweeps spans by their start; an overlap counts when either side is written. */
+static int
+sweep(const py_table *table, const span *spans, Py_ssize_t n)
+{
+    const span *write = NULL, *any = NULL; /* those that reach furthest so far */
+
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const span *s = &spans[i];
+        const span *other = table->columns[s->column].write ? any : write;
+
+        if (other != NULL && s->start < other->end) {
+            PyErr_Format(PyExc_ValueError, "%s[%zd] must not overlap %s[%zd]",
+                         table->columns[s->column].name, s->place,
+                         table->columns[other->column].name, other->place);
+            return -1;
+        }
+        if (any == NULL || s->end > any->end) {
+            any = s;
+        }
+        if (table->columns[s->column].write && (write == NULL || s->end > write->end)) {
+            write = s;
+        }
+    }
+    return 0;
+}
+
+int
+py_table_check(py_table *table)
+{
+    span *spans;
+    int status;
+
+    if (!table->changed && table->n_rows <= table->n_trusted) {
+        table->n_checked = table->n_trusted;
+        return 0;
+    }
+    spans = PyMem_Malloc(((size_t)table->n_rows * (size_t)table->n_columns + 1) *
+                         sizeof *spans);
+    if (spans == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const Py_ssize_t n = fill_spans(table, spans);
+    qsort(spans, (size_t)n, sizeof *spans, span_order);
+    status = sweep(table, spans, n);
+    PyMem_Free(spans);
+    if (status == 0) {
+        table->n_checked = table->n_rows;
+    }
+    return status;
+}

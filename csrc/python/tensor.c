@@ -1,0 +1,238 @@
+/* Borrowing arrays: who produced one, and whether its layout will do. */
+#include "producers.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+int
+py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
+{
+    char rule[384];
+    va_list values;
+
+    va_start(values, format);
+    vsnprintf(rule, sizeof rule, format, values);
+    va_end(values);
+    if (argument.index < 0) {
+        PyErr_Format(type, "%s %s", argument.name, rule);
+    } else {
+        PyErr_Format(type, "%s[%zd] %s", argument.name, argument.index, rule);
+    }
+    return -1;
+}
+
+/* ---- Layouts -----------------------------------------------------------------------
+ */
+
+bool
+py_is_dense(const py_array *array)
+{
+    int64_t expected = 1;
+    bool c_order = true, used[PY_MAX_DIMS] = {false};
+
+    for (int d = array->ndim - 1; d >= 0 && c_order; d--) {
+        c_order = array->shape[d] == 1 || array->strides[d] == expected;
+        expected *= array->shape[d];
+    }
+    if (c_order || array->numel == 0) {
+        return true;
+    }
+    /* Any order: find the dimension of each next stride. */
+    for (expected = 1; expected < array->numel;) {
+        int d = 0;
+        while (d < array->ndim &&
+               (used[d] || array->shape[d] == 1 || array->strides[d] != expected)) {
+            d++;
+        }
+        if (d == array->ndim) {
+            return false;
+        }
+        used[d] = true;
+        expected *= array->shape[d];
+    }
+    return true;
+}
+
+bool
+py_same_shape(const py_array *a, const py_array *b)
+{
+    return a->ndim == b->ndim &&
+           memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0;
+}
+
+bool
+py_same_layout(const py_array *a, const py_array *b)
+{
+    for (int d = 0; d < a->ndim; d++) {
+        if (a->strides[d] != b->strides[d] && a->shape[d] != 1) {
+            return a->numel == 0;
+        }
+    }
+    return true;
+}
+
+void
+py_shape_text(const py_array *array, char *text, size_t bytes)
+{
+    size_t used = (size_t)snprintf(text, bytes, "(");
+
+    for (int d = 0; d < array->ndim && used + 32 < bytes; d++) {
+        used += (size_t)snprintf(text + used, bytes - used,
+                                 d + 1 < array->ndim ? "%lld, " : "%lld",
+                                 (long long)array->shape[d]);
+    }
+    snprintf(text + used, bytes - used, array->ndim == 1 ? ",)" : ")");
+}
+
+/* ---- Types --------------------------------------------------------------------------
+ */
+
+/* A type's attribute as UTF-8 text compared with `want` (or its beginning). */
+bool
+py_type_text_is(PyTypeObject *type, const char *attribute, const char *want,
+                bool prefix)
+{
+    PyObject *value = PyObject_GetAttrString((PyObject *)type, attribute);
+    const char *text = value == NULL ? NULL : PyUnicode_AsUTF8AndSize(value, NULL);
+    const bool is = text != NULL && (prefix ? strncmp(text, want, strlen(want)) == 0
+                                            : strcmp(text, want) == 0);
+
+    if (text == NULL) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(value);
+    return is;
+}
+
+/* Subclasses of torch.Tensor inherit its export but mean something else by their data
+ * (fake, distributed, masked): only Tensor and Parameter themselves are taken. Sets
+ * *is_torch for the whole family. */
+static bool
+is_plain_type(PyTypeObject *type, bool *is_torch)
+{
+    PyObject *bases = PyObject_GetAttrString((PyObject *)type, "__mro__");
+    const Py_ssize_t n = bases == NULL ? 0 : PyTuple_Size(bases);
+
+    *is_torch = false;
+    for (Py_ssize_t i = 0; i < n && !*is_torch; i++) {
+        PyTypeObject *base = (PyTypeObject *)PyTuple_GetItem(bases, i);
+        *is_torch = py_type_text_is(base, "__name__", "Tensor", false) &&
+                    py_type_text_is(base, "__module__", "torch", false);
+    }
+    if (bases == NULL) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(bases);
+    return !*is_torch ||
+           (py_type_text_is(type, "__name__", "Tensor", false) &&
+            py_type_text_is(type, "__module__", "torch", false)) ||
+           (py_type_text_is(type, "__name__", "Parameter", false) &&
+            py_type_text_is(type, "__module__", "torch.nn.parameter", false));
+}
+
+/* ---- All of them -------------------------------------------------------------------
+ */
+
+/* The first array of a type: find out how it exports, and remember the fast way. */
+static int
+borrow_unknown(py_state *state, PyObject *object, py_argument argument, bool write,
+               py_array *array)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    const dlpack_exchange *exchange;
+    bool is_torch, plain;
+
+    if (py_is_numpy(state, object)) {
+        if (py_type_text_is(type, "__name__", "MaskedArray", false)) {
+            return py_argument_error(
+                PyExc_TypeError, argument,
+                "must not be a masked array: its mask would be ignored");
+        }
+        return py_borrow_numpy(state, object, argument, write, array);
+    }
+    plain = is_plain_type(type, &is_torch);
+    if (!plain) {
+        PyObject *name = PyType_GetName(type);
+        const char *text = name == NULL ? NULL : PyUnicode_AsUTF8AndSize(name, NULL);
+
+        py_argument_error(
+            PyExc_NotImplementedError, argument,
+            "must be a torch.Tensor or Parameter itself, got its subclass %.100s",
+            text == NULL ? "of no name" : text);
+        Py_XDECREF(name);
+        return -1;
+    }
+    exchange = py_find_exchange(type);
+    if (exchange != NULL) {
+        if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
+            Py_INCREF((PyObject *)type);
+            state->fast[state->n_fast].type = type;
+            state->fast[state->n_fast++].exchange = exchange;
+        }
+        return py_borrow_view(exchange, object, argument, array);
+    }
+    if (PyObject_HasAttrString(object, "__dlpack__")) {
+        PyObject *detached =
+            is_torch ? PyObject_CallMethod(object, "detach", NULL) : Py_NewRef(object);
+        const int status =
+            detached == NULL ? -1 : py_borrow_capsule(detached, argument, write, array);
+        Py_XDECREF(detached);
+        return status;
+    }
+    if (PyObject_CheckBuffer(object)) {
+        return py_borrow_buffer(object, argument, write, array);
+    }
+    return py_argument_error(PyExc_TypeError, argument,
+                             "must be an array (NumPy, torch, DLPack or a buffer)");
+}
+
+static int
+check_data(py_argument argument, const py_array *array)
+{
+    if (array->numel == 0) {
+        return 0;
+    }
+    if (array->data == NULL) {
+        return py_argument_error(
+            PyExc_NotImplementedError, argument,
+            "must have data, got a null pointer (a fake or meta tensor)");
+    }
+    if ((uintptr_t)array->data % tfast_dtype_size(array->dtype) != 0) {
+        return py_argument_error(
+            PyExc_ValueError, argument,
+            "must be aligned to its %d-byte elements, got address %p",
+            (int)tfast_dtype_size(array->dtype), array->data);
+    }
+    return 0;
+}
+
+int
+py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
+          py_array *array)
+{
+    int status = 1; /* not done yet */
+
+    array->owner = NULL;
+    for (int i = 0; i < state->n_fast && status > 0; i++) {
+        if (state->fast[i].type == Py_TYPE(object)) {
+            status = py_borrow_view(state->fast[i].exchange, object, argument, array);
+        }
+    }
+    if (status > 0) {
+        status = borrow_unknown(state, object, argument, write, array);
+    }
+    if (status == 0) {
+        status = check_data(argument, array);
+    }
+    if (status < 0) {
+        py_release(array);
+    }
+    return status;
+}
+
+void
+py_release(py_array *array)
+{
+    Py_CLEAR(array->owner);
+}

@@ -1,0 +1,76 @@
+/* Arrays as Python knows them (NumPy, torch, any DLPack or buffer producer), borrowed
+ * as pointers, shapes and strides. */
+#ifndef PY_TENSOR_H
+#define PY_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../tfast.h"
+
+#define PY_MAX_DIMS 64 /* NumPy's limit */
+
+/* What an array's borrower remembers between calls, one per interpreter. */
+typedef struct {
+    struct {
+        PyTypeObject *type;
+        const struct dlpack_exchange *exchange;
+    } fast[8]; /* types whose arrays resolve without a Python call */
+    int n_fast;
+    int numpy_bfloat16; /* NumPy's type number of ml_dtypes.bfloat16, or -1 */
+    bool numpy_ready;
+    PyTypeObject *workspace_type;
+    PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq,
+        *s_max_exp_avg_sq; /* interned */
+} py_state;
+
+/* One borrowed array. Valid while the object it came from and `owner` are held. */
+typedef struct {
+    void *data; /* NULL for an empty array */
+    int64_t numel;
+    tfast_device device;
+    tfast_dtype dtype;
+    int ndim;
+    const int64_t *shape;
+    const int64_t *strides; /* in elements, never NULL */
+    PyObject *owner;        /* new reference; NULL: the object itself suffices */
+    int64_t
+        buffer[PY_MAX_DIMS * 2]; /* shape and strides where the producer keeps none */
+} py_array;
+
+/* Which argument an array is, for messages: "grads[3]"; index < 0: "found_inf". */
+typedef struct {
+    const char *name;
+    Py_ssize_t index;
+} py_argument;
+
+/* Sets an exception "*argument* *format*" and returns -1. */
+int py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
+    TFAST_PRINTF(3, 4);
+
+/* Borrows `object`, of dtype float64, float32, float16 or bfloat16, with data aligned
+ * to its elements. With `write` a read-only array is refused. Returns 0, or -1 with
+ * TypeError (not an array), ValueError (read-only, byte order, alignment, no data) or
+ * NotImplementedError (right, but nothing here computes it: other dtypes and devices,
+ * sparse, tensor subclasses). */
+int py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
+              py_array *array);
+
+/* Gives back what py_borrow() took; accepts a zeroed array. */
+void py_release(py_array *array);
+
+/* True where the elements fill numel places without gaps, in any order of dimensions.
+ */
+bool py_is_dense(const py_array *array);
+
+/* True where a and b have the same shape. */
+bool py_same_shape(const py_array *a, const py_array *b);
+
+/* True where equal indices lie at equal offsets; dimensions of size 1 do not count.
+ * Shapes must be the same. */
+bool py_same_layout(const py_array *a, const py_array *b);
+
+/* Writes "(2, 3)" for messages. */
+void py_shape_text(const py_array *array, char *text, size_t bytes);
+
+#endif
