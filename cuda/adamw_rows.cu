@@ -1,0 +1,121 @@
+/* Builds the AdamW kernel's rows on the host: see adamw_rows.cuh. */
+#include "adamw_rows.cuh"
+
+#include <string.h>
+
+static bool
+all_of_dtype(const tfast_adamw_slot *slots, int64_t n, int dtype)
+{
+    for (int64_t i = 0; i < n; i++) {
+        if (slots[i].param_dtype != dtype || slots[i].grad_dtype != dtype ||
+            slots[i].state_dtype != dtype) {
+            return false;
+        }
+    }
+    return true;
+}
+
+adamw_mix
+adamw_mix_of(const tfast_adamw_slot *slots, int64_t n)
+{
+    if (all_of_dtype(slots, n, TFAST_F32)) {
+        return ALL_F32;
+    }
+    if (all_of_dtype(slots, n, TFAST_BF16)) {
+        return ALL_BF16;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        if (adamw_is_wide(&slots[i])) {
+            return WIDE;
+        }
+    }
+    return NARROW;
+}
+
+/* Whether element `head` of the array begins a vector. */
+static bool
+aligned_at(const void *array, int dtype, int head, int vector)
+{
+    const size_t size = tfast_dtype_size((tfast_dtype)dtype);
+
+    return array == nullptr || ((uintptr_t)array + size * head) % (size * vector) == 0;
+}
+
+/* The arrays of a slot may be views that are misaligned differently (a gradient in a
+ * bucket): then no head aligns them all, and the slot is done element by element, still
+ * coalesced. */
+static uint8_t
+head_of(const tfast_adamw_slot *slot, int vector)
+{
+    if (adamw_is_wide(slot) || slot->grad_dtype == TFAST_F64) {
+        return NO_VECTORS;
+    }
+    for (int head = 0; head < vector; head++) {
+        if (aligned_at(slot->param, slot->param_dtype, head, vector) &&
+            aligned_at(slot->grad, slot->grad_dtype, head, vector) &&
+            aligned_at(slot->exp_avg, slot->state_dtype, head, vector) &&
+            aligned_at(slot->exp_avg_sq, slot->state_dtype, head, vector) &&
+            aligned_at(slot->max_exp_avg_sq, slot->state_dtype, head, vector)) {
+            return (uint8_t)head;
+        }
+    }
+    return NO_VECTORS;
+}
+
+/* The first item has the head besides its ITEM elements. */
+static int
+items_of(int64_t numel, int head)
+{
+    const int64_t body = head == NO_VECTORS ? numel : numel - head;
+
+    if (numel <= 0) {
+        return 0;
+    }
+    return body <= ITEM ? 1 : (int)((body + ITEM - 1) / ITEM);
+}
+
+int
+adamw_fill_table(adamw_table *table, const tfast_adamw_slot *slots, int64_t n,
+                 adamw_mix mix)
+{
+    const int vector = mix == ALL_BF16 ? 8 : 4;
+    int items = 0;
+
+    memset((void *)table, 0, adamw_table_bytes(n));
+    for (int64_t i = 0; i < n; i++) {
+        const tfast_adamw_slot *slot = &slots[i];
+        adamw_row *row = &table->rows[i];
+        row->param = slot->param;
+        row->grad = slot->grad;
+        row->exp_avg = slot->exp_avg;
+        row->exp_avg_sq = slot->exp_avg_sq;
+        row->max_exp_avg_sq = slot->max_exp_avg_sq;
+        row->step = slot->step;
+        row->numel = slot->numel;
+        row->first_item = items;
+        row->param_dtype = slot->param_dtype;
+        row->grad_dtype = slot->grad_dtype;
+        row->state_dtype = slot->state_dtype;
+        row->head = head_of(slot, vector);
+        items += items_of(slot->numel, row->head);
+        row->end_item = items;
+    }
+    return items;
+}
+
+bool
+adamw_same_rows(const adamw_table *table, const tfast_adamw_slot *slots, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const tfast_adamw_slot *a = &slots[i];
+        const adamw_row *b = &table->rows[i];
+        if (a->param != b->param || a->grad != b->grad || a->exp_avg != b->exp_avg ||
+            a->exp_avg_sq != b->exp_avg_sq || a->max_exp_avg_sq != b->max_exp_avg_sq ||
+            a->step != b->step || a->numel != b->numel ||
+            a->param_dtype != b->param_dtype || a->grad_dtype != b->grad_dtype ||
+            a->state_dtype != b->state_dtype) {
+            return false;
+        }
+    }
+    return true;
+}

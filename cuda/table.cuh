@@ -1,0 +1,46 @@
+/* A table that a kernel reads from device memory, kept there between calls. */
+#ifndef TFAST_TABLE_CUH
+#define TFAST_TABLE_CUH
+
+#include "common.cuh"
+
+/* Copies in flight before the host waits for the oldest. */
+enum { TFAST_TABLE_RING = 4 };
+
+/* Memory that lives as long as the table: of a captured copy, which a graph may repeat
+ * at any time, or outgrown but perhaps still in use. */
+struct tfast_table_kept {
+    tfast_table_kept *next;
+    void *device;
+    void *pinned;
+    size_t bytes; /* of a captured table; 0: outgrown */
+};
+
+/* Zero-initialised means empty. Belongs to the device that is current when it is
+ * filled. */
+struct tfast_table {
+    void *device;
+    size_t capacity;
+    struct {
+        void *pinned;
+        size_t capacity;
+        cudaEvent_t copied; /* until then the copy may still read `pinned` */
+    } ring[TFAST_TABLE_RING];
+    int next;
+    tfast_table_kept *kept;
+};
+
+/* Puts a copy of `bytes` where `*device` then points, in the stream's order, without
+ * synchronising unless TFAST_TABLE_RING copies are in flight. */
+tfast_status tfast_table_upload(void **device, tfast_table *table, const void *data,
+                                size_t bytes, cudaStream_t stream);
+
+/* The same while `stream` captures: the copy becomes a node of the graph, from memory
+ * that is never written again into memory that no other call writes. */
+tfast_status tfast_table_capture(void **device, tfast_table *table, const void *data,
+                                 size_t bytes, cudaStream_t stream);
+
+/* Frees everything, waiting for the device. */
+void tfast_table_clear(tfast_table *table);
+
+#endif

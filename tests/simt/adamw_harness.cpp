@@ -1,0 +1,325 @@
+/* AdamW of cuda/ on the runner, bit by bit against one plain loop: a program, because
+ * the sanitizers do not get into a Python that runs already. adamw_harness SEED Every
+ * array is an allocation of its own that ends where the array does. */
+#include "adamw_coef.h"
+#include "half.h"
+#include "runtime.h"
+#include "tfast.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+extern "C" const tfast_backend *tfast_cuda_open(uint32_t abi, tfast_fail_function fail);
+
+namespace {
+
+/* ---- Arrays ------------------------------------------------------------------------
+ */
+
+uint32_t random_state = 1;
+
+/* In [-1, 1), from a linear congruential generator. */
+float
+random_value()
+{
+    random_state = random_state * 1664525 + 1013904223;
+    return (float)(int32_t)random_state * 0x1p-31f;
+}
+
+double
+get(const void *array, int dtype, int64_t i)
+{
+    switch (dtype) {
+    case TFAST_F32:
+        return static_cast<const float *>(array)[i];
+    case TFAST_F64:
+        return static_cast<const double *>(array)[i];
+    case TFAST_F16:
+        return tfast_from_f16(static_cast<const uint16_t *>(array)[i]);
+    default:
+        return tfast_from_bf16(static_cast<const uint16_t *>(array)[i]);
+    }
+}
+
+void
+set(void *array, int dtype, int64_t i, double value)
+{
+    switch (dtype) {
+    case TFAST_F32:
+        static_cast<float *>(array)[i] = (float)value;
+        break;
+    case TFAST_F64:
+        static_cast<double *>(array)[i] = value;
+        break;
+    case TFAST_F16:
+        static_cast<uint16_t *>(array)[i] = tfast_to_f16((float)value);
+        break;
+    default:
+        static_cast<uint16_t *>(array)[i] = tfast_to_bf16((float)value);
+    }
+}
+
+/* numel elements, the first of them `offset` elements from an aligned address. */
+struct array {
+    std::vector<char> bytes;
+    size_t size, offset;
+    int dtype;
+
+    array(int dtype, int64_t numel, int offset, double low)
+        : bytes((size_t)(numel + offset) * tfast_dtype_size((tfast_dtype)dtype)),
+          size((size_t)numel), offset(offset * tfast_dtype_size((tfast_dtype)dtype)),
+          dtype(dtype)
+    {
+        for (int64_t i = 0; i < numel; i++) {
+            const float value = random_value();
+            set(start(), dtype, i, low < 0 ? value : std::fabs(value) * 0.1f);
+        }
+    }
+
+    void *start() { return bytes.data() + offset; }
+};
+
+struct tensors {
+    array param, grad, exp_avg, exp_avg_sq, top;
+    float step;
+    bool amsgrad, counted;
+
+    tensors(const int dtypes[3], int64_t numel, const int offsets[5], float step,
+            bool amsgrad, bool counted)
+        : param(dtypes[0], numel, offsets[0], -1),
+          grad(dtypes[1], numel, offsets[1], -1),
+          exp_avg(dtypes[2], numel, offsets[2], -1),
+          exp_avg_sq(dtypes[2], numel, offsets[3], 0),
+          top(dtypes[2], numel, offsets[4], 0), step(step), amsgrad(amsgrad),
+          counted(counted)
+    {
+    }
+
+    tfast_adamw_slot slot()
+    {
+        tfast_adamw_slot s = {};
+        s.param = param.start();
+        s.grad = grad.start();
+        s.exp_avg = exp_avg.start();
+        s.exp_avg_sq = exp_avg_sq.start();
+        s.max_exp_avg_sq = amsgrad ? top.start() : nullptr;
+        s.step = counted ? &step : nullptr;
+        s.numel = (int64_t)param.size;
+        s.param_dtype = (uint8_t)param.dtype;
+        s.grad_dtype = (uint8_t)grad.dtype;
+        s.state_dtype = (uint8_t)exp_avg.dtype;
+        return s;
+    }
+};
+
+bool
+same(const tensors &a, const tensors &b)
+{
+    return a.param.bytes == b.param.bytes && a.grad.bytes == b.grad.bytes &&
+           a.exp_avg.bytes == b.exp_avg.bytes &&
+           a.exp_avg_sq.bytes == b.exp_avg_sq.bytes && a.top.bytes == b.top.bytes &&
+           a.step == b.step;
+}
+
+/* ---- The plain loop ----------------------------------------------------------------
+ */
+
+template <typename REAL>
+void
+update(const tfast_adamw_slot &s, const tfast_adamw_coef &c, bool write_back)
+{
+    const REAL unscale = (REAL)c.unscale, sign = (REAL)c.sign, l2 = (REAL)c.l2;
+    const REAL decay = (REAL)c.decay, beta1 = (REAL)c.beta1, rest1 = (REAL)c.rest1;
+    const REAL beta2 = (REAL)c.beta2, rest2 = (REAL)c.rest2, eps = (REAL)c.eps;
+    const REAL step_size = (REAL)c.step_size, inv_root_bias = (REAL)c.inv_root_bias;
+
+    for (int64_t i = 0; i < s.numel; i++) {
+        REAL p = (REAL)get(s.param, s.param_dtype, i);
+        REAL g = (REAL)get(s.grad, s.grad_dtype, i) * unscale;
+        REAL m = (REAL)get(s.exp_avg, s.state_dtype, i);
+        REAL v = (REAL)get(s.exp_avg_sq, s.state_dtype, i);
+        if (write_back) {
+            set(s.grad, s.grad_dtype, i, g);
+        }
+        g = g * sign;
+        g = l2 != 0 ? std::fma(l2, p, g) : g;
+        p = p * decay;
+        m = c.beta1 > 0.5 ? std::fma(rest1, g - m, m) : std::fma(-beta1, g - m, g);
+        v = std::fma(beta2, v, rest2 * g * g);
+        set(s.exp_avg, s.state_dtype, i, m);
+        set(s.exp_avg_sq, s.state_dtype, i, v);
+        if (s.max_exp_avg_sq != nullptr) {
+            const REAL top = (REAL)get(s.max_exp_avg_sq, s.state_dtype, i);
+            v = top > v ? top : v;
+            set(s.max_exp_avg_sq, s.state_dtype, i, v);
+        }
+        p = p - step_size * m / std::fma(std::sqrt(v), inv_root_bias, eps);
+        set(s.param, s.param_dtype, i, p);
+    }
+}
+
+void
+plain_step(const tfast_adamw_args &args)
+{
+    const double lr = args.lr_device != nullptr ? *args.lr_device : args.lr;
+    const double scale = args.grad_scale != nullptr ? *args.grad_scale : 1;
+
+    if (args.found_inf != nullptr && *args.found_inf != 0) {
+        return;
+    }
+    for (int64_t i = 0; i < args.n_slots; i++) {
+        const tfast_adamw_slot &s = args.slots[i];
+        const int64_t step = s.step != nullptr ? (int64_t)(*s.step += 1) : args.step;
+        const tfast_adamw_coef coef = tfast_adamw_coef_at(&args, step, lr, scale);
+        if (s.param_dtype == TFAST_F64 || s.state_dtype == TFAST_F64) {
+            update<double>(s, coef, args.write_back_grads);
+        } else {
+            update<float>(s, coef, args.write_back_grads);
+        }
+    }
+}
+
+/* ---- Cases -------------------------------------------------------------------------
+ */
+
+const tfast_backend *backend;
+int64_t largest; /* slots are cut to this many elements */
+
+tfast_status
+fail(tfast_status status, const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+std::vector<tfast_adamw_slot>
+slots_of(std::vector<tensors> &list)
+{
+    std::vector<tfast_adamw_slot> slots;
+
+    for (tensors &t : list) {
+        slots.push_back(t.slot());
+    }
+    return slots;
+}
+
+/* Three steps of a list of every size, each array offset as `skew` says: 0 not at all,
+ * 1 all alike, 2 each in its own way. */
+bool
+run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[3], int n_dtypes,
+         int skew)
+{
+    static const int64_t sizes[] = {1,  7,   8,   9,   0,    15,   16,
+                                    17, 255, 256, 257, 2049, 5000, 70001};
+    static const int many = 600; /* of 3 elements: the look-up takes several rounds */
+    std::vector<tensors> ours;
+    tfast_workspace workspace = {};
+
+    for (int i = 0; i < 14 + many; i++) {
+        int offsets[5] = {};
+        for (int k = 0; k < 5; k++) {
+            offsets[k] = skew == 0 ? 0 : skew == 1 ? i % 8 : (i * 3 + k * k) % 8;
+        }
+        ours.emplace_back(dtypes[i % n_dtypes],
+                          i < 14 ? std::min(sizes[i], largest) : 3, offsets,
+                          i % 3 == 1 ? 7.0f : 0.0f, i % 2 == 1, i % 5 != 4);
+    }
+    std::vector<tensors> theirs = ours;
+    const std::vector<tfast_adamw_slot> our_slots = slots_of(ours);
+    const std::vector<tfast_adamw_slot> their_slots = slots_of(theirs);
+    for (args.step = 1; args.step <= 3; args.step++) {
+        args.n_slots = (int64_t)ours.size();
+        args.workspace = args.step < 3 ? &workspace : nullptr;
+        args.slots = our_slots.data();
+        if (backend->adamw(&args) != TFAST_OK) {
+            return false;
+        }
+        args.slots = their_slots.data();
+        plain_step(args);
+        for (size_t i = 0; i < ours.size(); i++) {
+            if (!same(ours[i], theirs[i])) {
+                fprintf(stderr,
+                        "%s, skew %d: slot %zu of %zu elements differs in step %d\n",
+                        name, skew, i, ours[i].param.size, (int)args.step);
+                return false;
+            }
+        }
+    }
+    backend->workspace_clear(workspace.data);
+    return true;
+}
+
+bool
+run_all()
+{
+    static const int f32[][3] = {{TFAST_F32, TFAST_F32, TFAST_F32}};
+    static const int bf16[][3] = {{TFAST_BF16, TFAST_BF16, TFAST_BF16}};
+    static const int narrow[][3] = {
+        {TFAST_BF16, TFAST_BF16, TFAST_F32}, {TFAST_F32, TFAST_F32, TFAST_BF16},
+        {TFAST_F16, TFAST_F16, TFAST_F16},   {TFAST_F32, TFAST_F16, TFAST_F32},
+        {TFAST_F16, TFAST_F64, TFAST_F32},   {TFAST_BF16, TFAST_F32, TFAST_F16}};
+    static const int wide[][3] = {{TFAST_F64, TFAST_F64, TFAST_F64},
+                                  {TFAST_F32, TFAST_F32, TFAST_F32},
+                                  {TFAST_F32, TFAST_BF16, TFAST_F64},
+                                  {TFAST_F64, TFAST_F16, TFAST_BF16}};
+    const float lr = 0.02f, scale = 8.0f, inf = 2.0f, none = 0.0f, nan = NAN;
+    tfast_adamw_args usual = {};
+    bool right = true;
+
+    usual.device = {TFAST_CPU, 0};
+    usual.lr = 1e-2;
+    usual.beta1 = 0.9;
+    usual.beta2 = 0.999;
+    usual.eps = 1e-8;
+    usual.weight_decay = 0.1;
+    usual.decoupled_weight_decay = true;
+    tfast_adamw_args scaled = usual, other = usual, skipped = usual;
+    scaled.grad_scale = &scale;
+    scaled.write_back_grads = true;
+    scaled.lr_device = &lr;
+    scaled.found_inf = &none;
+    other.maximize = true;
+    other.decoupled_weight_decay = false;
+    other.beta1 = 0.3;
+    skipped.found_inf = &inf;
+    for (int skew = 0; skew < 3; skew++) {
+        right &= run_case("float32", usual, f32, 1, skew);
+        right &= run_case("bfloat16", usual, bf16, 1, skew);
+        right &= run_case("mixed", scaled, narrow, 6, skew);
+        right &= run_case("wide", usual, wide, 4, skew);
+    }
+    right &= run_case("float32 scaled", scaled, f32, 1, 1);
+    right &= run_case("float32 other", other, f32, 1, 1);
+    right &= run_case("bfloat16 scaled", scaled, bf16, 1, 2);
+    right &= run_case("mixed other", other, narrow, 6, 1);
+    right &= run_case("wide scaled", scaled, wide, 4, 1);
+    right &= run_case("skipped", skipped, narrow, 6, 0);
+    skipped.found_inf = &nan;
+    return right & run_case("skipped by NaN", skipped, f32, 1, 0);
+}
+
+} // namespace
+
+int
+main(int argc, char **argv)
+{
+    if (argc != 3) {
+        return 2;
+    }
+    tfast_simt_seed(strtoull(argv[1], nullptr, 0));
+    largest = strtoll(argv[2], nullptr, 0);
+    backend = tfast_cuda_open(TFAST_ABI, fail);
+    if (backend == nullptr || backend->unusable() != nullptr) {
+        return 2;
+    }
+    return !run_all();
+}

@@ -1,0 +1,128 @@
+"""Compiles the CUDA sources for the CPU, with the SIMT runner in place of CUDA.
+
+    python tests/simt/build.py [plain|address|thread|portable]
+
+builds the library and prints its path. `address` and `thread` add that sanitizer; such
+a library can only be loaded by a program that is built with it, see `program()`.
+`portable` switches fibers as on processors other than x86-64.
+Nothing is compiled again until a source, a flag or the compiler changes.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILT = ROOT / "build" / "simt"
+
+MODES = {
+    "plain": ["-O2", "-g1"],
+    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"],
+    "thread": ["-O1", "-g", "-fsanitize=thread"],
+    "portable": ["-O1", "-g1"],
+}
+# The runner tells the sanitizer about its fibers, but is not looked at itself.
+RUNNER_MODES = {
+    "plain": ["-O2", "-g1"],
+    "address": ["-O2", "-g", "-DSIMT_ADDRESS"],
+    "thread": ["-O2", "-g", "-DSIMT_THREAD"],
+    "portable": ["-O1", "-g1", "-DSIMT_UCONTEXT"],
+}
+# -ffp-contract=off as nvcc's -fmad=false: what is fused says so.
+FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # of unroll
+INCLUDED = [HERE, ROOT / "cuda", ROOT / "csrc"]
+RUNNER = [HERE / name for name in ("fibers.cpp", "warp.cpp", "runtime.cpp")]
+
+
+class NoCompiler(RuntimeError):
+    """There is no C++ compiler here."""
+
+
+def compiler():
+    words = shlex.split(os.environ.get("CXX", ""))
+    for name in [words[:1], ["g++"], ["c++"]]:
+        if name and shutil.which(name[0]):
+            return words if name == words[:1] else name
+    raise NoCompiler("a C++ compiler must be on PATH, got none (install g++)")
+
+
+def kernels():
+    return sorted((ROOT / "cuda").glob("*.cu"))
+
+
+def _run(command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(map(str, command))}\n{done.stderr}")
+
+
+def _key(command, files):
+    """Changes with a command, with the compiler behind it and with these files."""
+    version = subprocess.run([command[0], "--version"], capture_output=True).stdout
+    digest = hashlib.sha256(repr(command).encode() + version)
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _compile(command, source):
+    """The object of a source file, named after all that it can depend on."""
+    folders = dict.fromkeys([source.parent, *INCLUDED])
+    headers = [file for folder in folders for file in sorted(folder.glob("*.*h"))]
+    key = _key(command, [source, *headers])
+    target = BUILT / "objects" / f"{source.stem}-{key}.o"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")
+        _run([*command, "-x", "c++", "-c", source, "-o", fresh])
+        fresh.replace(target)
+    return target
+
+
+def _build(target, mode, sources, link):
+    """Compiles `sources` and the runner, and links them to `target`."""
+    cxx = compiler()
+    include = [f"-I{folder}" for folder in INCLUDED]
+    jobs = [([*cxx, *FLAGS, *MODES[mode], *include], path) for path in sources]
+    runner = [*cxx, *FLAGS, *RUNNER_MODES[mode], *include]
+    jobs += [(runner, path) for path in RUNNER]
+    with ThreadPool(len(os.sched_getaffinity(0))) as pool:
+        objects = pool.starmap(_compile, jobs, chunksize=1)
+    command = [*cxx, *MODES[mode], *link, *map(str, objects)]
+    stamp = target.with_name(f"{target.name}.key")
+    key = _key(command, [])
+    if target.exists() and stamp.exists() and stamp.read_text() == key:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    _run([*command, "-o", fresh])
+    fresh.replace(target)  # a process that has the old one loaded lives on
+    stamp.write_text(key)
+    return target
+
+
+def build(mode="plain"):
+    """The path of the library for `mode`, compiled if it is not up to date."""
+    suffix = "" if mode == "plain" else f"_{mode}"
+    target = BUILT / f"libtrainfast_simt{suffix}.so"
+    return _build(target, mode, kernels(), ["-shared", "-Wl,-z,now", "-lpthread"])
+
+
+def program(mode, sources, target):
+    """Builds a program from .cu and .cpp files and the runner, as `build` does."""
+    return _build(Path(target), mode, list(sources), ["-lpthread"])
+
+
+if __name__ == "__main__":
+    modes = sys.argv[1:] or ["plain"]
+    if not set(modes) <= set(MODES):
+        sys.exit(f"the mode must be one of {', '.join(MODES)}, got {shlex.join(modes)}")
+    for mode in modes:
+        print(build(mode))

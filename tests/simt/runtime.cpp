@@ -1,0 +1,387 @@
+/* The CUDA runtime's twin: see runtime.h. Built without the sanitizers'
+ * instrumentation. */
+#include "simt.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+struct simt_event {
+    uint64_t after; /* done when this many pieces of work are */
+};
+
+namespace {
+
+struct copy {
+    void *to;
+    const void *from;
+    size_t bytes;
+};
+
+struct work { /* a copy, or a launch where `body` is set */
+    copy memory;
+    dim3 grid, block;
+    size_t dynamic;
+    std::function<void()> body;
+};
+
+std::recursive_mutex lock; /* of everything below; a launch may come from any thread */
+std::map<const char *, size_t> device_blocks, pinned_blocks;
+std::vector<work> pending, captured;
+uint64_t issued, done; /* pieces of work */
+bool capturing;
+std::atomic<int64_t> n_syncs, n_allocations, n_launches, n_copies;
+std::atomic<int64_t> allocations_left{-1};
+
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+/* A call that the documentation forbids while any stream captures, but in relaxed mode.
+ */
+void
+unsafe_call(const char *name)
+{
+    if (capturing && capture_mode != cudaStreamCaptureModeRelaxed) {
+        fprintf(stderr, "simt: %s would invalidate the capture\n", name);
+        simt::fail("an unsafe call during a capture");
+    }
+}
+
+/* A call that has nothing to wait for while a stream captures. */
+void
+synchronising_call(const char *name)
+{
+    unsafe_call(name);
+    n_syncs++;
+}
+
+bool
+inside(const std::map<const char *, size_t> &blocks, const void *pointer, size_t bytes)
+{
+    const char *first = static_cast<const char *>(pointer);
+    auto next = blocks.upper_bound(first);
+
+    if (next == blocks.begin()) {
+        return false;
+    }
+    --next;
+    return first + bytes <= next->first + next->second;
+}
+
+void
+perform(const work &piece)
+{
+    if (piece.body) {
+        simt::run_grid(piece.grid, piece.block, piece.dynamic, piece.body);
+        return;
+    }
+    simt::require(inside(device_blocks, piece.memory.to, piece.memory.bytes),
+                  "a copy's target was freed before the copy ran");
+    simt::require(inside(pinned_blocks, piece.memory.from, piece.memory.bytes),
+                  "a copy's source was freed before the copy ran");
+    memcpy(piece.memory.to, piece.memory.from, piece.memory.bytes);
+}
+
+void
+finish_pending()
+{
+    for (const work &piece : pending) {
+        perform(piece);
+    }
+    pending.clear();
+    done = issued;
+}
+
+cudaError_t
+allocate(std::map<const char *, size_t> &blocks, void **pointer, size_t bytes)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    n_allocations++;
+    if (allocations_left == 0) {
+        return cudaErrorMemoryAllocation;
+    }
+    if (allocations_left > 0) {
+        allocations_left--;
+    }
+    if (posix_memalign(pointer, 256, bytes) != 0) {
+        return cudaErrorMemoryAllocation;
+    }
+    memset(*pointer, 0xFF, bytes);
+    blocks[static_cast<char *>(*pointer)] = bytes;
+    return cudaSuccess;
+}
+
+cudaError_t
+release(std::map<const char *, size_t> &blocks, void *pointer, const char *name)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    if (pointer == nullptr) {
+        return cudaSuccess;
+    }
+    synchronising_call(name); /* the real ones wait for the device */
+    finish_pending();
+    simt::require(blocks.erase(static_cast<char *>(pointer)) == 1,
+                  "a free of what was not allocated this way");
+    free(pointer);
+    return cudaSuccess;
+}
+
+} // namespace
+
+/* ---- Devices and errors ---------------------------------------------------------- */
+
+cudaError_t
+cudaGetLastError()
+{
+    return cudaSuccess; /* every twin that can fail returns its error */
+}
+
+const char *
+cudaGetErrorString(cudaError_t error)
+{
+    return error == cudaErrorMemoryAllocation ? "out of memory"
+           : error == cudaErrorInvalidDevice  ? "invalid device ordinal"
+           : error == cudaErrorInvalidValue   ? "invalid argument"
+                                              : "another error";
+}
+
+cudaError_t
+cudaGetDeviceCount(int *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaDriverGetVersion(int *version)
+{
+    *version = 13000;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaRuntimeGetVersion(int *version)
+{
+    *version = 13000;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaGetDevice(int *device)
+{
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaSetDevice(int device)
+{
+    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+cudaError_t
+cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int device)
+{
+    *value = 2;
+    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+/* ---- Memory ---------------------------------------------------------------------- */
+
+cudaError_t
+cudaMalloc(void **pointer, size_t bytes)
+{
+    unsafe_call("cudaMalloc");
+    return allocate(device_blocks, pointer, bytes);
+}
+
+cudaError_t
+cudaFree(void *pointer)
+{
+    return release(device_blocks, pointer, "cudaFree");
+}
+
+cudaError_t
+cudaHostAlloc(void **pointer, size_t bytes, unsigned)
+{
+    unsafe_call("cudaHostAlloc");
+    return allocate(pinned_blocks, pointer, bytes);
+}
+
+cudaError_t
+cudaFreeHost(void *pointer)
+{
+    return release(pinned_blocks, pointer, "cudaFreeHost");
+}
+
+cudaError_t
+cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                cudaStream_t)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    work piece = {{to, from, bytes}, {}, {}, 0, nullptr};
+
+    simt::require(kind == cudaMemcpyHostToDevice, "only host to device has a twin");
+    simt::require(inside(device_blocks, to, bytes),
+                  "a copy to what is no device memory");
+    simt::require(inside(pinned_blocks, from, bytes),
+                  "a copy from pageable memory, which synchronises");
+    n_copies++;
+    (capturing ? captured : pending).push_back(piece);
+    issued += !capturing;
+    return cudaSuccess;
+}
+
+/* ---- Streams and events ---------------------------------------------------------- */
+
+cudaError_t
+cudaStreamSynchronize(cudaStream_t)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    simt::require(!capturing, "cudaStreamSynchronize of a stream that captures");
+    synchronising_call("cudaStreamSynchronize");
+    finish_pending();
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    n_allocations++;
+    *event = new simt_event{0};
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventDestroy(cudaEvent_t event)
+{
+    delete event;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventRecord(cudaEvent_t event, cudaStream_t)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    simt::require(!capturing, "an event recorded in a capture never completes");
+    event->after = issued;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaEventQuery(cudaEvent_t event)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    unsafe_call("cudaEventQuery");
+    return event->after <= done ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t
+cudaEventSynchronize(cudaEvent_t)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    synchronising_call("cudaEventSynchronize");
+    finish_pending();
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
+{
+    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode)
+{
+    std::swap(*mode, capture_mode);
+    return cudaSuccess;
+}
+
+void
+simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t,
+             std::function<void()> body)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    work piece = {{}, grid, block, dynamic, std::move(body)};
+
+    n_launches++;
+    if (capturing) {
+        captured.push_back(std::move(piece));
+        return;
+    }
+    issued++;
+    pending.push_back(std::move(piece));
+    finish_pending();
+}
+
+/* ---- For tests ------------------------------------------------------------------- */
+
+#define EXPORTED extern "C" __attribute__((visibility("default"))) void
+
+EXPORTED
+tfast_simt_counts(int64_t counts[3])
+{
+    counts[0] = n_syncs;
+    counts[1] = n_allocations;
+    counts[2] = n_launches;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t
+tfast_simt_copies()
+{
+    return n_copies;
+}
+
+EXPORTED
+tfast_simt_reset()
+{
+    n_syncs = n_allocations = n_launches = n_copies = 0;
+}
+
+EXPORTED
+tfast_simt_seed(uint64_t seed)
+{
+    simt::set_seed(seed);
+}
+
+EXPORTED
+tfast_simt_fail_allocations(int64_t after)
+{
+    allocations_left = after;
+}
+
+EXPORTED
+tfast_simt_capture_begin()
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    captured.clear();
+    capturing = true;
+}
+
+EXPORTED
+tfast_simt_capture_end()
+{
+    capturing = false;
+}
+
+EXPORTED
+tfast_simt_replay()
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    for (const work &piece : captured) {
+        perform(piece);
+    }
+}

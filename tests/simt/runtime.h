@@ -1,0 +1,107 @@
+/* The calls of the CUDA runtime that cuda/ uses, on the CPU: host pointers are device
+ * pointers, and there is one stream. Synchronising calls, allocations, copies and
+ * launches are counted, and asynchrony is modelled where a mistake would hide: a copy
+ * reads its source only when the next launch or synchronisation makes it, and while a
+ * capture is on, copies and launches are only recorded, and what a capture forbids
+ * aborts. */
+#ifndef TFAST_SIMT_RUNTIME_H
+#define TFAST_SIMT_RUNTIME_H
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+typedef enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNotReady = 600
+} cudaError_t;
+
+typedef enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 } cudaMemcpyKind;
+typedef enum {
+    cudaStreamCaptureStatusNone = 0,
+    cudaStreamCaptureStatusActive = 1
+} cudaStreamCaptureStatus;
+typedef enum {
+    cudaStreamCaptureModeGlobal = 0,
+    cudaStreamCaptureModeThreadLocal = 1,
+    cudaStreamCaptureModeRelaxed = 2
+} cudaStreamCaptureMode;
+typedef enum { cudaDevAttrMultiProcessorCount = 16 } cudaDeviceAttr;
+
+enum { cudaEventDisableTiming = 2, cudaHostAllocDefault = 0 };
+
+typedef struct simt_stream *cudaStream_t;
+typedef struct simt_event *cudaEvent_t;
+
+cudaError_t cudaGetLastError();
+const char *cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetDeviceCount(int *count);
+cudaError_t cudaDriverGetVersion(int *version);
+cudaError_t cudaRuntimeGetVersion(int *version);
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+
+cudaError_t cudaMalloc(void **pointer, size_t bytes);
+cudaError_t cudaFree(void *pointer);
+cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags);
+cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
+                            cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
+
+/* Two blocks on each of two multiprocessors: small enough that tests reach a second
+ * round. */
+template <typename Kernel>
+cudaError_t
+cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t)
+{
+    *blocks = 2;
+    return cudaSuccess;
+}
+
+namespace simt {
+
+/* Runs the kernel that `body` calls for every thread, or records it during a capture.
+ */
+void launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t stream,
+            std::function<void()> body);
+
+/* In fibers.cpp: runs it now. */
+void run_grid(dim3 grid, dim3 block, size_t dynamic, const std::function<void()> &body);
+
+} // namespace simt
+
+/* For tests, exported from the library. */
+extern "C" {
+void
+tfast_simt_counts(int64_t counts[3]); /* synchronising calls, allocations, launches */
+int64_t tfast_simt_copies();
+void tfast_simt_reset(); /* counts from zero */
+void tfast_simt_seed(uint64_t seed);
+void tfast_simt_fail_allocations(int64_t after); /* n more succeed; negative: all do */
+void tfast_simt_capture_begin();
+void tfast_simt_capture_end();
+void tfast_simt_replay(); /* what was captured last */
+}
+
+#endif

@@ -1,0 +1,240 @@
+/* CUDA for a host compiler: what the .cu sources include in place of the toolkit, so
+ * that their kernels run on the CPU, one block at a time, every thread a fiber.
+ *
+ *   fibers.cpp   scheduling, barriers, shared memory, launches
+ *   warp.cpp     what the lanes of a warp do together
+ *   ptx_twin.h   the functions of cuda/ptx.cuh
+ *   runtime.h    the calls of the CUDA runtime, counted
+ *
+ * What it finds: barriers that not every thread reaches, warps that diverge at a
+ * warp-wide operation, reads of shared memory that was never written (it starts as
+ * NaN), asynchronous copies used before they were waited for; with -fsanitize=address
+ * reads and writes out of bounds, of shared memory too; with -fsanitize=thread missing
+ * barriers and fences and colliding blocks, since switching fibers carries no ordering
+ * but barriers and fences do. What it cannot find: wrong PTX text, 32-bit address
+ * mistakes, weak memory order, rounding inside tensor cores, errors of ptxas, speed.
+ *
+ * TRAINFAST_SIMT_SEED=n shuffles the order of blocks, warps and lanes; 0 is launch
+ * order. */
+#ifndef TFAST_SIMT_H
+#define TFAST_SIMT_H
+
+#include "runtime.h"
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+/* ---- Keywords and types ---------------------------------------------------------- */
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+inline uint2
+make_uint2(uint32_t x, uint32_t y)
+{
+    return {x, y};
+}
+
+inline uint4
+make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w)
+{
+    return {x, y, z, w};
+}
+
+inline float2
+make_float2(float x, float y)
+{
+    return {x, y};
+}
+
+/* ---- The runner ------------------------------------------------------------------ */
+
+namespace simt {
+
+struct thread {
+    dim3 index;
+    int lane, warp;
+};
+
+extern thread *self; /* the thread that runs */
+extern dim3 block_index, block_size, grid_size;
+extern size_t dynamic_bytes; /* of shared memory, for this launch */
+extern char dynamic_key;
+
+/* What a test may look at; never reset here. */
+struct statistics {
+    uint64_t blocks, collectives, mma, ldmatrix, wavefronts, async_copies;
+};
+extern statistics stats;
+
+/* Bytes of shared memory that a block may ask for, to try a smaller device's limit. */
+extern size_t shared_limit;
+
+/* Prints what is wrong, where every thread stands, and aborts. */
+[[noreturn]] void fail(const char *what);
+
+inline void
+require(bool holds, const char *what)
+{
+    if (__builtin_expect(!holds, 0)) {
+        fail(what);
+    }
+}
+
+void set_seed(uint64_t seed);
+void sync_threads();
+void sync_warp(uint32_t mask = ~0u);
+void thread_fence();
+
+/* This block's array for `key`, allocated when its first thread asks. */
+char *shared_array(const void *key, size_t bytes);
+
+/* All lanes of `mask` meet here; the last one runs `exec` over everyone's argument. */
+typedef void (*warp_function)(void **arguments, uint32_t mask);
+void collective(const char *what, uint32_t mask, void *argument, warp_function exec);
+
+/* The word of lane `from`; one's own when `from` is not a lane. */
+uint32_t exchange(const char *what, uint32_t mask, uint32_t word, int from);
+uint32_t ballot(uint32_t mask, bool vote);
+
+template <typename T>
+T
+shuffle(const char *what, uint32_t mask, T value, int from)
+{
+    static_assert(sizeof(T) == 4, "only words are exchanged");
+    uint32_t word;
+
+    memcpy(&word, &value, sizeof word);
+    word = exchange(what, mask, word, from);
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+/* A function that launches `kernel`, with its arguments copied as the kernel's own
+ * types. */
+template <typename... Parameters>
+auto
+launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic,
+         cudaStream_t stream)
+{
+    return [=](Parameters... arguments) {
+        launch(grid, block, dynamic, stream, [=] { kernel(arguments...); });
+    };
+}
+
+} // namespace simt
+
+/* ---- Built-in variables and functions -------------------------------------------- */
+
+#define threadIdx (simt::self->index)
+#define blockIdx (simt::block_index)
+#define blockDim (simt::block_size)
+#define gridDim (simt::grid_size)
+
+#define __syncthreads() simt::sync_threads()
+#define __syncwarp(...) simt::sync_warp(__VA_ARGS__)
+#define __threadfence() simt::thread_fence()
+#define __shfl_sync(mask, value, lane)                                                 \
+    simt::shuffle("__shfl_sync", mask, value, (lane)&31)
+#define __shfl_xor_sync(mask, value, bits)                                             \
+    simt::shuffle("__shfl_xor_sync", mask, value, simt::self->lane ^ int(bits))
+#define __shfl_down_sync(mask, value, by)                                              \
+    simt::shuffle("__shfl_down_sync", mask, value, simt::self->lane + int(by))
+#define __shfl_up_sync(mask, value, by)                                                \
+    simt::shuffle("__shfl_up_sync", mask, value, simt::self->lane - int(by))
+#define __ballot_sync(mask, vote) simt::ballot(mask, vote)
+#define __any_sync(mask, vote) (simt::ballot(mask, vote) != 0)
+#define __all_sync(mask, vote) (simt::ballot(mask, !(vote)) == 0)
+
+inline int
+__popc(uint32_t bits)
+{
+    return __builtin_popcount(bits);
+}
+
+inline uint32_t
+__float_as_uint(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float
+__uint_as_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Relaxed, as on the device: ordering is __threadfence's. Fibers do not interrupt each
+ * other, so load and store are one step where the host has no such operation. */
+template <typename T>
+T
+atomicAdd(T *address, T value)
+{
+    if constexpr (std::is_integral<T>::value) {
+        return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+    } else {
+        T before, after;
+        __atomic_load(address, &before, __ATOMIC_RELAXED);
+        after = before + value;
+        __atomic_store(address, &after, __ATOMIC_RELAXED);
+        return before;
+    }
+}
+
+template <typename T>
+T
+atomicMax(T *address, T value)
+{
+    T before;
+
+    __atomic_load(address, &before, __ATOMIC_RELAXED);
+    if (value > before) {
+        __atomic_store(address, &value, __ATOMIC_RELAXED);
+    }
+    return before;
+}
+
+template <typename T>
+T
+atomicExch(T *address, T value)
+{
+    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+}
+
+/* ---- The macros of common.cuh ---------------------------------------------------- */
+
+#define TFAST_KERNEL(threads, blocks) void
+#define SHARED(type, name, count)                                                      \
+    static char name##_key;                                                            \
+    type *name = (type *)simt::shared_array(&name##_key, sizeof(type) * (count))
+#define SHARED_DYNAMIC(name)                                                           \
+    char *name = simt::shared_array(&simt::dynamic_key, simt::dynamic_bytes)
+#define LAUNCH(kernel, grid, block, dynamic, stream, ...)                              \
+    simt::launcher(kernel, grid, block, dynamic, stream)(__VA_ARGS__)
+
+#include "ptx_twin.h"
+
+#endif
