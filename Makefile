@@ -1,0 +1,63 @@
+# make demo    a small GPT trained with torch's AdamW and trainfast's, side by side
+# make test    everything that pytest can run on this machine
+# make check   formatting, lint, warnings as errors, type stubs, CUDA for all GPUs
+# make gpu     on a machine with a GPU: build for it, test, sanitize, measure
+# make clean   removes what was built and .venv
+#
+# Needed: a C compiler, make, and Python 3.11 or newer (another: make PYTHON=python3.12).
+
+PYTHON ?= python3
+RUN := .venv/bin/python
+INSTALLED := .venv/.installed
+C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
+    -o -name '*.cpp' | grep -v simd/vec_
+
+# With an nvcc here, a CUDA part that does not build fails the check.
+CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
+    command -v nvcc),1,0)
+
+.PHONY: demo test check gpu build clean
+.NOTPARALLEL: # one pip at a time; setup.py compiles in parallel by itself
+
+demo: .venv/.demo build
+	$(RUN) examples/char_transformer.py
+
+test: .venv/.test build
+	$(RUN) -m pytest
+
+# Builds into trainfast/ only what has changed; setup.py knows what that is.
+build: $(INSTALLED)
+	@$(RUN) setup.py -q build_ext --inplace
+
+# The package points at this folder, so that an installation is done once.
+$(INSTALLED): .venv/.build pyproject.toml
+	@$(RUN) setup.py -q build_ext --inplace
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+	    --no-build-isolation --editable .
+	@touch $@
+
+.venv/.%: pyproject.toml .ci/venv.py
+	@$(PYTHON) .ci/venv.py $*
+	@touch $@
+
+# .test and .demo build nothing, but need what the build needs for tests of packaging.
+.venv/.test .venv/.demo .venv/.dev: .venv/.build
+
+check: .venv/.dev .venv/.test
+	$(C_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	TRAINFAST_WERROR=1 TRAINFAST_CUDA_ARCHS=all TRAINFAST_CUDA=$(CHECK_CUDA) \
+	    $(RUN) setup.py -q build --build-lib build/check
+	if command -v clang >/dev/null; then \
+	    CC=clang TRAINFAST_WERROR=1 TRAINFAST_CUDA=0 $(RUN) setup.py -q build \
+	        --build-lib build/check-clang; fi
+	cd build/check && ../../$(RUN) -m mypy.stubtest trainfast._core
+
+gpu: .venv/.test build
+	@PYTHON=$(RUN) .ci/gpu
+
+clean:
+	rm -rf build dist *.egg-info .venv .pytest_cache .ruff_cache .mypy_cache
+	rm -f trainfast/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

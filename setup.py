@@ -1,0 +1,344 @@
+"""Builds trainfast: the module trainfast._core in C, and where nvcc is found the plain
+C library libtrainfast_cuda.so beside it. pyproject.toml says everything else.
+
+Read from the environment:
+  TRAINFAST_CUDA        auto (default): with CUDA where nvcc is found and works;
+                        0: never; 1: or fail
+  TRAINFAST_CUDA_ARCHS  "75;86", or "all" (what a release ships); by default the visible
+                        GPU's own, and without a GPU 75, 80 and 90. PTX of the newest is
+                        added except for a visible GPU
+  TRAINFAST_DEBUG=1     -O1, debug symbols, assertions
+  TRAINFAST_SANITIZE    address,undefined or thread: what -fsanitize= takes
+  TRAINFAST_WERROR=1    warnings are errors
+  CC, CFLAGS, CUDA_HOME as usual; our own flags come after CFLAGS
+
+Objects lie in build/objects/, in a folder named after their whole command, so builds
+with other settings do not disturb each other and only what changed is compiled again.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, OptionError
+
+OBJECTS = Path("build/objects")
+CUDA_LIBRARY = "libtrainfast_cuda.so"
+RELEASE_ARCHS = [75, 80, 86, 89, 90, 100, 120]
+DEFAULT_ARCHS = [75, 80, 90]
+
+DEBUG = os.environ.get("TRAINFAST_DEBUG", "0") not in ("", "0")
+SANITIZE = os.environ.get("TRAINFAST_SANITIZE", "")
+WERROR = os.environ.get("TRAINFAST_WERROR", "0") not in ("", "0")
+
+# Bits must agree between instruction sets, CUDA and compilers: no contraction.
+C_FLAGS = ["-std=c11", "-O3", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden"]
+C_FLAGS += ["-ffp-contract=off", "-fno-math-errno"]
+C_FLAGS += ["-ffunction-sections", "-fdata-sections", "-Icsrc"]
+C_FLAGS += ["-Wno-psabi"]  # vectors wider than registers pass only between statics
+# None of Python's own link flags: they can carry the build machine's RUNPATH.
+LINK_FLAGS = ["-shared", "-Wl,--exclude-libs,ALL,--gc-sections,-z,now,--as-needed"]
+LINK_LIBRARIES = ["-lpthread", "-ldl", "-lm"]
+
+# x86-64-v2 by its parts, because -march=x86-64-v2 needs gcc 11.
+X86_BASE = ["-mssse3", "-msse4.2", "-mpopcnt", "-mcx16"]
+X86_AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+X86_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+X86_FLAGS = {
+    "csrc/simd/avx2.c": [*X86_AVX2, "-mprefer-vector-width=256"],
+    "csrc/simd/wide.c": [*X86_AVX2, "-mprefer-vector-width=256"],
+    "csrc/simd/avx512.c": [*X86_AVX2, *X86_AVX512, "-mprefer-vector-width=512"],
+}
+
+NVCC_HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]
+# The C compiler links, so nothing of the C++ runtime may be needed.
+NVCC_HOST_FLAGS += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"]
+
+
+def say(*words):
+    print("trainfast:", *words, flush=True)
+
+
+def output_of(*command):
+    """What a command prints, or "" if it cannot run or fails."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def run(command):
+    """Runs one command of a parallel build; its output appears in one piece."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
+    if done.stdout:
+        print(done.stdout, end="", flush=True)
+
+
+def outdated(target):
+    """Whether an object or one of the files in its dependency file has changed."""
+    depends = target.with_suffix(".d")
+    if not target.exists() or not depends.exists():
+        return True
+    files = re.sub(r"\\\n", " ", depends.read_text()).split(":", 1)[1].split()
+    built = target.stat().st_mtime_ns
+    return any(
+        not os.path.exists(file) or os.stat(file).st_mtime_ns > built for file in files
+    )
+
+
+def compile_all(jobs, force, what):
+    """Compiles (command, source) pairs in parallel and returns the objects."""
+    targets, stale = [], []
+    for command, source in jobs:
+        key = hashlib.sha256("\0".join([*command, source]).encode()).hexdigest()[:16]
+        target = OBJECTS / key / (Path(source).stem + ".o")
+        targets.append(target)
+        if force or outdated(target):
+            stale.append((command, source, target))
+    start = time.monotonic()
+    with ThreadPool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(compile_one, stale, chunksize=1)
+    if stale:
+        seconds = time.monotonic() - start
+        say(f"compiled {len(stale)} of {len(jobs)} files of {what} in {seconds:.1f} s")
+    return [str(target) for target in targets]
+
+
+def compile_one(job):
+    command, source, target = job
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    depends = str(target.with_suffix(".d"))
+    start = time.time_ns()
+    run([*command, "-MMD", "-MF", depends, "-c", source, "-o", str(target)])
+    os.utime(target, ns=(start, start))  # a source saved while it compiles is newer
+
+
+def link(command, target):
+    """Links to a new file and renames it: a process that has the old one lives on."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_suffix(".new")
+    run([*command, "-o", str(new)])
+    new.replace(target)
+
+
+def c_compiler():
+    """CC, or else Python's own compiler, cc or gcc: the first one that is there."""
+    if os.environ.get("CC"):
+        words = shlex.split(os.environ["CC"])
+        if not shutil.which(words[0]):
+            raise OptionError(f"CC must name a compiler, got {os.environ['CC']!r}")
+        return words
+    own = shlex.split(sysconfig.get_config_var("CC") or "")[:1]
+    for name in [*own, "cc", "gcc"]:
+        if shutil.which(name):
+            return [name]
+    raise CompileError("a C compiler must be on PATH, got none (install gcc)")
+
+
+def c_flags(source, x86):
+    flags = [*shlex.split(os.environ.get("CFLAGS", "")), *C_FLAGS]
+    if x86:
+        flags += [*X86_BASE, *X86_FLAGS.get(source, [])]
+    if source.startswith("csrc/python/"):
+        flags += ["-DPy_LIMITED_API=0x030B0000"]
+        flags += ["-isystem", sysconfig.get_paths()["include"]]
+    if DEBUG or SANITIZE:
+        flags += ["-O1", "-g", "-fno-omit-frame-pointer"]
+    if not DEBUG:
+        flags += ["-DNDEBUG"]
+    if SANITIZE:
+        flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"]
+    return [*flags, "-Werror"] if WERROR else flags
+
+
+def numpy_flags():
+    """For the file that knows NumPy: built on NumPy 2, it runs on 1.23 and later."""
+    import numpy
+
+    # 0x12 is NPY_2_0_API_VERSION, a name that NumPy 1's headers do not have.
+    defines = ["-DNPY_NO_DEPRECATED_API=0x12", "-DNPY_TARGET_VERSION=0x10"]
+    return [*defines, "-isystem", numpy.get_include()]
+
+
+def build_core(target, version, force):
+    cc = c_compiler()
+    x86 = output_of(*cc, "-dumpmachine").startswith("x86_64")
+    jobs = []
+    for folder in ("csrc", "csrc/graph_cache", "csrc/python", "csrc/simd"):
+        for path in sorted(Path(folder).glob("*.c")):
+            source = path.as_posix()
+            command = [*cc, *c_flags(source, x86)]
+            if source == "csrc/python/producer_numpy.c":
+                command += numpy_flags()
+            if source == "csrc/python/module.c":
+                command += [f'-DTRAINFAST_VERSION="{version}"']
+            jobs.append((command, source))
+    objects = compile_all(jobs, force, f"_core with {cc[0]}")
+    command = [*cc, *LINK_FLAGS, *objects, *LINK_LIBRARIES]
+    if SANITIZE:
+        command += [f"-fsanitize={SANITIZE}"]
+    elif not DEBUG:
+        command += ["-s"]
+    link(command, target)
+
+
+def find_nvcc():
+    home = os.environ.get("CUDA_HOME")
+    places = [f"{home}/bin/nvcc"] if home else []
+    for place in [*places, "nvcc", "/usr/local/cuda/bin/nvcc"]:
+        found = shutil.which(place)
+        if found:
+            return found
+    return None
+
+
+def cuda_archs(nvcc):
+    """The architectures to compile for, and the one whose PTX is added, or None."""
+    listed = output_of(nvcc, "--list-gpu-arch")
+    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", listed)})
+    if not known:
+        raise CompileError(f"{nvcc} --list-gpu-arch must list architectures, got none")
+    wanted = os.environ.get("TRAINFAST_CUDA_ARCHS", "")
+    if wanted and wanted != "all":
+        archs = re.split(r"[;,\s]+", wanted.strip("; ,"))
+        if not all(re.fullmatch(r"\d+[af]?", arch) for arch in archs):
+            rule = 'must be "all" or numbers such as "75;86"'
+            raise OptionError(f"TRAINFAST_CUDA_ARCHS {rule}, got {wanted!r}")
+        return archs, max(re.sub(r"\D", "", arch).zfill(3) for arch in archs).lstrip(
+            "0"
+        )
+    query = ["--query-gpu=compute_cap", "--format=csv,noheader"]
+    caps = re.findall(r"^(\d+)\.(\d)\s*$", output_of("nvidia-smi", *query), re.M)
+    visible = sorted({int(major + minor) for major, minor in caps})
+    if visible and wanted != "all":
+        if visible[0] < known[0]:
+            rule = f"must be at least {known[0]} for this nvcc"
+            raise CompileError(f"the GPU's architecture {rule}, got {visible[0]}")
+        own = [arch for arch in visible if arch in known]
+        # A GPU newer than this nvcc runs the newest PTX.
+        return own, None if own == visible else known[-1]
+    choice = RELEASE_ARCHS if wanted == "all" else DEFAULT_ARCHS
+    archs = [arch for arch in choice if arch in known]
+    return archs, archs[-1]
+
+
+def nvcc_command(nvcc):
+    """The command up to the source, and the architectures in words."""
+    archs, ptx = cuda_archs(nvcc)
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    if ptx:
+        targets += [f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
+    release = re.search(r"release (\d+)\.", output_of(nvcc, "--version"))
+    if release and int(release[1]) >= 13:
+        compress = ["--compress-mode=size"]
+    else:
+        compress = ["-Xfatbin", "-compress-all"]  # the other one needs a newer driver
+    host = [*NVCC_HOST_FLAGS, "-Werror"] if WERROR else NVCC_HOST_FLAGS
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-cudart", "static", "-Icsrc"]
+    flags += ["-Xcompiler", ",".join(host), "--threads", "2"]
+    flags += ["-Werror", "all-warnings"] if WERROR else []
+    flags += ["-g", "-lineinfo"] if DEBUG else []
+    words = [f"sm_{arch}" for arch in archs] + ([f"PTX {ptx}"] if ptx else [])
+    return [nvcc, *flags, *compress, *targets], ", ".join(words)
+
+
+def build_cuda(nvcc, target, force):
+    command, words = nvcc_command(nvcc)
+    sources = sorted(path.as_posix() for path in Path("cuda").glob("*.cu"))
+    if not sources:
+        raise CompileError("cuda/ must hold .cu files, got none")
+    jobs = [(command, source) for source in sources]
+    objects = compile_all(jobs, force, f"{CUDA_LIBRARY} with {nvcc} for {words}")
+    # nvcc may be a script elsewhere: it alone knows where its libraries are.
+    steps = subprocess.run(
+        [nvcc, "--dryrun", "-shared", "-o", os.devnull, sources[0]],
+        capture_output=True,
+        text=True,
+    ).stderr
+    folders = re.findall(r'"(-L[^"]+)"', steps)
+    libraries = ["-lcudart_static", "-lrt", *LINK_LIBRARIES]
+    strip = [] if DEBUG else ["-s"]
+    cc = c_compiler()
+    link([*cc, *LINK_FLAGS, *objects, *folders, *libraries, *strip], target)
+
+
+def try_build_cuda(target, force):
+    """Builds the CUDA library as TRAINFAST_CUDA says; whether it is there."""
+    want = os.environ.get("TRAINFAST_CUDA", "") or "auto"
+    if want not in ("auto", "0", "1"):
+        raise OptionError(f"TRAINFAST_CUDA must be auto, 0 or 1, got {want!r}")
+    nvcc = None if want == "0" else find_nvcc()
+    target.unlink(missing_ok=True)  # of an earlier build with other settings
+    if nvcc:
+        try:
+            build_cuda(nvcc, target, force)
+            return True
+        except (CompileError, OSError) as error:
+            if want == "1":
+                raise
+            say(f"ERROR: {nvcc} failed, so this build is for the CPU only:\n{error}")
+            return False
+    if want == "1":
+        rule = "must be in CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin"
+        raise CompileError(f"with TRAINFAST_CUDA=1 nvcc {rule}, got none")
+    why = "TRAINFAST_CUDA=0" if want == "0" else "nvcc was not found"
+    say(f"CPU only ({why})")
+    return False
+
+
+class Build(build_ext):
+    """One module and one plain library beside it; setuptools knows only the first."""
+
+    def build_extension(self, ext):
+        module = Path(self.get_ext_fullpath(ext.name))
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with open(OBJECTS / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # `make -j test demo` builds only once
+            build_core(module, self.distribution.get_version(), self.force)
+            self.library = module.with_name(CUDA_LIBRARY)
+            self.with_cuda = try_build_cuda(self.library, self.force)
+
+    def copy_extensions_to_source(self):
+        """For editable installs, which run the module from the source folder."""
+        super().copy_extensions_to_source()
+        copy = Path("trainfast", CUDA_LIBRARY)
+        if self.with_cuda:
+            self.copy_file(str(self.library), str(copy))
+        else:
+            copy.unlink(missing_ok=True)
+
+    def get_outputs(self):
+        library = getattr(self, "library", None)
+        found = [str(library)] if library and self.with_cuda else []
+        return [*super().get_outputs(), *found]
+
+
+if not sys.platform.startswith("linux"):
+    raise SystemExit(f"the platform must be Linux, got {sys.platform}")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit("Python must have its GIL, got a free-threaded build")
+
+setup(
+    license="Apache-2.0",
+    ext_modules=[Extension("trainfast._core", [], py_limited_api=True)],
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

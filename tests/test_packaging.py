@@ -1,0 +1,334 @@
+"""What installing and importing does: from the tree, from a wheel, from the sdist."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import trainfast
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "trainfast/libtrainfast_cuda.so"
+WHEEL = "cp311-abi3-linux_"
+HAS_TORCH = pytest.mark.skipif(
+    "torch" not in {name.lower() for name in metadata.packages_distributions()},
+    reason="needs torch",
+)
+
+
+def python(code, *options, **kwargs):
+    """What another interpreter prints; -P: only what is installed can be imported."""
+    command = [sys.executable, "-P", *options, "-c", code]
+    return subprocess.check_output(command, text=True, **kwargs).strip()
+
+
+# ---- Import ------------------------------------------------------------------------
+
+
+def test_version_is_that_of_the_metadata():
+    assert trainfast.__version__ == metadata.version("trainfast")
+
+
+def test_import_loads_numpy_at_most():
+    """Neither torch, nor CUDA, nor what costs more than all of trainfast."""
+    code = """
+import sys
+import numpy
+before = set(sys.modules)
+import trainfast
+heavy = {"torch", "ml_dtypes", "importlib.metadata", "ctypes", "subprocess", "asyncio"}
+print(sorted(heavy & (set(sys.modules) - before)))
+mapped = open("/proc/self/maps").read()
+print([name for name in ("libcuda", "libcudart", "trainfast_cuda") if name in mapped])
+"""
+    assert python(code) == "[]\n[]"
+
+
+def test_import_starts_no_thread():
+    code = """
+import os
+import numpy  # its BLAS has threads of its own
+before = os.listdir("/proc/self/task")
+import trainfast
+print(os.listdir("/proc/self/task") == before)
+"""
+    assert python(code) == "True"
+
+
+@HAS_TORCH
+@pytest.mark.parametrize(
+    "order", ["import torch, trainfast", "import trainfast, torch"]
+)
+def test_import_patches_nothing(order):
+    code = f"""
+{order}
+for name in ("AdamW", "Adam"):
+    owner = getattr(torch.optim, name)
+    print(owner.__module__, owner.step.__module__)
+print(torch.amp.GradScaler.__module__)
+print(torch.nn.functional.scaled_dot_product_attention.__module__)
+"""
+    plain = python(code.replace("trainfast", "sys"))
+    assert python(code) == plain
+    assert "trainfast" not in plain
+
+
+def test_import_in_forked_child_works():
+    code = """
+import os, sys
+child = os.fork()
+if child == 0:
+    import trainfast
+    os._exit(0 if trainfast.backends() else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert python(code) == "0"
+
+
+def test_fork_after_import_works():
+    code = """
+import os, sys
+import trainfast
+here = [backend["name"] for backend in trainfast.backends()]
+child = os.fork()
+if child == 0:
+    there = [backend["name"] for backend in trainfast.backends()]
+    os._exit(0 if there == here else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert python(code) == "0"
+
+
+# ---- Wheels ------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler"
+)
+
+
+def build(source, command, out, cuda="0"):
+    """Builds "sdist" or "wheel" of the tree at `source` into the folder `out`."""
+    # A package in the tree must not stand in for one that is missing: -P again.
+    code = f"""
+import setuptools.build_meta as backend
+print(backend.build_{command}({str(out)!r}))
+"""
+    out.mkdir(exist_ok=True)
+    environment = {**os.environ, "TRAINFAST_CUDA": cuda, "TRAINFAST_CUDA_ARCHS": "75"}
+    name = python(code, cwd=source, env=environment).splitlines()[-1]
+    return out / name
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The sdist, made from a copy so that the tree's own build/ stays as it is."""
+    tree = tmp_path_factory.mktemp("tree") / "trainfast"
+    ignored = (".git", ".venv", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*ignored))
+    (tree / "trainfast/_core.abi3.so").write_bytes(b"of an earlier build in place")
+    return build(tree, "sdist", tree.parent / "dist")
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    """The sdist, unpacked in an otherwise empty directory."""
+    empty = tmp_path_factory.mktemp("empty")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(empty, filter="data")
+    (tree,) = empty.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked):
+    return build(unpacked, "wheel", unpacked.parent / "dist")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel installed in it and nothing else."""
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.check_call([*pip, "--target", str(target), str(wheel)])
+    return target
+
+
+def names(archive):
+    with zipfile.ZipFile(archive) as file:
+        return set(file.namelist())
+
+
+@pytest.mark.slow
+def test_sdist_holds_everything_that_is_needed(unpacked):
+    kinds = (".c", ".h", ".cu", ".cuh", ".cpp", ".py", ".pyi", ".typed", ".md")
+    tops = ("csrc", "cuda", "trainfast", "tests", "benchmarks", "examples", ".ci")
+    tree = {
+        path.relative_to(ROOT)
+        for top in tops
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in kinds
+    }
+    tree |= {Path(name) for name in ("LICENSE", "Makefile", "README.md", ".ci/run")}
+    assert len(tree) > 40
+    assert {path for path in tree if not (unpacked / path).exists()} == set()
+    assert list(unpacked.rglob("*.so")) == []
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_wheel_of_sdist_is_tagged_for_every_python_from_311(wheel):
+    assert f"-{WHEEL}" in wheel.name
+    inside = names(wheel)
+    assert {"trainfast/_core.abi3.so", "trainfast/_core.pyi"} <= inside
+    assert "trainfast/py.typed" in inside
+    assert any(name.endswith("licenses/LICENSE") for name in inside) or any(
+        name.endswith("dist-info/LICENSE") for name in inside
+    )
+    strangers = {name for name in inside if not name.startswith("trainfast")}
+    assert strangers == set()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_wheel_without_cuda_has_no_cuda_library(wheel):
+    assert LIBRARY not in names(wheel)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_installed_wheel_works_without_the_tree(installed, tmp_path):
+    code = """
+import numpy as np
+import trainfast
+print(trainfast.__file__)
+param, grad, m, v = (np.full(5, value, np.float32) for value in (1, 1, 0, 0))
+trainfast.adamw_step([param], [grad], [m], [v], step=1, lr=0.1, betas=(0.9, 0.999),
+                     eps=1e-8, weight_decay=0.0)
+print(np.allclose(param, 0.9))
+"""
+    path = {**os.environ, "PYTHONPATH": str(installed)}
+    lines = python(code, cwd=tmp_path, env=path).splitlines()
+    assert lines == [str(installed / "trainfast/__init__.py"), "True"]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_wheel_does_not_keep_the_cuda_library_of_an_earlier_build(unpacked, wheel):
+    """setuptools reuses build/lib, where another build's library may still lie."""
+    (left,) = unpacked.glob("build/lib*/trainfast")
+    (left / "libtrainfast_cuda.so").write_bytes(b"of an earlier build with CUDA")
+    again = build(unpacked, "wheel", unpacked.parent / "again")
+    assert LIBRARY not in names(again)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_wheel_with_failing_nvcc_is_for_the_cpu_and_says_so(unpacked, wheel, tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho broken toolkit\nexit 1\n")
+    nvcc.chmod(0o755)
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib"]
+
+    def run(want):
+        library = tmp_path / want
+        done = subprocess.run(
+            [*command, str(library)],
+            cwd=unpacked,
+            env={**environment, "TRAINFAST_CUDA": want},
+            capture_output=True,
+            text=True,
+        )
+        return done, sorted(path.name for path in library.rglob("*.so"))
+
+    done, built = run("auto")
+    assert done.returncode == 0
+    assert built == ["_core.abi3.so"]
+    assert "ERROR" in done.stdout
+    assert "for the CPU only" in done.stdout
+    done, _ = run("1")
+    assert done.returncode != 0
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("nvcc") or os.path.exists("/usr/local/cuda/bin/nvcc")),
+    reason="needs nvcc",
+)
+def test_wheel_with_cuda_holds_the_library(unpacked, wheel):
+    with_cuda = build(unpacked, "wheel", unpacked.parent / "cuda", cuda="1")
+    assert LIBRARY in names(with_cuda)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_build_compiles_only_what_changed(unpacked, wheel):
+    command = [sys.executable, "setup.py", "-q", "build"]
+    environment = {**os.environ, "TRAINFAST_CUDA": "0"}
+
+    def compiled():
+        out = subprocess.check_output(command, cwd=unpacked, env=environment, text=True)
+        return int(out.split("compiled ")[1].split()[0]) if "compiled" in out else 0
+
+    compiled()
+    assert compiled() == 0
+    (unpacked / "csrc/status.c").touch()
+    assert compiled() == 1
+    (unpacked / "csrc/tfast.h").touch()
+    assert compiled() > 5
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TRAINFAST_CUDA", "yes", "TRAINFAST_CUDA must be auto, 0 or 1, got 'yes'"),
+        ("CC", "/nowhere/cc", "CC must name a compiler, got '/nowhere/cc'"),
+        ("CFLAGS", "-include nowhere.h", "nowhere.h"),
+    ],
+)
+def test_build_with_wrong_setting_fails_and_says_why(
+    unpacked, tmp_path, name, value, message
+):
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "TRAINFAST_CUDA": "0", name: value}
+    done = subprocess.run(
+        command, cwd=unpacked, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+
+
+# ---- The Python that is too old ----------------------------------------------------
+
+
+def test_makefile_names_the_python_it_needs(tmp_path):
+    """With an interpreter that says it is 3.9, make stops with a clear line."""
+    make = shutil.which("make")
+    if not make:
+        pytest.skip("needs make")
+    tree = tmp_path / "tree"
+    (tree / ".ci").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tree / name)
+    script = (ROOT / ".ci/venv.py").read_text()
+    old = "import sys\nsys.version_info = (3, 9, 18)\n"
+    (tree / ".ci/venv.py").write_text(old + script)
+    done = subprocess.run(
+        [make, "test", f"PYTHON={sys.executable}"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "python must be 3.11 or newer, got 3.9.18" in done.stderr
+    assert not (tree / ".venv").exists()
