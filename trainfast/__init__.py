@@ -1,0 +1,51 @@
+"""Fast kernels for existing training scripts: fused AdamW on the CPU and in CUDA.
+
+Importing trainfast loads neither torch nor CUDA and patches nothing. The adapters for
+torch are in `trainfast.torch`, loaded when first asked for.
+"""
+
+from importlib import import_module, metadata
+
+from trainfast._core import backends as _backends
+from trainfast._core import use_backend
+from trainfast.adamw import AdamW, adamw_step
+from trainfast.patching import PatchReport, patch, patched, unpatch
+from trainfast.stats import reset_stats, stats
+
+__version__ = metadata.version("trainfast")
+
+__all__ = [
+    "AdamW",
+    "PatchReport",
+    "adamw_step",
+    "backends",
+    "patch",
+    "patched",
+    "reset_stats",
+    "stats",
+    "torch",
+    "unpatch",
+    "use_backend",
+]
+
+
+def backends() -> list[dict[str, object]]:
+    """What can compute here, best first.
+
+    One dict a backend: `name`, `usable`, `reason` (why it cannot run here, else None)
+    and `in_use`. Opens the CUDA library, so it is not for a process that forks later.
+    """
+    return [
+        {"name": name, "usable": reason is None, "reason": reason, "in_use": in_use}
+        for name, reason, in_use in _backends()
+    ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "torch":
+        return import_module("trainfast.torch")
+    raise AttributeError(f"module 'trainfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "torch"])

@@ -1,0 +1,101 @@
+"""What trainfast's reports share: text for a terminal, HTML for a notebook, JSON."""
+
+from typing import Any
+
+_CELL = "padding:2px 10px;border-bottom:1px solid #8884;vertical-align:top;text-align:"
+
+
+class Table:
+    """Rows under a title. Numbers are right-aligned, None and "" leave a gap."""
+
+    def __init__(
+        self,
+        title: str,
+        columns: tuple[str, ...],
+        rows: list[tuple[Any, ...]],
+        empty: str = "none",
+    ) -> None:
+        self.title = title
+        self.columns = columns
+        self.rows = rows
+        self.empty = empty  # what stands there instead of no rows
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"{self.title}: {self.empty}"
+        cells = [[_text(cell) for cell in row] for row in self.rows]
+        grid = [list(self.columns), *cells]
+        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+        right = [self._right(i) for i in range(len(self.columns))]
+        lines = [self.title]
+        for row in [*grid[:1], ["-" * width for width in widths], *grid[1:]]:
+            padded = [
+                text.rjust(width) if flush else text.ljust(width)
+                for text, width, flush in zip(row, widths, right, strict=True)
+            ]
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        from html import escape
+
+        if not self.rows:
+            return f"<p><b>{escape(self.title)}</b>: {escape(self.empty)}</p>"
+        align = [
+            "right" if self._right(i) else "left" for i in range(len(self.columns))
+        ]
+
+        def line(tag: str, row: tuple[Any, ...]) -> str:
+            cells = zip(row, align, strict=True)
+            return "".join(
+                f'<{tag} style="{_CELL}{side}">{escape(_text(cell))}</{tag}>'
+                for cell, side in cells
+            )
+
+        rows = "".join(f"<tr>{line('td', row)}</tr>" for row in self.rows)
+        return (
+            '<table style="border-collapse:collapse">'
+            f'<caption style="text-align:left"><b>{escape(self.title)}</b></caption>'
+            f"<tr>{line('th', self.columns)}</tr>{rows}</table>"
+        )
+
+    def _right(self, column: int) -> bool:
+        cells = [row[column] for row in self.rows if row[column] not in (None, "")]
+        return bool(cells) and all(type(cell) in (int, float) for cell in cells)
+
+
+class Report:
+    """Base of what `stats()`, `patch()` and the command line's verbs return.
+
+    A report's own class offers `tables` and `to_dict`; printing it gives the tables as
+    text, a notebook shows them as HTML.
+    """
+
+    def tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        import json
+
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(table) for table in self.tables())
+
+    __repr__ = __str__  # an interactive session shows the table, too
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self.tables())
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if type(cell) is bool:
+        return "yes" if cell else "no"
+    if type(cell) is float:
+        return f"{cell:.4g}"
+    return str(cell)

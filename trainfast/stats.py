@@ -1,0 +1,75 @@
+"""Counts what trainfast did: calls, and fallbacks to the framework's own path."""
+
+from typing import Any
+
+from trainfast.report import Report, Table
+
+_calls: dict[tuple[str, str], int] = {}
+_fallbacks: dict[tuple[str, str], int] = {}
+
+
+def count_call(capability: str, backend: str = "") -> None:
+    """Counts one call of a kernel, for adapters; `backend` if the caller knows it."""
+    _count(_calls, (capability, backend))
+
+
+def count_fallback(capability: str, reason: str) -> None:
+    """Counts one use of the framework's own path (or an extra copy), for adapters."""
+    _count(_fallbacks, (capability, reason))
+
+
+def _count(counts: dict[tuple[str, str], int], key: tuple[str, str]) -> None:
+    # Exact between threads without a lock: CPython hands the GIL on at calls and jumps
+    # back, so not between this line's read and its write.
+    try:
+        counts[key] += 1
+    except KeyError:
+        counts.setdefault(key, 0)
+        counts[key] += 1
+
+
+def reset_stats() -> None:
+    """Sets all counts back to nothing."""
+    _calls.clear()
+    _fallbacks.clear()
+
+
+def stats() -> "StatsReport":
+    """What trainfast has done so far in this process.
+
+    The report is a snapshot: `calls` and `fallbacks` are nested dicts of counts by
+    capability and then by backend, or by the reason why the framework's own path ran.
+    """
+    return StatsReport(_nested(_calls), _nested(_fallbacks))
+
+
+class StatsReport(Report):
+    """The counts at one moment; print it, or use `calls` and `fallbacks`."""
+
+    def __init__(
+        self, calls: dict[str, dict[str, int]], fallbacks: dict[str, dict[str, int]]
+    ) -> None:
+        self.calls = calls
+        self.fallbacks = fallbacks
+
+    def tables(self) -> list[Table]:
+        return [
+            Table("calls", ("capability", "backend", "calls"), _flat(self.calls)),
+            Table(
+                "fallbacks", ("capability", "reason", "calls"), _flat(self.fallbacks)
+            ),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "fallbacks": self.fallbacks}
+
+
+def _nested(counts: dict[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    nested: dict[str, dict[str, int]] = {}
+    for (capability, detail), count in sorted(counts.copy().items()):
+        nested.setdefault(capability, {})[detail] = count
+    return nested
+
+
+def _flat(nested: dict[str, dict[str, int]]) -> list[tuple[Any, ...]]:
+    return [(outer, key, n) for outer, row in nested.items() for key, n in row.items()]
