@@ -1,0 +1,62 @@
+"""Every test that takes `backend` runs on each backend that can run here.
+
+The CUDA sources are among them on any machine: tests/simt compiles them for the CPU, as
+the backend `simt`.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _build_simt() -> str | None:
+    """Builds the SIMT library and says where it is; returns why there is none."""
+    if os.environ.get("TRAINFAST_SIMT_LIBRARY"):
+        return None
+    spec = importlib.util.spec_from_file_location("build", HERE / "simt" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        os.environ["TRAINFAST_SIMT_LIBRARY"] = str(module.build())
+    except module.NoCompiler as reason:
+        return str(reason)
+    return None
+
+
+NO_SIMT = _build_simt()
+
+import trainfast  # noqa: E402  (after the environment is set)
+
+REASONS = {b["name"]: b["reason"] for b in trainfast.backends()}
+if NO_SIMT:
+    REASONS["simt"] = NO_SIMT
+USABLE = [name for name, reason in REASONS.items() if reason is None]
+
+
+def pytest_report_header():
+    missing = [f"{name} ({why})" for name, why in REASONS.items() if why]
+    return [f"backends: {', '.join(USABLE)}", f"not here: {'; '.join(missing)}"]
+
+
+@pytest.fixture(params=USABLE)
+def backend(request):
+    """The name of the backend in use during the test."""
+    trainfast.use_backend(request.param)
+    yield request.param
+    trainfast.use_backend(None)
+
+
+@pytest.fixture
+def device(backend):
+    """Where the backend's arrays live, for torch."""
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(1234)

@@ -1,0 +1,223 @@
+"""What trainfast.torch.AdamW does at the edges: replaced tensors, what the kernel does
+not take, gradient scalers, on every backend."""
+
+import pytest
+import torch
+from torch_loops import assert_same_state, make_params, set_grads, train
+
+import trainfast
+from trainfast.torch import AdamW
+
+
+@pytest.fixture(autouse=True)
+def forget_stats():
+    torch.manual_seed(0)
+    trainfast.reset_stats()
+
+
+# ---- What moves between steps ------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+@pytest.mark.parametrize("what", ["data", "state", "dict", "grad", "state_data"])
+def test_what_is_replaced_between_steps_is_noticed(backend, device, what, size):
+    def run(cls, steps=20):
+        params = make_params(device, shapes=[(size,), (size,)])
+        optimizer = cls(params)
+        for step in range(steps):
+            set_grads(params, step)
+            optimizer.step()
+            p, state = params[0], optimizer.state[params[0]]
+            if step == 5 and what == "data":
+                p.data = torch.full_like(p, 2.0)
+            elif step == 5 and what == "state":
+                state["exp_avg"] = torch.full_like(p, 0.5).detach()
+                state["step"] = torch.tensor(50.0, device=p.device)
+            elif step == 5 and what == "dict":
+                optimizer.state[p] = {
+                    k: torch.full_like(v, 3.0).detach() for k, v in state.items()
+                }
+            elif what == "grad":
+                p.grad = None  # freed; the next step makes another
+            elif step == 5 and what == "state_data":
+                state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
+        return optimizer
+
+    ours, theirs = run(AdamW), run(torch.optim.AdamW)
+    if what == "state_data" and size < 4096:
+        # noticed within 16 steps; the memory it had is kept alive until then
+        p = ours.param_groups[0]["params"][0]
+        assert ours.state[p]["exp_avg"].abs().sum() > 0
+    else:
+        assert_same_state(ours, theirs)
+
+
+def test_a_resized_gradient_is_refused(backend, device):
+    params = make_params(device, shapes=[(6,), (6,)])
+    optimizer = train(AdamW, params)
+    params[0].grad.resize_(3)
+    with pytest.raises(ValueError, match=r"grads\[0\] must have shape \(6,\)"):
+        optimizer.step()
+    assert all(float(optimizer.state[p]["step"]) == 5 for p in params)
+
+
+def test_a_parameter_that_changes_shape_takes_new_state(backend, device):
+    p = torch.nn.Parameter(torch.ones(2, 3, device=device))
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.data = p.data.t().contiguous().t()  # the same shape, other strides
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].stride() == p.stride()
+    torch.testing.assert_close(p, p[:1, :1].expand(2, 3))
+
+
+def test_missing_state_is_named(backend, device):
+    params = make_params(device, shapes=[(6,)])
+    optimizer = train(AdamW, params)
+    del optimizer.state[params[0]]["exp_avg_sq"]
+    with pytest.raises(KeyError, match="exp_avg_sq"):
+        optimizer.step()
+    optimizer.state[params[0]] = "nonsense"
+    with pytest.raises((TypeError, AttributeError)):
+        optimizer.step()
+
+
+# ---- What the kernel does not take -------------------------------------------------
+
+
+def fallbacks():
+    return trainfast.stats().to_dict()["fallbacks"].get("adamw", {})
+
+
+def test_complex_parameters_run_torchs_step(backend, device):
+    def run(cls):
+        gen = torch.Generator().manual_seed(0)
+        p = torch.nn.Parameter(
+            torch.randn(5, dtype=torch.complex64, generator=gen).to(device)
+        )
+        q = torch.nn.Parameter(torch.ones(3, device=device))
+        optimizer = cls([p, q])
+        for _ in range(3):
+            p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+            optimizer.step()
+        return optimizer
+
+    ours, theirs = run(AdamW), run(torch.optim.AdamW)
+    assert_same_state(ours, theirs)
+    (reason,) = fallbacks()
+    assert "must be float64, float32" in reason
+    assert fallbacks()[reason] == 3
+
+
+def test_sparse_gradients_raise_as_torch_does(backend, device):
+    p = torch.nn.Parameter(torch.ones(5, 2, device=device))
+    p.grad = torch.eye(5, 2, device=device).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        AdamW([p]).step()
+    assert len(fallbacks()) == 1
+
+
+def test_differentiable_runs_torchs_step(backend, device):
+    p = torch.ones(3, requires_grad=True, device=device)
+    clone = p.clone()
+    optimizer = AdamW([p], differentiable=True)
+    optimizer.param_groups[0]["params"] = [clone]
+    clone.grad = (p * 2).detach()
+    optimizer.step()
+    assert clone.grad_fn is not None
+    assert fallbacks() == {"differentiable=True": 1}
+
+
+def test_subclasses_run_torchs_step(backend, device):
+    class Mine(torch.Tensor):
+        pass
+
+    p = torch.nn.Parameter(torch.ones(3, device=device).as_subclass(Mine))
+    q = torch.nn.Parameter(torch.ones(3, device=device))
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    AdamW([p]).step()
+    AdamW([q]).step()
+    assert "subclass" in str(fallbacks())
+    torch.testing.assert_close(p.as_subclass(torch.Tensor), q.detach())
+
+
+def test_fake_tensors_run_torchs_step(backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        p = torch.nn.Parameter(torch.ones(3))
+        p.grad = torch.ones(3)
+        AdamW([p]).step()
+    assert "subclass" in str(fallbacks()) or "null pointer" in str(fallbacks())
+
+
+def test_a_fallback_does_not_run_hooks_twice():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    torch.optim.AdamW([p])  # torch wraps its step() when one is made
+    optimizer, seen = AdamW([p]), []
+    optimizer.register_step_pre_hook(lambda *a: seen.append(1))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert seen == [1]
+
+
+# ---- AMP with torch's own scaler ---------------------------------------------------
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_torchs_grad_scaler(backend, device, overflow, unscale):
+    def run(cls, **options):
+        model = torch.nn.Linear(6, 5).to(device)
+        with torch.no_grad():
+            gen = torch.Generator().manual_seed(3)
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=gen))
+        optimizer = cls(model.parameters(), lr=0.1, **options)
+        scaler = torch.amp.GradScaler(device, init_scale=128.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 6, device=device)).square().sum()
+            scaler.scale(loss).backward()
+            if overflow and step == 1:
+                next(model.parameters()).grad[0, 0] = float("inf")
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return optimizer, scaler
+
+    (ours, a), (theirs, b) = run(AdamW), run(torch.optim.AdamW, fused=True)
+    assert_same_state(ours, theirs)
+    for p, q in zip(ours.state, theirs.state, strict=True):
+        torch.testing.assert_close(p.grad, q.grad)  # written back unscaled
+    assert a.get_scale() == b.get_scale()
+    assert fallbacks() == {}
+
+
+def test_grad_scaler_with_a_transposed_gradient_writes_it_back(backend, device):
+    p = torch.nn.Parameter(torch.ones(2, 3, device=device))
+    optimizer = AdamW([p])
+    p.grad = (torch.arange(6.0, device=device).reshape(3, 2) * 8).t()
+    optimizer.grad_scale = torch.tensor(8.0, device=device)
+    optimizer.found_inf = torch.tensor(0.0, device=device)
+    optimizer.step()
+    want = torch.arange(6.0, device=device).reshape(3, 2).t()
+    torch.testing.assert_close(p.grad, want)
+
+
+def test_a_fallback_unscales_and_skips_too(backend, device):
+    for found in (0.0, 1.0):
+        p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64, device=device))
+        p.grad = torch.full_like(p, 8.0)
+        optimizer = AdamW([p])
+        optimizer.grad_scale = torch.tensor(8.0, device=device)
+        optimizer.found_inf = torch.tensor(found, device=device)
+        optimizer.step()
+        assert optimizer.grad_scale == 8
+        changed = not torch.equal(p, torch.ones_like(p))
+        assert changed == (found == 0)
+        if changed:
+            torch.testing.assert_close(p.grad, torch.ones_like(p))
