@@ -1,0 +1,1 @@
+"""Benchmarks: one module a capability, one harness; results/ holds what they wrote."""

@@ -1,0 +1,91 @@
+"""Builds and calls floor.c, the memory bound of an optimizer step on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SOURCE = Path(__file__).with_name("floor.c")
+
+
+class Slot(ctypes.Structure):
+    """floor_slot of floor.c."""
+
+    _fields_ = [
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compile and load floor.c. Raises RuntimeError where that cannot be done.
+
+    torch must be imported before, so that the OpenMP runtime found is its own.
+    """
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        raise RuntimeError("the floor needs a C compiler (cc), and none was found")
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "floor.so"
+        flags = "-std=c11 -O3 -march=native -fopenmp -shared -fPIC -Wall -Wextra"
+        command = [*compiler.split(), *flags.split(), str(SOURCE), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        loaded = ctypes.CDLL(str(built))
+    loaded.floor_run.restype = ctypes.c_int
+    loaded.floor_run.argtypes = [
+        ctypes.POINTER(Slot),
+        ctypes.c_int64,
+        *[ctypes.c_int] * 4,
+    ]
+    return loaded
+
+
+def openmp_runtimes() -> list[str]:
+    """Return the paths of the OpenMP runtimes that the process has loaded."""
+    text = Path("/proc/self/maps").read_text()
+    found = re.findall(r"(/\S*/lib(?:g|i|)omp[^/\s]*\.so[^/\s]*)", text)
+    return sorted(set(found))
+
+
+def make_floor(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    threads: int,
+) -> Callable[[], None]:
+    """Return a call that reads all four lists and writes all but the gradients."""
+    run = library().floor_run
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    slots = (Slot * len(params))(
+        *[
+            Slot(*(tensor.data_ptr() for tensor in slot), slot[0].numel())
+            for slot in zip(*lists, strict=True)
+        ]
+    )
+    sizes = (params[0].element_size(), exp_avgs[0].element_size())
+
+    def floor() -> None:
+        # `lists` keeps the arrays alive as long as their addresses are in use.
+        used = run(slots, len(lists[0]), *sizes, threads, 0)
+        if used != threads:
+            raise RuntimeError(f"the floor must run on {threads} threads, got {used}")
+
+    return floor

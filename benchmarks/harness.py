@@ -1,0 +1,344 @@
+"""The one benchmark harness: contenders take turns in one process.
+
+Memory bandwidth on a shared machine drifts by more than the differences of interest,
+so contenders run A B C A B C ... and every ratio is formed within a round, then
+summarised over the rounds. A bound (the same bytes, moved as plainly as possible) is
+one more contender. Garbage collection is off while the clock runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import OtherLoad
+
+SCHEMA = 1
+ROLES = ("ours", "rival", "bound")
+# Above these a report says that the machine was busy: the share of its cores that other
+# processes used during a case, and the load average before the first one.
+BUSY_SHARE = 0.05
+BUSY_LOAD = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every contender computes. `nbytes` is the least that one call must move."""
+
+    name: str
+    title: str
+    dtype: str
+    tensors: int
+    params: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do a case.
+
+    run: the timed call. prepare: called before each of them, outside the clock.
+    nbytes: what this one must move, where it differs from the case.
+    """
+
+    name: str
+    run: Callable[[], object]
+    role: str = "rival"
+    prepare: Callable[[], object] | None = None
+    nbytes: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role must be one of {ROLES}, got {self.role!r}")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Rounds: as many as fit in `seconds`, within the two limits."""
+
+    seconds: float = 10.0
+    warmup: int = 3
+    min_rounds: int = 9
+    max_rounds: int = 2000
+
+
+# ---- Clocks: run a call, return (nanoseconds, nanoseconds of the host or None) -------
+
+
+def cpu_clock(run: Callable[[], object]) -> tuple[float, None]:
+    """Time a call that has done its work when it returns."""
+    start = time.perf_counter_ns()
+    run()
+    return time.perf_counter_ns() - start, None
+
+
+def cuda_clock(run: Callable[[], object]) -> tuple[float, float]:
+    """Time a call that enqueues work on the current stream, by events around it.
+
+    The stream is empty at the start, so the first number is what a caller who waits
+    for the result sees; the second is how long the call kept the host.
+    """
+    import torch
+
+    before = torch.cuda.Event(enable_timing=True)
+    after = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    before.record()
+    start = time.perf_counter_ns()
+    run()
+    host = time.perf_counter_ns() - start
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) * 1e6, host
+
+
+# ---- Measuring -----------------------------------------------------------------------
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def measure(
+    contenders: Sequence[Contender],
+    budget: Budget,
+    clock: Callable[[Callable[[], object]], tuple[float, float | None]] = cpu_clock,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Run the contenders in turn.
+
+    Returns two dicts from name to one time a round in ns: whole call, host only (empty
+    lists on the CPU).
+    """
+    names = [contender.name for contender in contenders]
+    if len(set(names)) != len(names):
+        raise ValueError(f"contenders must have different names, got {names}")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    hosts: dict[str, list[float]] = {name: [] for name in names}
+
+    def one_round(keep: bool) -> None:
+        for contender in contenders:
+            if contender.prepare is not None:
+                contender.prepare()
+            elapsed, host = clock(contender.run)
+            if keep:
+                times[contender.name].append(elapsed)
+                if host is not None:
+                    hosts[contender.name].append(host)
+
+    with _no_garbage_collection():
+        for _ in range(budget.warmup):
+            one_round(keep=False)
+        end = time.perf_counter() + budget.seconds
+        for done in range(budget.max_rounds):
+            if done >= budget.min_rounds and time.perf_counter() >= end:
+                break
+            one_round(keep=True)
+    return times, hosts
+
+
+def summarize(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Return median, p10 and p90 of samples / scale, linearly interpolated."""
+    if len(samples) == 0:
+        raise ValueError("samples must not be empty, got 0 of them")
+    p10, median, p90 = np.percentile(np.asarray(samples, float) / scale, (10, 50, 90))
+    return {"median": float(median), "p10": float(p10), "p90": float(p90)}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Return the summary of over / under, formed round by round."""
+    if len(over) != len(under):
+        raise ValueError(
+            f"over must have one time per round of under, got {len(over)} and "
+            f"{len(under)}"
+        )
+    return summarize(np.asarray(over, float) / np.asarray(under, float))
+
+
+def _first(contenders: Sequence[Contender], role: str) -> str | None:
+    return next((c.name for c in contenders if c.role == role), None)
+
+
+def best_rival(
+    contenders: Sequence[Contender], times: Mapping[str, Sequence[float]]
+) -> str | None:
+    """Return the name of the rival with the smallest median."""
+    rivals = [c.name for c in contenders if c.role == "rival"]
+    return min(rivals, key=lambda name: float(np.median(times[name])), default=None)
+
+
+def make_lines(
+    case: Case,
+    contenders: Sequence[Contender],
+    times: Mapping[str, Sequence[float]],
+    hosts: Mapping[str, Sequence[float]],
+) -> list[dict]:
+    """Return one JSON-ready line per contender.
+
+    percent_of_bound: the bound's time / this one's. ahead_of_best_rival: the best
+    rival's time / this one's (above 1: this one is faster). times_ours: this one's time
+    / ours. Each is null where it has no meaning.
+    """
+    bound, ours = _first(contenders, "bound"), _first(contenders, "ours")
+    best = best_rival(contenders, times)
+    lines = []
+    for contender in contenders:
+        own = times[contender.name]
+        host = hosts.get(contender.name)
+        nbytes = contender.nbytes or case.nbytes
+        median = float(np.median(own))
+        percent = ratio(times[bound], own) if bound else None
+        if percent:
+            percent = {key: 100 * value for key, value in percent.items()}
+        compares = contender.role != "bound"
+        lines.append(
+            {
+                "case": case.name,
+                "dtype": case.dtype,
+                "contender": contender.name,
+                "role": contender.role,
+                "us": summarize(own, 1e3),
+                "host_us": summarize(host, 1e3) if host else None,
+                "ns_per_param": median / case.params,
+                "bytes": nbytes,
+                "gb_per_s": nbytes / median,
+                "percent_of_bound": percent,
+                "ahead_of_best_rival": ratio(times[best], own)
+                if best and compares
+                else None,
+                "times_ours": ratio(own, times[ours]) if ours and compares else None,
+                "note": contender.note,
+            }
+        )
+    return lines
+
+
+def run_case(
+    case: Case,
+    contenders: Sequence[Contender],
+    budget: Budget,
+    clock: Callable = cpu_clock,
+    skipped: Mapping[str, str] | None = None,
+) -> dict:
+    """Measure one case and return its part of the report."""
+    with OtherLoad() as others:
+        times, hosts = measure(contenders, budget, clock)
+    return {
+        "name": case.name,
+        "title": case.title,
+        "dtype": case.dtype,
+        "tensors": case.tensors,
+        "params": case.params,
+        "bytes": case.nbytes,
+        "rounds": len(next(iter(times.values()))),
+        "others_cpu_share": others.share,
+        "best_rival": best_rival(contenders, times),
+        "lines": make_lines(case, contenders, times, hosts),
+        "skipped": dict(skipped or {}),
+    }
+
+
+# ---- Reporting -----------------------------------------------------------------------
+
+
+def make_report(bench: str, machine: dict, run: dict, cases: Sequence[dict]) -> dict:
+    """Return the whole report, as it is written to JSON."""
+    return {
+        "schema": SCHEMA,
+        "bench": bench,
+        "machine": machine,
+        "run": run,
+        "cases": list(cases),
+    }
+
+
+def write_json(report: dict, path: Path) -> None:
+    """Write the report; NaN and infinity have no place in JSON and are an error."""
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def microseconds(value: float) -> str:
+    """Return a time in us with about four digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def spread(summary: dict | None, form: Callable[[float], str]) -> tuple[str, str]:
+    """Return the median and the "p10-p90" text of a summary, or two dashes."""
+    if summary is None:
+        return "-", ""
+    return form(summary["median"]), f"{form(summary['p10'])}-{form(summary['p90'])}"
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text columns, the first one left-aligned, the others right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    texts = []
+    for first, *rest in rows:
+        cells = [c.rjust(width) for c, width in zip(rest, widths[1:], strict=True)]
+        texts.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(texts)
+
+
+def case_text(case: dict) -> str:
+    """Return one case as a headline, an aligned table and its notes."""
+    share = case["others_cpu_share"]
+    busy = "unknown" if share is None else f"{100 * share:.0f} %"
+    title = (
+        f"{case['title']}: {case['params']:,} parameters in {case['tensors']:,}, "
+        f"{case['rounds']} rounds, CPU used by others {busy}"
+    )
+    if share is not None and share > BUSY_SHARE:
+        title += " (NOISY)"
+    on_gpu = any(line["host_us"] for line in case["lines"])
+    head = ["", "median us", "p10-p90", "ns/param", "GB/s", "% of bound", "p10-p90"]
+    head += ["best rival/it", "p10-p90", "it/ours", "p10-p90"]
+    rows = [head + (["host us", "p10-p90"] if on_gpu else [])]
+    notes = [f"  {name}: not run, {why}" for name, why in case["skipped"].items()]
+    for line in case["lines"]:
+        row = [line["contender"], *spread(line["us"], microseconds)]
+        row += [f"{line['ns_per_param']:.3f}", f"{line['gb_per_s']:.1f}"]
+        row += spread(line["percent_of_bound"], "{:.0f}".format)
+        row += spread(line["ahead_of_best_rival"], "{:.2f}".format)
+        row += spread(line["times_ours"], "{:.2f}".format)
+        if on_gpu:
+            row += spread(line["host_us"], microseconds)
+        rows.append(row)
+        if line["note"]:
+            notes.append(f"  {line['contender']}: {line['note']}")
+    return "\n".join([title, align(rows), *notes])
+
+
+def heading(bench: str, machine: dict, run: dict) -> str:
+    """Return the lines that say what ran where."""
+    where = f"{machine['cpu']} ({machine['cores']} cores, {' '.join(machine['flags'])})"
+    if machine["gpu"]:
+        where += f", {machine['gpu']} (driver {machine['driver']})"
+    lines = [
+        f"{bench}: {where}",
+        f"torch {machine['torch']}, {run['threads']} threads, "
+        f"backend {run['backend']}, {run.get('conditions', '')}".rstrip(", "),
+    ]
+    load = run["load_average_at_start"]
+    if load is not None:
+        lines.append(
+            f"load average at start {load}"
+            + (": the machine was BUSY" if load > BUSY_LOAD else "")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,159 @@
+"""Markdown tables for the README, made from benchmarks/results/*.json.
+
+python -m benchmarks.table                     print them
+python -m benchmarks.table --readme README.md  replace what stands between the marks
+python -m benchmarks.table --readme README.md --check     is it up to date?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import harness
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+TITLES = {"adamw": "AdamW, a whole `optimizer.step()`"}
+
+
+def load(path: Path) -> dict:
+    """Return the report in a file; one that must not be published is an error."""
+    report = json.loads(path.read_text())
+    if report.get("schema") != harness.SCHEMA:
+        raise ValueError(
+            f"{path.name}: schema must be {harness.SCHEMA}, got {report.get('schema')}"
+        )
+    if report["run"].get("smoke"):
+        raise ValueError(f"{path.name}: run must not be a smoke test, got one")
+    return report
+
+
+def _time(summary: dict | None) -> str:
+    """Return a median in us or ms."""
+    if summary is None:
+        return "-"
+    us = summary["median"]
+    return f"{us / 1000:.1f} ms" if us >= 1000 else f"{us:.0f} us"
+
+
+def _ratio(summary: dict | None, form: str = "{:.2f}") -> str:
+    """Return "median (p10-p90)"."""
+    if summary is None:
+        return "-"
+    median, between = harness.spread(summary, form.format)
+    return f"{median} ({between})"
+
+
+def _row(case: dict, on_gpu: bool) -> list[str]:
+    """Return a case's row: ours, the bound, the best rival, the other rivals."""
+    lines = case["lines"]
+    named = {line["contender"]: line for line in lines}
+    ours = next((line for line in lines if line["role"] == "ours"), None)
+    best = named.get(case["best_rival"])
+    others = [
+        f"{line['contender']} {line['times_ours']['median']:.1f}"
+        if line["times_ours"]
+        else f"{line['contender']} {_time(line['us'])}"
+        for line in lines
+        if line["role"] == "rival" and line is not best
+    ]
+    row = [case["title"], _time(ours["us"] if ours else None)]
+    if on_gpu:
+        row.append(_time(ours["host_us"] if ours else None))
+    row += [f"{ours['ns_per_param']:.2f}", f"{ours['gb_per_s']:.0f}"] if ours else "--"
+    row.append(_ratio(ours["percent_of_bound"] if ours else None, "{:.0f}"))
+    row.append(f"{best['contender']} {_time(best['us'])}" if best else "-")
+    row.append(_ratio(ours["ahead_of_best_rival"] if ours else None))
+    row.append(", ".join(others) or "-")
+    return row
+
+
+def _caption(report: dict) -> str:
+    """Return the paragraph that says where and how the numbers came about."""
+    machine, run = report["machine"], report["run"]
+    wide = "AVX-512" if "avx512f" in machine["flags"] else "AVX2"
+    if "avx2" not in machine["flags"]:
+        wide = "no AVX2"
+    where = f"{machine['cpu']} ({machine['cores']} cores, {wide})"
+    if machine["gpu"]:
+        where = f"{machine['gpu']} (driver {machine['driver']}) in {where}"
+    shares = [case["others_cpu_share"] or 0.0 for case in report["cases"]]
+    busy = max(shares, default=0.0)
+    caption = (
+        f"{where}, {run['threads']} threads, torch {machine['torch']}, "
+        f"backend `{run['backend']}`, {run['conditions']}, {run['date'][:10]}, "
+        f"commit {(run['commit'] or 'unknown')[:9]}."
+    )
+    if busy > harness.BUSY_SHARE:
+        caption += f" Other processes used up to {100 * busy:.0f} % of the CPU."
+    return caption
+
+
+def table(report: dict) -> str:
+    """Return one report as Markdown: a caption and a row per case."""
+    on_gpu = any(line["host_us"] for c in report["cases"] for line in c["lines"])
+    head = ["case", "trainfast", *(["host time"] if on_gpu else [])]
+    head += ["ns/param", "GB/s", "% of bound", "best rival"]
+    head += ["best rival / trainfast", "other rivals / trainfast"]
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    rows += [_row(case, on_gpu) for case in report["cases"]]
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    title = TITLES.get(report["bench"], report["bench"])
+    return f"**{title}.** {_caption(report)}\n\n{text}\n"
+
+
+def tables(paths: Sequence[Path]) -> str:
+    """Return all reports as Markdown, with how to read them and how to repeat them."""
+    if not paths:
+        return "No results yet.\n"
+    reports = [load(path) for path in sorted(paths)]
+    commands = sorted({report["run"]["command"] for report in reports})
+    note = (
+        "Medians; in brackets p10-p90. Contenders take turns in one process and ratios "
+        "are formed round by round. The bound is a plain read-modify-write of the same "
+        "bytes (a copy on the GPU), measured in the same run. Made by "
+        + ", ".join(f"`{command}`" for command in commands)
+        + " and `python -m benchmarks.table`.\n"
+    )
+    return "\n".join([*(table(report) for report in reports), note])
+
+
+def replace_between_marks(text: str, new: str) -> str:
+    """Return text with what stands between the two marks replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _old, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the readme must contain {BEGIN} and then {END}, got neither")
+    return f"{before}{BEGIN}\n{new}{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables, or write them into the readme; return the exit status."""
+    summary = (__doc__ or "").split("\n", maxsplit=1)[0]
+    parser = argparse.ArgumentParser("python -m benchmarks.table", None, summary)
+    parser.add_argument("results", nargs="*", type=Path, help="default: all of them")
+    parser.add_argument("--readme", type=Path, help=f"put them between {BEGIN} and end")
+    parser.add_argument("--check", action="store_true", help="write nothing, only say")
+    args = parser.parse_args(argv)
+    if args.check and not args.readme:
+        parser.error("--check must come with --readme")
+    new = tables(args.results or sorted(RESULTS.glob("*.json")))
+    if not args.readme:
+        print(new, end="")
+        return 0
+    old_text = args.readme.read_text()
+    new_text = replace_between_marks(old_text, new)
+    if new_text != old_text and args.check:
+        print(f"{args.readme} is not what benchmarks.table makes", file=sys.stderr)
+        return 1
+    if new_text != old_text:
+        args.readme.write_text(new_text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
