@@ -1,0 +1,365 @@
+"""A small GPT learns Python from the source of Python's own standard library.
+
+The same model is trained with torch's default AdamW, with torch's fused one and with
+trainfast's, from the same seeds and on the same batches. The three take turns of a few
+iterations, so that whatever else the machine does slows all of them alike. At the end
+stand a table of speeds and losses, the loss curves in a PNG, and a sample.
+
+    python examples/char_transformer.py                  # about two minutes
+    python examples/char_transformer.py --preset tiny    # seconds
+    python examples/char_transformer.py --resume         # goes on after a Ctrl-C
+"""
+
+import argparse
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from tqdm import tqdm
+
+import trainfast
+
+TURN = 25  # iterations before the next optimizer has its turn
+MAX_BYTES = 4_000_000  # of text
+NOTE = f"""\
+The runs took turns of {TURN} iterations; each one's first turn is not timed. Losses are
+in nats per character, of the last 50 iterations and on modules not trained on."""
+
+
+@dataclass
+class Preset:
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    eval_every: int  # iterations, a multiple of TURN or below it
+
+
+PRESETS = {
+    "tiny": Preset(2, 32, 2, 32, 4, steps=60, eval_every=20),
+    "small": Preset(4, 128, 4, 64, 8, steps=1000, eval_every=100),
+}
+
+
+@dataclass
+class Variant:
+    """One row of the table: what this training run does in its own way."""
+
+    name: str
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def groups(model: nn.Module) -> list[dict]:
+    """Weight decay for matrices, none for biases and norms, as is usual."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+
+
+DEFAULTS = {"lr": 2e-3, "weight_decay": 0.0}
+VARIANTS = {
+    "torch": Variant(
+        "torch AdamW",
+        lambda model: torch.optim.AdamW(groups(model), **DEFAULTS),
+    ),
+    "torch-fused": Variant(
+        "torch fused AdamW",
+        lambda model: torch.optim.AdamW(groups(model), fused=True, **DEFAULTS),
+    ),
+    "trainfast": Variant(
+        "trainfast AdamW",
+        lambda model: trainfast.torch.AdamW(groups(model), **DEFAULTS),
+    ),
+}
+
+
+class Corpus:
+    """The standard library's top-level files, as tensors of character numbers."""
+
+    def __init__(self) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+        text = text[:MAX_BYTES]
+        if len(text) < 100_000:
+            raise SystemExit(f"{folder} must hold Python's source, got {len(text)} B")
+        self.alphabet = sorted(set(text))
+        numbers = torch.tensor(self.encode(text))
+        split = len(numbers) * 9 // 10  # contiguous: other modules for validation
+        self.train, self.validation = numbers[:split], numbers[split:]
+
+    def encode(self, text: bytes) -> list[int]:
+        number = {byte: i for i, byte in enumerate(self.alphabet)}
+        return [number[byte] for byte in text]
+
+    def decode(self, numbers: list[int]) -> str:
+        return bytes(self.alphabet[i] for i in numbers).decode(errors="replace")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, characters: int, preset: Preset) -> None:
+        super().__init__()
+        width = preset.width
+        self.context = preset.context
+        self.characters = nn.Embedding(characters, width)
+        self.positions = nn.Embedding(preset.context, width)
+        blocks = [Block(width, preset.heads) for _ in range(preset.layers)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, characters, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        places = torch.arange(numbers.shape[1], device=numbers.device)
+        x = self.characters(numbers) + self.positions(places)
+        return self.head(self.norm(self.blocks(x)))
+
+    @torch.no_grad()
+    def generate(self, numbers: list[int], count: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            seen = torch.tensor([numbers[-self.context :]])
+            scores = self(seen.to(self.head.weight.device))[0, -1].cpu()
+            odds = F.softmax(scores / 0.7, dim=0)
+            numbers = [*numbers, int(torch.multinomial(odds, 1, generator=generator))]
+        return numbers
+
+
+class Stopwatch:
+    """Adds up times between start and stop; on a GPU by events, without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.spans: list = []
+
+    def now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self.began = self.now()
+
+    def stop(self) -> None:
+        self.spans.append((self.began, self.now()))
+
+    def seconds(self) -> float:
+        if not self.cuda:
+            return sum(end - began for began, end in self.spans)
+        torch.cuda.synchronize()
+        return sum(began.elapsed_time(end) for began, end in self.spans) / 1e3
+
+
+class Run:
+    """One variant's training: its own model, optimizer, schedule and random crops."""
+
+    def __init__(self, variant: Variant, corpus: Corpus, args, place: int) -> None:
+        self.name, self.corpus, self.args = variant.name, corpus, args
+        self.preset = PRESETS[args.preset]
+        torch.manual_seed(args.seed)
+        self.model = GPT(len(corpus.alphabet), self.preset).to(args.device)
+        self.optimizer = variant.make_optimizer(self.model)
+        warmup = max(1, args.steps // 10)
+        rise = LinearLR(self.optimizer, 0.05, total_iters=warmup)
+        fall = CosineAnnealingLR(self.optimizer, max(1, args.steps - warmup))
+        self.schedule = SequentialLR(self.optimizer, [rise, fall], [warmup])
+        self.generator = torch.Generator().manual_seed(args.seed)
+        self.losses: list[float] = []
+        self.validation: list[tuple[int, float]] = []
+        self.turns = 0
+        self.in_turn, self.in_step = Stopwatch(args.device), Stopwatch(args.device)
+        self.checkpoint = args.out / f"{variant.name.replace(' ', '-')}.pt"
+        if args.resume and self.checkpoint.exists():
+            self.load()
+        # disable=None: no bar where the output is no terminal, report() prints instead
+        self.bar = tqdm(desc=self.name, total=args.steps, position=place, disable=None)
+        self.bar.update(len(self.losses))
+
+    def crops(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs (batch, context), and targets, which are one character ahead."""
+        last = len(text) - self.preset.context
+        starts = torch.randint(last, (self.preset.batch, 1), generator=generator)
+        crops = text[starts + torch.arange(self.preset.context + 1)]
+        return crops[:, :-1].to(self.args.device), crops[:, 1:].to(self.args.device)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+
+    def iteration(self) -> Tensor:
+        loss = self.loss(*self.crops(self.corpus.train, self.generator))
+        self.optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.in_step.start()
+        self.optimizer.step()
+        self.in_step.stop()
+        self.schedule.step()
+        return loss.detach()
+
+    def turn(self) -> None:
+        """Trains for one turn, then validates and saves where that is due."""
+        every = self.preset.eval_every
+        count = min(TURN, every, self.args.steps - len(self.losses))
+        if self.turns == 1:  # the first one was for warming up
+            self.in_turn.spans.clear()
+            self.in_step.spans.clear()
+        self.turns += 1
+        self.in_turn.start()
+        losses = [self.iteration() for _ in range(count)]
+        self.in_turn.stop()
+        self.losses += torch.stack(losses).tolist()
+        self.bar.update(count)
+        if len(self.losses) % every == 0 or len(self.losses) == self.args.steps:
+            self.validation.append((len(self.losses), self.validate()))
+            self.save()
+            self.report()
+
+    @torch.no_grad()
+    def validate(self, batches: int = 16) -> float:
+        generator = torch.Generator().manual_seed(0)  # the same crops every time
+        crops = [self.crops(self.corpus.validation, generator) for _ in range(batches)]
+        return statistics.fmean(self.loss(*crop).item() for crop in crops)
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "generator": self.generator.get_state(),
+            "losses": self.losses,
+            "validation": self.validation,
+        }
+        new = self.checkpoint.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self.checkpoint)  # whatever happens, one checkpoint is whole
+
+    def load(self) -> None:
+        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.generator.set_state(state["generator"])
+        self.losses, self.validation = state["losses"], state["validation"]
+
+    def report(self) -> None:
+        train, validation = f"{self.train_loss():.3f}", f"{self.validation[-1][1]:.3f}"
+        self.bar.set_postfix(train=train, validation=validation)
+        if self.bar.disable:
+            step = f"step {len(self.losses):5}"
+            print(f"{self.name:17}  {step}  train {train}  validation {validation}")
+
+    def train_loss(self) -> float:
+        return statistics.fmean(self.losses[-50:])
+
+    def row(self) -> list[str]:
+        speeds = ["-"] * 4
+        if steps := len(self.in_step.spans):  # none when resumed at the end
+            whole, inside = self.in_turn.seconds(), self.in_step.seconds()
+            tokens = steps * self.preset.batch * self.preset.context
+            speeds = [f"{steps / whole:.1f}", f"{tokens / whole:,.0f}"]
+            speeds += [f"{inside / steps * 1e3:.2f}", f"{inside / whole:.1%}"]
+        losses = [f"{self.train_loss():.4f}", f"{self.validation[-1][1]:.4f}"]
+        return [self.name, *speeds, *losses]
+
+
+def print_table(runs: list[Run]) -> None:
+    head = ["optimizer", "it/s", "tokens/s", "step() ms", "share", "train", "valid."]
+    rows = [head, *(run.row() for run in runs)]
+    for name, *cells in rows:
+        print(f"{name:17}", *(f"{cell:>9}" for cell in cells))
+    print(NOTE)
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, run in enumerate(runs):
+        window = max(1, len(run.losses) // 40)
+        smooth = torch.tensor(run.losses).unfold(0, window, 1).mean(1).tolist()
+        steps = range(window, len(run.losses) + 1)
+        (line,) = axes.plot(steps, smooth, ["-", "--", ":"][i % 3], label=run.name)
+        axes.plot(*zip(*run.validation, strict=True), "o", color=line.get_color())
+    axes.set(xlabel="iteration", ylabel="nats per character")
+    axes.set_title("training loss (lines, smoothed) and validation loss (dots)")
+    axes.legend()
+    figure.savefig(path)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--steps", type=int, help="iterations of each run")
+    parser.add_argument("--optimizers", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--out", type=Path, default=Path("build/char_transformer"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="from the checkpoints")
+    args = parser.parse_args(arguments)
+    args.steps = args.steps or PRESETS[args.preset].steps
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    corpus, chosen = Corpus(), [VARIANTS[name] for name in args.optimizers]
+    runs = [Run(variant, corpus, args, i) for i, variant in enumerate(chosen)]
+    parameters = sum(p.numel() for p in runs[0].model.parameters())
+    print(f"{parameters:,} parameters, {len(corpus.train):,} characters, {args.device}")
+    try:
+        while (done := min(len(run.losses) for run in runs)) < args.steps:
+            for run in runs:
+                if len(run.losses) == done:
+                    run.turn()
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command with --resume goes on") from None
+    finally:
+        for run in runs:
+            run.bar.close()
+    print_table(runs)
+    plot(runs, args.out / "losses.png")
+    print(
+        f"Loss curves: {args.out / 'losses.png'}. A sample of {runs[-1].name}'s model:"
+    )
+    prompt = corpus.encode(b"def ")
+    print(corpus.decode(runs[-1].model.generate(prompt, 400, args.seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Every Python snippet of README.md runs, and its shell lines name what exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.S)
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) >= 4
+
+
+@pytest.mark.parametrize("code", SNIPPETS, ids=lambda c: c.splitlines()[-1][:40])
+def test_snippet_runs(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error::SyntaxWarning", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", [x for block in SHELL for x in block.splitlines() if x.strip()]
+)
+def test_shell_line_names_what_exists(line):
+    makefile = (ROOT / "Makefile").read_text()
+    for command in line.split("#")[0].split("&&"):
+        words = command.split()
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.M)
+        else:
+            assert words[:2] == ["python", "-m"]
+            if words[2] == "trainfast":
+                done = subprocess.run(
+                    [sys.executable, "-m", "trainfast", words[3], "--help"],
+                    capture_output=True,
+                )
+                assert done.returncode == 0
+            else:
+                assert (ROOT / (words[2].replace(".", "/") + ".py")).exists()
