@@ -324,7 +324,7 @@ advance_batch(const adamw_row *rows, int64_t first, int64_t n)
 }
 
 /* The last block to finish advances the counters: by then every block has read them. */
-DEVICE void
+DEVICE_CALL void
 advance_steps(adamw_table *table, int64_t n)
 {
     SHARED(bool, last, 1);
@@ -332,7 +332,8 @@ advance_steps(adamw_table *table, int64_t n)
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last[0] = atomicAdd(&table->blocks_done, 1u) == gridDim.x - 1;
+        /* back to 0 for the next launch when the last block counts */
+        last[0] = atomicInc(&table->blocks_done, gridDim.x - 1) == gridDim.x - 1;
         __threadfence();
     }
     __syncthreads();
@@ -340,14 +341,11 @@ advance_steps(adamw_table *table, int64_t n)
         for (int64_t i = threadIdx.x; i < n; i += BATCH * THREADS) {
             advance_batch(table->rows, i, n);
         }
-        if (threadIdx.x == 0) {
-            table->blocks_done = 0;
-        }
     }
 }
 
 /* By one thread. */
-DEVICE void
+DEVICE_CALL void
 hold_scalars(held_scalars *held, int64_t step, const tfast_adamw_args *args)
 {
     held->step = step;

@@ -8,6 +8,8 @@
 #include "tfast.h"
 
 #define DEVICE static __device__ __forceinline__
+/* For what runs once in a while: its registers stay out of the loops around it. */
+#define DEVICE_CALL static __device__ __noinline__
 
 #ifdef __CUDACC__
 /* TFAST_KERNEL(256, 4) name(...): blocks of 256 threads, at least 4 to a

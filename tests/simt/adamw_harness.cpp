@@ -1,6 +1,7 @@
 /* AdamW of cuda/ on the runner, bit by bit against one plain loop: a program, because
- * the sanitizers do not get into a Python that runs already. adamw_harness SEED Every
- * array is an allocation of its own that ends where the array does. */
+ * the sanitizers do not get into a Python that runs already. Its arguments are the seed
+ * of the order and the largest slot's elements. Every array is an allocation of its own
+ * that ends where the array does. */
 #include "adamw_coef.h"
 #include "half.h"
 #include "runtime.h"

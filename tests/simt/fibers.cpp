@@ -83,7 +83,13 @@ struct warp_state {
     void *arguments[32];
     int order[32], next;
     unsigned phase;
-    char ordering[2]; /* what __syncwarp releases and acquires, by phase */
+};
+
+/* What barriers release and acquire, each by turns of two. New for every block: memory
+ * that was freed has no ordering, and blocks must not be ordered by their own barriers.
+ */
+struct ordering {
+    char block[2], warp[MAX_WARPS][2];
 };
 
 struct shared_block {
@@ -105,7 +111,8 @@ static size_t shared_bytes;
 static int n_threads, alive, waiting; /* of this block: all, not done, at its barrier */
 static int quantum; /* switches until a shuffled run leaves the warp */
 static unsigned block_phase, block_parity;
-static char block_ordering[2], start_ordering, end_ordering, fence_ordering;
+static ordering *orderings;
+static char start_ordering, end_ordering;
 static const std::function<void()> *body;
 static std::mutex one_launch;
 
@@ -320,6 +327,8 @@ prepare_fiber(int i)
     f.index.z = i / block_size.x / block_size.y;
     f.lane = i % 32;
     f.warp = i / 32;
+    f.fenced = false;
+    f.n_atomics = 0;
     f.now = READY;
 }
 
@@ -352,6 +361,7 @@ static void
 free_shared()
 {
     AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    free(orderings);
     while (n_arrays > 0) {
         free(arrays[--n_arrays].address);
     }
@@ -390,6 +400,10 @@ run_block()
 #ifdef SIMT_THREAD
     host.tsan[block_parity] = __tsan_get_current_fiber();
 #endif
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    orderings = static_cast<ordering *>(malloc(sizeof *orderings));
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    require(orderings != nullptr, "no memory for a block");
     alive = n_threads;
     waiting = 0;
     if (dynamic_bytes > 0) {
@@ -451,7 +465,7 @@ run_grid(dim3 grid, dim3 block, size_t dynamic, const std::function<void()> &ker
 void
 sync_threads()
 {
-    char *ordering = &block_ordering[block_phase & 1];
+    char *ordering = &orderings->block[block_phase & 1];
 
     require(alive == n_threads, "__syncthreads after a thread left");
     __tsan_release(ordering);
@@ -505,7 +519,7 @@ void
 sync_warp(uint32_t mask)
 {
     warp_state &warp = warps[self->warp];
-    char *ordering = &warp.ordering[warp.phase & 1];
+    char *ordering = &orderings->warp[self->warp][warp.phase & 1];
 
     __tsan_release(ordering);
     collective("__syncwarp", mask, nullptr,
@@ -513,13 +527,28 @@ sync_warp(uint32_t mask)
     __tsan_acquire(ordering);
 }
 
-/* Orders more than the device does (every earlier fence, not only one that an atomic
- * reads from), but nothing without a fence on both sides. */
+/* A fence before an atomic publishes what came before the fence, a fence after it takes
+ * in what was published there. The sanitizer cannot keep the moment of the fence, so
+ * what comes between the fence and the atomic counts as published too. */
+void
+note_atomic(const void *address)
+{
+    if (self->fenced) {
+        __tsan_release(const_cast<void *>(address));
+    }
+    self->atomics[self->n_atomics++ % 8] = address;
+}
+
 void
 thread_fence()
 {
-    __tsan_release(&fence_ordering);
-    __tsan_acquire(&fence_ordering);
+    const unsigned n = self->n_atomics < 8 ? self->n_atomics : 8;
+
+    for (unsigned i = 0; i < n; i++) {
+        __tsan_acquire(const_cast<void *>(self->atomics[i]));
+    }
+    self->n_atomics = 0;
+    self->fenced = true;
 }
 
 } // namespace simt

@@ -1,6 +1,6 @@
-/* The runner's own test: a kernel that uses all of it, and faults that it must see.
- *     selftest CASE SEED
- * ends with 1 when the kernel's result is wrong, which a fault may or may not cause. */
+/* The runner's own test: kernels that use all of it, and faults that it must see. Its
+ * arguments are the case and the seed of the order. It ends with 1 when a kernel's
+ * result is wrong, which a fault may or may not cause. */
 #include "common.cuh"
 
 #include <cstdio>
@@ -162,15 +162,15 @@ colliding_blocks_kernel(int *out)
 
 /* The last block reads what the others wrote before their atomics. */
 TFAST_KERNEL(32, 1)
-last_block_kernel(int *out, int *parts, bool fence)
+last_block_kernel(int *out, int *parts, bool before, bool after)
 {
     if (threadIdx.x == 0) {
         parts[blockIdx.x] = 1;
-        if (fence) {
+        if (before) {
             __threadfence();
         }
         if (atomicAdd(&out[1], 1) == (int)gridDim.x - 1) {
-            if (fence) {
+            if (after) {
                 __threadfence();
             }
             for (unsigned i = 0; i < gridDim.x; i++) {
@@ -256,10 +256,12 @@ run_fault(const char *name, int *out)
         LAUNCH(missing_syncwarp_kernel, 1, 64, 0, nullptr, out);
     } else if (strcmp(name, "colliding_blocks") == 0) {
         LAUNCH(colliding_blocks_kernel, 2, 64, 0, nullptr, out);
-    } else if (strcmp(name, "missing_fence") == 0) {
-        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, false);
-    } else if (strcmp(name, "fence") == 0) {
-        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, true);
+    } else if (strcmp(name, "missing_fence_before") == 0) {
+        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, false, true);
+    } else if (strcmp(name, "missing_fence_after") == 0) {
+        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, true, false);
+    } else if (strcmp(name, "both_fences") == 0) {
+        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, true, true);
         out[0] = out[2] != 8;
     } else if (strcmp(name, "uneven_barrier") == 0) {
         LAUNCH(uneven_barrier_kernel, 1, 64, 0, nullptr);

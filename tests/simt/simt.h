@@ -32,6 +32,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -73,6 +74,9 @@ namespace simt {
 struct thread {
     dim3 index;
     int lane, warp;
+    bool fenced;            /* its atomics publish what it did before */
+    const void *atomics[8]; /* since its last fence, the latest eight */
+    unsigned n_atomics;
 };
 
 extern thread *self; /* the thread that runs */
@@ -104,6 +108,7 @@ void set_seed(uint64_t seed);
 void sync_threads();
 void sync_warp(uint32_t mask = ~0u);
 void thread_fence();
+void note_atomic(const void *address); /* before it happens */
 
 /* This block's array for `key`, allocated when its first thread asks. */
 char *shared_array(const void *key, size_t bytes);
@@ -193,6 +198,7 @@ template <typename T>
 T
 atomicAdd(T *address, T value)
 {
+    simt::note_atomic(address);
     if constexpr (std::is_integral<T>::value) {
         return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
     } else {
@@ -210,6 +216,7 @@ atomicMax(T *address, T value)
 {
     T before;
 
+    simt::note_atomic(address);
     __atomic_load(address, &before, __ATOMIC_RELAXED);
     if (value > before) {
         __atomic_store(address, &value, __ATOMIC_RELAXED);
@@ -217,10 +224,23 @@ atomicMax(T *address, T value)
     return before;
 }
 
+/* Counts to `last` and then from 0 again. */
+inline uint32_t
+atomicInc(uint32_t *address, uint32_t last)
+{
+    uint32_t before;
+
+    simt::note_atomic(address);
+    __atomic_load(address, &before, __ATOMIC_RELAXED);
+    __atomic_store_n(address, before >= last ? 0 : before + 1, __ATOMIC_RELAXED);
+    return before;
+}
+
 template <typename T>
 T
 atomicExch(T *address, T value)
 {
+    simt::note_atomic(address);
     return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
 

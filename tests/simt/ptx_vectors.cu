@@ -1,0 +1,256 @@
+/* Runs every function of cuda/ptx.cuh on fixed inputs and prints a hash of the results
+ * of each: built by nvcc on a GPU, by a host compiler with the twins. Both must print
+ * ptx_vectors.txt, where the lines of ARCH 80 are missing on older GPUs. NaNs are
+ * canonical, matrices hold small integers, so all of it is exact; ex2_approx is only
+ * checked to be within 2 units in the last place of the truth. */
+#include "common.cuh"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { WORDS = 1 << 16, LANES = 32 };
+
+/* ---- Kernels: thread i makes out[i], or a warp makes its words
+ * ------------------------ */
+
+/* Every float16 pattern has its neighbourhood among these: the upper half of a float's
+ * bits runs through all values, the lower half through ties and their neighbours. */
+DEVICE float
+some_float(uint32_t i)
+{
+    const uint32_t low[4] = {0x0000, 0x0FFF, 0x1000, 0x9001};
+
+    return __uint_as_float(i << 16 | low[i % 4] << (i % 3));
+}
+
+TFAST_KERNEL(256, 1)
+narrow_kernel(uint32_t *out)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    out[i] = cvt_rn_f16_f32(some_float(i));
+}
+
+TFAST_KERNEL(256, 1)
+widen_kernel(uint32_t *out)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    const float value = cvt_f32_f16(i);
+    out[i] = value == value ? __float_as_uint(value) : 0x7FFFFFFF;
+}
+
+TFAST_KERNEL(256, 1)
+pack_f16_kernel(uint32_t *out)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    out[i] = pack_f16(some_float(i), some_float(i * 40503 % WORDS));
+}
+
+TFAST_KERNEL(256, 1)
+unpack_f16_kernel(uint32_t *out)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    const float2 pair = unpack_f16((i % 0x7C00) << 16 | (i % 0x7B00 | 0x8000));
+    out[i] = __float_as_uint(pair.x) * 31 + __float_as_uint(pair.y);
+}
+
+TFAST_KERNEL(256, 1)
+pack_bf16_kernel(uint32_t *out)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    out[i] = pack_bf16(some_float(i), some_float(i * 40503 % WORDS));
+}
+
+TFAST_KERNEL(256, 1)
+ex2_kernel(uint32_t *out)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    out[i] = __float_as_uint(ex2_approx((float)i / 256 - 120));
+}
+
+/* 16 bytes to each lane's place in shared memory and out again, by halves. */
+TFAST_KERNEL(LANES, 1)
+shared_kernel(uint32_t *out)
+{
+    SHARED_DYNAMIC(raw);
+    const uint32_t lane = threadIdx.x;
+    const smem at = smem_address(raw) + lane * 16;
+
+    st_shared_128(at, make_uint4(lane, lane << 8, lane << 16, lane << 20));
+    st_shared_f32(at + 4, (float)lane);
+    const float2 first = ld_shared_2f32(at), second = ld_shared_2f32(at + 8);
+    out[lane * 4] = __float_as_uint(first.x);
+    out[lane * 4 + 1] = __float_as_uint(first.y);
+    out[lane * 4 + 2] = __float_as_uint(second.x);
+    out[lane * 4 + 3] = __float_as_uint(second.y);
+}
+
+TFAST_KERNEL(LANES, 1)
+ldmatrix_kernel(uint32_t *out)
+{
+    SHARED_DYNAMIC(raw);
+    const uint32_t lane = threadIdx.x;
+    const smem at = smem_address(raw) + lane * 16;
+    uint32_t r[14];
+
+    st_shared_128(at, make_uint4(lane, lane + 100, lane + 200, (lane + 300) << 16));
+    __syncwarp();
+    ldmatrix_x1(r, at);
+    ldmatrix_x2(r + 1, at);
+    ldmatrix_x4(r + 3, at);
+    ldmatrix_x1_trans(r + 7, at);
+    ldmatrix_x2_trans(r + 8, at);
+    ldmatrix_x4_trans(r + 10, at);
+    for (int i = 0; i < 14; i++) {
+        out[lane * 14 + i] = r[i];
+    }
+}
+
+/* Two small integers as a pair of float16 or bfloat16; both are exact. */
+DEVICE uint32_t
+small_pair(uint32_t seed, bool bf16)
+{
+    const float low = (float)(int)(seed * 7 % 13) - 6,
+                high = (float)(int)(seed % 9) - 4;
+
+    return bf16 ? __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000)
+                : pack_f16(low, high);
+}
+
+template <int WHICH> /* 0: k8 f16, 1: k16 f16, 2: k16 bf16 */
+TFAST_KERNEL(LANES, 1) mma_kernel(uint32_t *out)
+{
+    const uint32_t lane = threadIdx.x;
+    uint32_t a[4], b[2];
+    float c[4];
+
+    for (uint32_t i = 0; i < 4; i++) {
+        a[i] = small_pair(lane * 4 + i, WHICH == 2);
+        b[i % 2] = small_pair(lane * 5 + i + 77, WHICH == 2);
+        c[i] = (float)(lane + i);
+    }
+    if (WHICH == 0) {
+        mma_m16n8k8_f16(c, a, b);
+    } else if (WHICH == 1) {
+        mma_m16n8k16_f16(c, a, b);
+    } else {
+        mma_m16n8k16_bf16(c, a, b);
+    }
+    for (int i = 0; i < 4; i++) {
+        out[lane * 4 + i] = __float_as_uint(c[i]);
+    }
+}
+
+/* Odd lanes' copies are not valid, which means zeros. */
+TFAST_KERNEL(LANES, 1)
+cp_async_kernel(uint32_t *out, const uint32_t *in)
+{
+    SHARED_DYNAMIC(raw);
+    const uint32_t lane = threadIdx.x;
+
+    cp_async_16(smem_address(raw) + lane * 16, in + lane * 4, lane % 2 == 0);
+    cp_async_commit();
+    cp_async_wait<0>();
+    for (uint32_t i = 0; i < 4; i++) {
+        out[lane * 4 + i] = ((uint32_t *)raw)[lane * 4 + i];
+    }
+}
+
+/* ---- The program -------------------------------------------------------------------
+ */
+
+static uint32_t *words; /* pinned: both sides see it */
+static int failures;
+
+static void
+check(cudaError_t error)
+{
+    if (error != cudaSuccess) {
+        printf("CUDA: %s\n", cudaGetErrorString(error));
+        failures++;
+    }
+}
+
+static void
+finish()
+{
+    check(cudaGetLastError());
+    check(cudaStreamSynchronize(nullptr));
+}
+
+/* Prints the FNV-1a hash of the first n words, and clears them. */
+static void
+report(const char *name, int arch, int n)
+{
+    uint64_t hash = 0xCBF29CE484222325u;
+
+    finish();
+    for (int i = 0; i < n; i++) {
+        hash = (hash ^ words[i]) * 0x100000001B3u;
+    }
+    printf("%s arch %d words %d hash %016llx\n", name, arch, n,
+           (unsigned long long)hash);
+    memset(words, 0, sizeof *words * WORDS);
+}
+
+static void
+report_ex2()
+{
+    double worst = 0;
+
+    finish();
+    for (int i = 0; i < WORDS; i++) {
+        const double right = exp2((double)((float)i / 256 - 120));
+        float got;
+        memcpy(&got, &words[i], sizeof got);
+        const double unit = ldexp(1.0, ilogb(right) - 23);
+        worst = right < 3e38 ? fmax(worst, fabs(got - right) / unit) : worst;
+    }
+    printf("ex2_approx arch 75 within 2 units %s\n", worst <= 2 ? "yes" : "no");
+    memset(words, 0, sizeof *words * WORDS);
+}
+
+int
+main(int argc, char **)
+{
+    const bool below_80 = argc > 1; /* any argument: leave out what sm_75 has not */
+    void *memory = nullptr;
+
+    check(cudaHostAlloc(&memory, sizeof *words * WORDS, cudaHostAllocDefault));
+    if (failures != 0) {
+        return 1;
+    }
+    words = (uint32_t *)memory;
+    memset(words, 0, sizeof *words * WORDS);
+    LAUNCH(narrow_kernel, WORDS / 256, 256, 0, nullptr, words);
+    report("cvt_rn_f16_f32", 75, WORDS);
+    LAUNCH(widen_kernel, WORDS / 256, 256, 0, nullptr, words);
+    report("cvt_f32_f16", 75, WORDS);
+    LAUNCH(pack_f16_kernel, WORDS / 256, 256, 0, nullptr, words);
+    report("pack_f16", 75, WORDS);
+    LAUNCH(unpack_f16_kernel, WORDS / 256, 256, 0, nullptr, words);
+    report("unpack_f16", 75, WORDS);
+    LAUNCH(ex2_kernel, WORDS / 256, 256, 0, nullptr, words);
+    report_ex2();
+    LAUNCH(shared_kernel, 1, LANES, 512, nullptr, words);
+    report("st_shared", 75, LANES * 4);
+    LAUNCH(ldmatrix_kernel, 1, LANES, 512, nullptr, words);
+    report("ldmatrix", 75, LANES * 14);
+    LAUNCH(mma_kernel<0>, 1, LANES, 0, nullptr, words);
+    report("mma_m16n8k8_f16", 75, LANES * 4);
+    if (!below_80) {
+        LAUNCH(mma_kernel<1>, 1, LANES, 0, nullptr, words);
+        report("mma_m16n8k16_f16", 80, LANES * 4);
+        LAUNCH(mma_kernel<2>, 1, LANES, 0, nullptr, words);
+        report("mma_m16n8k16_bf16", 80, LANES * 4);
+        LAUNCH(pack_bf16_kernel, WORDS / 256, 256, 0, nullptr, words);
+        report("pack_bf16", 80, WORDS);
+        for (uint32_t i = 0; i < LANES * 4; i++) {
+            words[1024 + i] = i;
+        }
+        LAUNCH(cp_async_kernel, 1, LANES, 512, nullptr, words, words + 1024);
+        report("cp_async", 80, LANES * 4);
+    }
+    check(cudaFreeHost(memory));
+    return failures != 0;
+}

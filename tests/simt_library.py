@@ -1,0 +1,163 @@
+"""The SIMT library by itself, through ctypes: its backend as csrc/tfast.h declares it,
+and what its CUDA runtime counts."""
+
+import ctypes
+
+import numpy as np
+from arrays import DTYPES
+
+F32, F64, F16, BF16 = range(4)  # tfast_dtype
+NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
+FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
+POINTER = ctypes.c_void_p
+
+
+class Slot(ctypes.Structure):
+    _fields_ = [
+        *[(name, POINTER) for name in ("param", "grad", "exp_avg", "exp_avg_sq")],
+        ("max_exp_avg_sq", POINTER),
+        ("step", POINTER),
+        ("numel", ctypes.c_int64),
+        *[(f"{name}_dtype", ctypes.c_uint8) for name in ("param", "grad", "state")],
+    ]
+
+
+class Workspace(ctypes.Structure):
+    _fields_ = [("backend", POINTER), ("data", POINTER)]
+
+
+class Args(ctypes.Structure):
+    _fields_ = [
+        ("slots", ctypes.POINTER(Slot)),
+        ("n_slots", ctypes.c_int64),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("workspace", ctypes.POINTER(Workspace)),
+        ("step", ctypes.c_int64),
+        *[(name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps")],
+        ("weight_decay", ctypes.c_double),
+        ("maximize", ctypes.c_bool),
+        ("decoupled_weight_decay", ctypes.c_bool),
+        ("write_back_grads", ctypes.c_bool),
+        *[(name, POINTER) for name in ("lr_device", "grad_scale", "found_inf")],
+        ("stream", POINTER),
+    ]
+
+
+class Backend(ctypes.Structure):
+    _fields_ = [
+        ("abi", ctypes.c_uint32),
+        ("name", ctypes.c_char_p),
+        ("device", ctypes.c_int32),
+        ("unusable", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+        ("workspace_clear", ctypes.CFUNCTYPE(None, POINTER)),
+        ("adamw", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Args))),
+    ]
+
+
+class Simt:
+    """The library: its backend, and what it counts."""
+
+    def __init__(self, path):
+        self.library = ctypes.CDLL(str(path))
+        self.library.tfast_simt_copies.restype = ctypes.c_int64
+        self.failures = []
+        self.fail = FAIL(self.note_failure)  # must outlive the library's use of it
+        self.library.tfast_cuda_open.restype = ctypes.POINTER(Backend)
+        self.opened = self.library.tfast_cuda_open(1, self.fail)
+        self.backend = self.opened.contents
+
+    def note_failure(self, status, text):
+        self.failures.append((status, text.decode()))
+        return status
+
+    def counts(self):
+        """What was counted since the last call."""
+        three = (ctypes.c_int64 * 3)()
+        self.library.tfast_simt_counts(three)
+        names = ("syncs", "allocations", "launches")
+        counts = dict(zip(names, three), copies=self.library.tfast_simt_copies())
+        self.library.tfast_simt_reset()
+        return counts
+
+
+WARM = {"syncs": 0, "allocations": 0, "launches": 1, "copies": 0}
+
+
+class Tensors:
+    """One slot's arrays, each `offset` elements from an aligned address."""
+
+    def __init__(self, rng, numel, dtypes, *, offsets=(0,) * 5, amsgrad=False, step=0):
+        names = [dtypes[0], dtypes[1], dtypes[2], dtypes[2], dtypes[2]]
+        factors = [1, 1, 0.1, 0.01, 0.01]
+        values = [rng.standard_normal(numel) * factor for factor in factors]
+        values[3:] = np.abs(values[3:])
+        self.arrays = [
+            aligned(value, DTYPES[name], offset)
+            for value, name, offset in zip(values, names, offsets)
+        ]
+        self.step = np.array(step, np.float32)
+        pointers = [array.ctypes.data for array in self.arrays]
+        pointers[4] = pointers[4] if amsgrad else None
+        numbers = [NUMBERS[name] for name in dtypes]
+        self.slot = Slot(*pointers, self.step.ctypes.data, numel, *numbers)
+        self.amsgrad = amsgrad
+
+    def copies(self):
+        return [array.copy() for array in self.arrays]
+
+
+def aligned(values, dtype, offset):
+    whole = np.zeros(len(values) + offset + 64, dtype)
+    skew = -whole.ctypes.data // dtype.itemsize % (64 // dtype.itemsize) + offset
+    array = whole[skew : skew + len(values)]
+    array[...] = values.astype(dtype)
+    return array
+
+
+class Step:
+    """A list of slots and the options of their steps."""
+
+    def __init__(self, simt, tensors, **options):
+        self.simt, self.tensors = simt, tensors
+        self.slots = (Slot * len(tensors))(*[t.slot for t in tensors])
+        self.workspace = Workspace()
+        self.keep = options  # the arrays among them must stay
+        args = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+        args |= {"weight_decay": 0.1, "decoupled_weight_decay": True}
+        args |= {
+            name: value.ctypes.data if isinstance(value, np.ndarray) else value
+            for name, value in options.items()
+        }
+        self.args = Args(
+            slots=self.slots,
+            n_slots=len(tensors),
+            device_type=1,
+            workspace=ctypes.pointer(self.workspace),
+            **args,
+        )
+
+    def __call__(self):
+        return self.simt.backend.adamw(ctypes.byref(self.args))
+
+    def clear(self):
+        if self.workspace.data:
+            self.simt.backend.workspace_clear(self.workspace.data)
+        self.workspace.data = None
+
+
+class Capture:
+    """What is launched inside is recorded, and run by replay()."""
+
+    def __init__(self, simt):
+        self.simt = simt
+
+    def __enter__(self):
+        self.simt.library.tfast_simt_capture_begin()
+        return self
+
+    def __exit__(self, *_):
+        self.simt.library.tfast_simt_capture_end()
+
+    def replay(self):
+        self.simt.library.tfast_simt_replay()

@@ -1,0 +1,210 @@
+"""The SIMT runner runs what is right and finds what it promises to find: in kernels
+made for that and in AdamW's, which passes under every check as it is."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
+build = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(build)
+
+# ---- Programs ------------------------------------------------------------------------
+
+
+@cache
+def program(name, mode):
+    sources = [build.HERE / name]
+    if name == "adamw_harness.cpp":
+        sources += build.kernels()
+    return compiled(mode, sources, build.BUILT / f"{Path(name).stem}_{mode}")
+
+
+def compiled(mode, sources, target):
+    try:
+        return build.program(mode, sources, target)
+    except build.NoCompiler as reason:
+        pytest.skip(str(reason))
+
+
+def execute(exe, *words):
+    """Runs a program; its exit status and what it wrote to stderr."""
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LD_", "TRAINFAST"))
+    }
+    env["ASAN_OPTIONS"] = "detect_leaks=0"
+    env["TSAN_OPTIONS"] = "halt_on_error=1:atexit_sleep_ms=0"
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    # ThreadSanitizer cannot place its shadow under every randomised layout.
+    for prefix in [[], fixed]:
+        command = [*prefix, exe, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if "unexpected memory mapping" not in done.stderr:
+            return done.returncode, done.stderr
+    pytest.skip("ThreadSanitizer cannot run here: " + done.stderr.strip())
+
+
+# ---- The runner ----------------------------------------------------------------------
+
+MODES = list(build.MODES)
+SEEDS = {mode: range(2 if mode == "thread" else 4) for mode in MODES}  # 1 s each
+RACE, BOUNDS = "data race", "heap-buffer-overflow"
+BARRIER = "__syncthreads after a thread left|a thread left while the others wait"
+# What each check must say of a planted fault; where it says nothing the fault may pass.
+FAULTS = {
+    "missing_barrier": {"thread": RACE},
+    "missing_syncwarp": {"thread": RACE},
+    "missing_fence_before": {"thread": RACE},
+    "missing_fence_after": {"thread": RACE},
+    "colliding_blocks": {"thread": RACE},
+    "past_shared": {"address": BOUNDS},
+    "misaligned": {"address": "misaligned address"},
+    "uneven_barrier": dict.fromkeys(MODES, BARRIER),
+    "absent_lanes": dict.fromkeys(MODES, "deadlock"),
+    "diverged_warp": dict.fromkeys(MODES, "a warp diverged"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["works", "both_fences", "waited_read"])
+def test_runner_runs_what_is_right(case, mode):
+    for seed in SEEDS[mode]:
+        assert execute(program("selftest.cu", mode), case, seed) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "case, mode", [(case, mode) for case, modes in FAULTS.items() for mode in modes]
+)
+def test_runner_sees_a_planted_fault(case, mode):
+    for seed in SEEDS[mode]:
+        status, said = execute(program("selftest.cu", mode), case, seed)
+        assert status != 0
+        assert any(words in said for words in FAULTS[case][mode].split("|")), said
+
+
+@pytest.mark.parametrize("case", ["missing_barrier", "missing_syncwarp"])
+def test_shuffled_order_breaks_what_launch_order_hides(case):
+    exe = program("selftest.cu", "plain")
+    assert execute(exe, case, 0)[0] == 0
+    assert any(execute(exe, case, seed)[0] == 1 for seed in range(1, 9))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["unwritten_shared", "early_read"])
+def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
+    assert execute(program("selftest.cu", mode), case, 0)[0] == 1
+
+
+# ---- AdamW under the sanitizers ------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode, largest", [("address", 70001), ("thread", 5000)])
+def test_adamw_is_bit_equal_and_clean_under(mode, largest):
+    exe = program("adamw_harness.cpp", mode)
+    assert execute(exe, 1, largest) == (0, "")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adamw_is_bit_equal_in_any_order(seed):
+    assert execute(program("adamw_harness.cpp", "plain"), seed, 70001) == (0, "")
+
+
+# Faults planted in the AdamW kernel: (text, replacement, the check, what it says).
+MUTANTS = {
+    "counters advanced without a fence before": (
+        "__threadfence();\n        /* back",
+        "/* back",
+        "thread",
+        RACE,
+    ),
+    "counters advanced without a fence after": (
+        "gridDim.x - 1;\n        __threadfence();",
+        "gridDim.x - 1;",
+        "thread",
+        RACE,
+    ),
+    "counters advanced by the first block": (
+        "gridDim.x - 1) == gridDim.x - 1",
+        "gridDim.x - 1) == 0",
+        "thread",
+        RACE,
+    ),
+    "row overwritten while lanes read it": (
+        "__syncwarp(); /* all lanes are done with the row before */",
+        "",
+        "thread",
+        RACE,
+    ),
+    "scalars used before they are there": (
+        "    __syncthreads();\n\n    for (int item",
+        "    for (int item",
+        "thread",
+        RACE,
+    ),
+    "one element too many": (
+        "if (odd < (lane < 16 ? head : end))",
+        "if (odd <= (lane < 16 ? head : end))",
+        "address",
+        BOUNDS,
+    ),
+    "last vector of an item left out": (
+        "limit = aligned + ITEM;",
+        "limit = aligned + ITEM - 4;",
+        "plain",
+        "differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_fault_in_adamw_is_seen(name, tmp_path):
+    text, replacement, mode, words = MUTANTS[name]
+    kernel = (ROOT / "cuda" / "adamw_kernel.cuh").read_text()
+    assert kernel.count(text) == 1
+    (tmp_path / "adamw_kernel.cuh").write_text(kernel.replace(text, replacement))
+    shutil.copy(ROOT / "cuda" / "adamw.cu", tmp_path)
+    others = [path for path in build.kernels() if path.name != "adamw.cu"]
+    sources = [build.HERE / "adamw_harness.cpp", tmp_path / "adamw.cu", *others]
+    exe = compiled(mode, sources, tmp_path / "harness")
+    status, said = execute(exe, 1, 5000)
+    assert status != 0
+    assert words in said
+
+
+# ---- The instructions ----------------------------------------------------------------
+
+
+def test_twins_of_ptx_give_the_kept_vectors():
+    kept = (build.HERE / "ptx_vectors.txt").read_text()
+    done = subprocess.run(
+        [program("ptx_vectors.cu", "plain")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, kept)
+
+
+def test_ptx_gives_the_kept_vectors_on_the_gpu(tmp_path):
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if not nvcc or not shutil.which("nvidia-smi"):
+        pytest.skip("needs nvcc and a GPU")
+    found = subprocess.run(query, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"needs a GPU: {found.stdout.strip()}")
+    arch = int(found.stdout.split()[0].replace(".", ""))
+    command = [nvcc, "-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{arch}"]
+    command += [f"-I{ROOT / 'cuda'}", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "vectors"]
+    subprocess.run([*command, build.HERE / "ptx_vectors.cu"], check=True)
+    older = ["older"] if arch < 80 else []
+    done = subprocess.run(
+        [tmp_path / "vectors", *older], capture_output=True, text=True
+    )
+    kept = (build.HERE / "ptx_vectors.txt").read_text().splitlines(keepends=True)
+    right = [line for line in kept if not (older and " arch 80 " in line)]
+    assert (done.returncode, done.stdout) == (0, "".join(right))
