@@ -59,7 +59,9 @@ class Replacement:
         """Rebinds every name that is bound to `old`; returns those it changed."""
         owner = self.target.old.partition(".")[0]
         changed = []
-        for place in _places_of(self.old):
+        places = _places_of(self.old)
+        places.sort(key=lambda place: str(place) != self.target.old)  # itself first
+        for place in places:
             inside = _in_package(place.module, owner)
             if inside and str(place) != self.target.old:
                 continue

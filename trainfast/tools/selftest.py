@@ -178,14 +178,15 @@ class NumpyArrays:
 
 
 class TorchArrays:
-    """Arrays on the current CUDA device, as torch's."""
+    """Arrays on the current CUDA device, as torch's (on the CPU for a test)."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         try:
             self.torch = import_module("torch")
         except ImportError as error:
             raise ImportError("arrays on the GPU need torch") from error
-        if not self.torch.cuda.is_available():
+        self.device = device
+        if device == "cuda" and not self.torch.cuda.is_available():
             raise ImportError("arrays on the GPU need a torch with CUDA")
 
     def has(self, dtype: str) -> bool:
@@ -194,7 +195,9 @@ class TorchArrays:
     def put(self, values: np.ndarray, dtype: str, misaligned: bool = False) -> Array:
         start = int(misaligned)
         kind = getattr(self.torch, dtype)
-        array = self.torch.zeros(values.size + start, dtype=kind, device="cuda")[start:]
+        array = self.torch.zeros(values.size + start, dtype=kind, device=self.device)[
+            start:
+        ]
         array.copy_(self.torch.from_numpy(np.ascontiguousarray(values)))
         return array
 

@@ -1,0 +1,347 @@
+"""patch, unpatch and patched: on stand-in modules, and on torch's own names."""
+
+import importlib.util
+import json
+import pickle
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import trainfast
+from trainfast import patching
+
+
+class Hammer:
+    """What the package `shop` offers."""
+
+
+class FastHammer(Hammer):
+    """What takes its place."""
+
+
+def add_module(monkeypatch, name, **names):
+    module = ModuleType(name)
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(patching, "_registry", {})
+    monkeypatch.setattr(patching, "_active", {})
+    # This file's own globals are names like any other: they must not count here.
+    monkeypatch.setitem(sys.modules, __name__, None)
+
+
+@pytest.fixture
+def shop(monkeypatch, registry):
+    """A package whose public name is `shop.tools.Hammer`, defined in shop.impl."""
+    add_module(monkeypatch, "shop")
+    add_module(monkeypatch, "shop.impl", Hammer=Hammer)
+    add_module(monkeypatch, "fastshop", Hammer=FastHammer)
+    patching.register("hammer", [("shop.tools.Hammer", "fastshop.Hammer")])
+    return add_module(monkeypatch, "shop.tools", Hammer=Hammer)
+
+
+@pytest.fixture
+def user(monkeypatch):
+    """A module that has already done `from shop.tools import Hammer as H`."""
+    return add_module(monkeypatch, "user", H=Hammer, other=1)
+
+
+def namespaces():
+    modules = [m for m in sys.modules.values() if type(m) is ModuleType]
+    return {id(module): dict(vars(module)) for module in modules}
+
+
+# ---- Where it reaches ----------------------------------------------------------------
+
+
+def test_patch_rebinds_the_name_and_what_was_imported_from_it(shop, user):
+    report = trainfast.patch("hammer")
+    assert shop.Hammer is user.H is FastHammer
+    assert user.other == 1
+    (change,) = report.changes
+    assert change.name == "hammer"
+    assert (change.old, change.new) == ("shop.tools.Hammer", "fastshop.Hammer")
+    assert change.places == ["shop.tools.Hammer", "user.H"]
+
+
+def test_patch_without_names_takes_all_registered(shop, user, monkeypatch):
+    add_module(monkeypatch, "shop.nails", nail="slow")
+    add_module(monkeypatch, "fastshop.nails", nail="fast")
+    patching.register("nail", [("shop.nails.nail", "fastshop.nails.nail")])
+    assert {c.name for c in trainfast.patch().changes} == {"hammer", "nail"}
+    assert sys.modules["shop.nails"].nail == "fast"
+
+
+def test_import_order_does_not_matter(shop, monkeypatch):
+    before = add_module(monkeypatch, "before", Hammer=shop.Hammer)
+    trainfast.patch("hammer")
+    after = add_module(monkeypatch, "after", Hammer=shop.Hammer)
+    assert before.Hammer is after.Hammer is FastHammer
+    trainfast.unpatch("hammer")
+    assert before.Hammer is after.Hammer is Hammer
+
+
+def test_patch_leaves_the_owners_other_modules_alone(shop, monkeypatch):
+    inside = add_module(monkeypatch, "shop.other", Hammer=Hammer)
+    outside = add_module(monkeypatch, "shopping", Hammer=Hammer)
+    trainfast.patch("hammer")
+    assert sys.modules["shop.impl"].Hammer is inside.Hammer is Hammer
+    assert outside.Hammer is FastHammer
+
+
+def test_patch_leaves_trainfasts_own_modules_alone(shop, monkeypatch):
+    own = add_module(monkeypatch, "trainfast.something", Hammer=Hammer)
+    trainfast.patch("hammer")
+    assert own.Hammer is Hammer
+
+
+def test_patch_leaves_instances_and_subclasses_alone(shop):
+    class Mine(shop.Hammer):
+        pass
+
+    tool = shop.Hammer()
+    trainfast.patch("hammer")
+    assert Mine.__mro__ == (Mine, Hammer, object)
+    assert type(tool) is Hammer
+
+
+def test_patch_wakes_no_lazy_module(shop, monkeypatch, tmp_path):
+    class Touchy(ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(f"touched {name}")
+
+        __dict__ = property(lambda self: 1 / 0)
+
+    monkeypatch.setitem(sys.modules, "touchy", Touchy("touchy"))
+    monkeypatch.setitem(sys.modules, "no_module", object())
+    (tmp_path / "sleeper.py").write_text("raise AssertionError('woken')")
+    spec = importlib.util.spec_from_file_location("sleeper", tmp_path / "sleeper.py")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sleeper = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sleeper", sleeper)
+    spec.loader.exec_module(sleeper)
+
+    trainfast.patch("hammer")
+    trainfast.unpatch("hammer")
+    with pytest.raises(AssertionError, match="woken"):
+        _ = sleeper.anything  # it was still asleep
+
+
+def test_a_module_with_two_names_is_touched_once(shop, user, monkeypatch):
+    monkeypatch.setitem(sys.modules, "user_again", user)
+    assert trainfast.patch("hammer").changes[0].places[1:] == ["user.H"]
+    assert trainfast.unpatch("hammer").changes[0].left == []
+
+
+# ---- Taking it back ------------------------------------------------------------------
+
+
+def test_unpatch_restores_everything_exactly(shop, user):
+    before = namespaces()
+    trainfast.patch("hammer")
+    assert namespaces() != before
+    report = trainfast.unpatch()
+    assert namespaces() == before
+    assert report.changes[0].places == ["shop.tools.Hammer", "user.H"]
+    assert report.changes[0].left == []
+
+
+def test_patching_twice_is_patching_once(shop, user):
+    before = namespaces()
+    trainfast.patch("hammer")
+    patched = namespaces()
+    assert trainfast.patch("hammer", "hammer").changes[0].places == []
+    assert namespaces() == patched
+    trainfast.unpatch("hammer")
+    assert namespaces() == before
+
+
+def test_patching_again_finds_what_went_around_the_first(shop, monkeypatch):
+    trainfast.patch("hammer")
+    late = add_module(monkeypatch, "late", Hammer=sys.modules["shop.impl"].Hammer)
+    assert trainfast.patch("hammer").changes[0].places == ["late.Hammer"]
+    trainfast.unpatch("hammer")
+    assert late.Hammer is Hammer
+
+
+def test_unpatch_of_what_is_not_patched_changes_nothing(shop, user):
+    before = namespaces()
+    assert trainfast.unpatch("hammer").changes == []
+    assert trainfast.unpatch().changes == []
+    assert namespaces() == before
+
+
+def test_unpatch_leaves_what_the_user_rebound_and_says_so(shop, user):
+    trainfast.patch("hammer")
+    user.H = "mine"
+    report = trainfast.unpatch("hammer")
+    assert user.H == "mine"
+    assert shop.Hammer is Hammer
+    assert report.changes[0].left == ["user.H"]
+    assert "left alone" in str(report) and "user.H" in str(report)
+
+
+def test_unpatch_survives_a_deleted_name(shop, user):
+    trainfast.patch("hammer")
+    del user.H
+    assert trainfast.unpatch("hammer").changes[0].left == ["user.H"]
+    assert not hasattr(user, "H")
+
+
+def test_unpatch_leaves_replacements_imported_before_patch(shop, monkeypatch):
+    fan = add_module(monkeypatch, "fan", Hammer=FastHammer)
+    trainfast.patch("hammer")
+    trainfast.unpatch("hammer")
+    assert fan.Hammer is sys.modules["fastshop"].Hammer is FastHammer
+
+
+def test_patched_block_ends_with_the_block(shop, user):
+    before = namespaces()
+    with trainfast.patched("hammer") as report:
+        assert shop.Hammer is user.H is FastHammer
+        assert report.changes[0].places == ["shop.tools.Hammer", "user.H"]
+    assert namespaces() == before
+
+
+def test_patched_block_ends_with_an_exception(shop):
+    with pytest.raises(ZeroDivisionError), trainfast.patched():
+        assert shop.Hammer is FastHammer
+        _ = 1 / 0
+    assert shop.Hammer is Hammer
+
+
+def test_patched_blocks_nest(shop):
+    with trainfast.patched("hammer"):
+        with trainfast.patched("hammer"):
+            assert shop.Hammer is FastHammer
+        assert shop.Hammer is FastHammer
+    assert shop.Hammer is Hammer
+
+
+def test_patched_block_within_patch_keeps_it(shop):
+    trainfast.patch()
+    with trainfast.patched():
+        pass
+    assert shop.Hammer is FastHammer
+
+
+# ---- Errors and reports --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["patch", "unpatch", "patched"])
+def test_unknown_name_is_an_error_that_lists_the_known(shop, function):
+    with (
+        pytest.raises(ValueError, match=r"^name must be one of hammer, got 'saw'$"),
+        getattr(trainfast, function)("hammer", "saw") or pytest.fail("no error"),
+    ):
+        pass
+    assert shop.Hammer is Hammer
+
+
+@pytest.mark.parametrize("old", ["closed.Saw", "shop.tools.Saw"])
+def test_a_missing_package_is_an_error_and_changes_nothing(shop, old):
+    patching.register("saw", [(old, "fastshop.Hammer")])
+    package = old.partition(".")[0]
+    with pytest.raises(ImportError, match=f"^{package} must be installed to patch 'sa"):
+        trainfast.patch("hammer", "saw")
+    assert shop.Hammer is Hammer
+    assert patching._active == {}
+
+
+def test_registering_a_name_twice_is_an_error(shop):
+    with pytest.raises(ValueError, match=r"^name must be new, got 'hammer'"):
+        patching.register("hammer", [])
+
+
+def test_report_has_table_html_and_dict(shop, user):
+    report = trainfast.patch("hammer")
+    assert str(report).splitlines() == [
+        "patched",
+        "name    old                new              modules touched",
+        "------  -----------------  ---------------  -----------------",
+        "hammer  shop.tools.Hammer  fastshop.Hammer  shop.tools.Hammer",
+        "                                            user.H",
+    ]
+    assert report._repr_html_().count("user.H") == 1
+    assert json.loads(report.to_json()) == report.to_dict()
+    assert report.to_dict()["changes"][0]["places"] == ["shop.tools.Hammer", "user.H"]
+    assert str(trainfast.unpatch()).startswith("restored\n")
+    assert str(trainfast.unpatch()) == "restored: nothing"
+
+
+# ---- torch ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch():
+    torch = pytest.importorskip("torch")
+    yield torch
+    trainfast.unpatch()
+
+
+def test_importing_trainfast_patches_nothing(torch):
+    code = (
+        "import torch; before = dict(vars(torch.optim)); import trainfast;"
+        "import trainfast.torch; assert dict(vars(torch.optim)) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_the_error_says_so():
+    code = (
+        "import sys; sys.modules['torch'] = None; import trainfast; trainfast.patch()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    message = "ImportError: torch must be installed to patch 'adamw', got: "
+    assert message in done.stderr
+
+
+def test_patch_replaces_both_of_torchs_optimizers(torch, monkeypatch):
+    user = add_module(monkeypatch, "user", A=torch.optim.AdamW, B=torch.optim.Adam)
+    originals = torch.optim.AdamW, torch.optim.Adam
+    with trainfast.patched("adamw"):
+        assert torch.optim.AdamW is user.A is trainfast.torch.AdamW
+        assert torch.optim.Adam is user.B is trainfast.torch.Adam
+        defining = sys.modules["torch.optim.adamw"], sys.modules["torch.optim.adam"]
+        assert (defining[0].AdamW, defining[1].Adam) == originals
+    assert (torch.optim.AdamW, torch.optim.Adam) == (user.A, user.B) == originals
+
+
+def test_a_script_that_says_torch_optim_trains_on_the_kernel(torch):
+    weight = torch.nn.Parameter(torch.ones(5))
+    with trainfast.patched("adamw"):
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+    trainfast.reset_stats()
+    weight.sum().backward()
+    optimizer.step()
+    assert (weight < 1).all()
+    assert sum(trainfast.stats().calls["adamw"].values()) == 1
+    assert trainfast.stats().fallbacks == {}
+
+
+def test_optimizers_can_be_pickled_across_patch(torch):
+    theirs = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    data = pickle.dumps(theirs)
+    with trainfast.patched("adamw"):
+        assert type(pickle.loads(data)) is type(pickle.loads(pickle.dumps(theirs)))
+        assert type(pickle.loads(data)) is type(theirs)
+        ours = pickle.dumps(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+    assert type(pickle.loads(ours)) is trainfast.torch.AdamW
+
+
+def test_torchs_own_adamw_still_steps_while_patched(torch):
+    weight = torch.nn.Parameter(torch.ones(5))
+    theirs = torch.optim.AdamW([weight], lr=0.1)
+    trainfast.reset_stats()
+    with trainfast.patched("adamw"):
+        weight.sum().backward()
+        theirs.step()
+    assert (weight < 1).all()
+    assert trainfast.stats().calls == {}

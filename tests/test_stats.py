@@ -1,0 +1,122 @@
+"""trainfast.stats(): counts, snapshots, and what a report looks like."""
+
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import trainfast
+from trainfast.report import Report, Table
+from trainfast.stats import count_call, count_fallback
+
+
+@pytest.fixture(autouse=True)
+def no_counts():
+    trainfast.reset_stats()
+    yield
+    trainfast.reset_stats()
+
+
+def test_nothing_done_counts_nothing():
+    report = trainfast.stats()
+    assert report.to_dict() == {"calls": {}, "fallbacks": {}}
+    assert str(report) == "calls: none\n\nfallbacks: none"
+
+
+def test_calls_are_counted_by_capability_and_backend():
+    for backend in ("avx2", "avx2", "cuda"):
+        count_call("adamw", backend)
+    count_call("attention", "cuda")
+    calls = trainfast.stats().calls
+    assert calls == {"adamw": {"avx2": 2, "cuda": 1}, "attention": {"cuda": 1}}
+
+
+def test_fallbacks_are_counted_by_reason():
+    for reason in ("sparse", "sparse", "complex"):
+        count_fallback("adamw", reason)
+    report = trainfast.stats()
+    assert report.fallbacks == {"adamw": {"complex": 1, "sparse": 2}}
+    assert report.calls == {}
+
+
+def test_report_is_a_snapshot():
+    count_call("adamw", "avx2")
+    before = trainfast.stats()
+    count_call("adamw", "avx2")
+    assert before.calls == {"adamw": {"avx2": 1}}
+    assert trainfast.stats().calls == {"adamw": {"avx2": 2}}
+
+
+def test_reset_forgets_everything():
+    count_call("adamw", "avx2")
+    count_fallback("adamw", "sparse")
+    trainfast.reset_stats()
+    assert trainfast.stats().to_dict() == {"calls": {}, "fallbacks": {}}
+
+
+def test_a_real_step_is_counted_once():
+    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
+    trainfast.reset_stats()  # a new optimizer may have tried its hyperparameters
+    optimizer.step([np.ones(3, np.float32)])
+    counts = [n for row in trainfast.stats().calls.values() for n in row.values()]
+    assert counts == [1]
+    assert trainfast.stats().fallbacks == {}
+
+
+def test_threads_lose_no_count():
+    each, n_threads = 20_000, 4
+
+    def work():
+        for _ in range(each):
+            count_call("adamw", "avx2")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(n_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert trainfast.stats().calls == {"adamw": {"avx2": each * n_threads}}
+
+
+def test_report_prints_an_aligned_table():
+    count_call("adamw", "avx512")
+    for _ in range(12):
+        count_call("attention", "cuda")
+    assert str(trainfast.stats()).splitlines() == [
+        "calls",
+        "capability  backend  calls",
+        "----------  -------  -----",
+        "adamw       avx512       1",
+        "attention   cuda        12",
+        "",
+        "fallbacks: none",
+    ]
+
+
+def test_report_is_json_and_escaped_html():
+    count_fallback("adamw", "<b>&")
+    report = trainfast.stats()
+    assert json.loads(report.to_json()) == report.to_dict()
+    html = report._repr_html_()
+    assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
+    assert html.count("<table") == html.count("</table>") == 1
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"), [(None, ""), (True, "yes"), (0.000123456, "0.0001235"), (7, "7")]
+)
+def test_table_writes_a_cell_readably(cell, text):
+    last = str(Table("title", ("name", "value"), [("x", cell)])).splitlines()[-1]
+    assert last.split() == ["x", *text.split()]
+
+
+def test_report_without_its_own_tables_says_so():
+    with pytest.raises(NotImplementedError):
+        str(Report())
