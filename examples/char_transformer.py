@@ -12,7 +12,6 @@ stand a table of speeds and losses, the loss curves in a PNG, and a sample.
 
 import argparse
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from small_gpt import GPT, Corpus
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -29,10 +29,9 @@ from tqdm import tqdm
 import trainfast
 
 TURN = 25  # iterations before the next optimizer has its turn
-MAX_BYTES = 4_000_000  # of text
 NOTE = f"""\
-The runs took turns of {TURN} iterations; each one's first turn is not timed. Losses are
-in nats per character, of the last 50 iterations and on modules not trained on."""
+The runs took turns of {TURN} iterations. Times are medians, without each one's first
+turn. Losses are in nats per character, of the last 50 iterations and on unseen text."""
 
 
 @dataclass
@@ -43,12 +42,12 @@ class Preset:
     context: int
     batch: int
     steps: int
-    eval_every: int  # iterations, a multiple of TURN or below it
+    eval_every: int  # iterations, a multiple of TURN
 
 
 PRESETS = {
-    "tiny": Preset(2, 32, 2, 32, 4, steps=60, eval_every=20),
-    "small": Preset(4, 128, 4, 64, 8, steps=1000, eval_every=100),
+    "tiny": Preset(2, 32, 2, 32, 4, steps=75, eval_every=25),
+    "small": Preset(4, 128, 4, 64, 8, steps=800, eval_every=100),
 }
 
 
@@ -84,80 +83,8 @@ VARIANTS = {
 }
 
 
-class Corpus:
-    """The standard library's top-level files, as tensors of character numbers."""
-
-    def __init__(self) -> None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-        text = text[:MAX_BYTES]
-        if len(text) < 100_000:
-            raise SystemExit(f"{folder} must hold Python's source, got {len(text)} B")
-        self.alphabet = sorted(set(text))
-        numbers = torch.tensor(self.encode(text))
-        split = len(numbers) * 9 // 10  # contiguous: other modules for validation
-        self.train, self.validation = numbers[:split], numbers[split:]
-
-    def encode(self, text: bytes) -> list[int]:
-        number = {byte: i for i, byte in enumerate(self.alphabet)}
-        return [number[byte] for byte in text]
-
-    def decode(self, numbers: list[int]) -> str:
-        return bytes(self.alphabet[i] for i in numbers).decode(errors="replace")
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, characters: int, preset: Preset) -> None:
-        super().__init__()
-        width = preset.width
-        self.context = preset.context
-        self.characters = nn.Embedding(characters, width)
-        self.positions = nn.Embedding(preset.context, width)
-        blocks = [Block(width, preset.heads) for _ in range(preset.layers)]
-        self.blocks = nn.Sequential(*blocks)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, characters, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        places = torch.arange(numbers.shape[1], device=numbers.device)
-        x = self.characters(numbers) + self.positions(places)
-        return self.head(self.norm(self.blocks(x)))
-
-    @torch.no_grad()
-    def generate(self, numbers: list[int], count: int, seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(count):
-            seen = torch.tensor([numbers[-self.context :]])
-            scores = self(seen.to(self.head.weight.device))[0, -1].cpu()
-            odds = F.softmax(scores / 0.7, dim=0)
-            numbers = [*numbers, int(torch.multinomial(odds, 1, generator=generator))]
-        return numbers
-
-
 class Stopwatch:
-    """Adds up times between start and stop; on a GPU by events, without waiting."""
+    """Notes times between start and stop; on a GPU by events, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -176,11 +103,12 @@ class Stopwatch:
     def stop(self) -> None:
         self.spans.append((self.began, self.now()))
 
-    def seconds(self) -> float:
+    def milliseconds(self) -> float:
+        """The median, which other processes on the machine disturb least."""
         if not self.cuda:
-            return sum(end - began for began, end in self.spans)
+            return statistics.median(end - began for began, end in self.spans) * 1e3
         torch.cuda.synchronize()
-        return sum(began.elapsed_time(end) for began, end in self.spans) / 1e3
+        return statistics.median(began.elapsed_time(end) for began, end in self.spans)
 
 
 class Run:
@@ -190,7 +118,9 @@ class Run:
         self.name, self.corpus, self.args = variant.name, corpus, args
         self.preset = PRESETS[args.preset]
         torch.manual_seed(args.seed)
-        self.model = GPT(len(corpus.alphabet), self.preset).to(args.device)
+        shape = (self.preset.context, self.preset.layers, self.preset.width)
+        model = GPT(len(corpus.alphabet), *shape, self.preset.heads)
+        self.model = model.to(args.device)
         self.optimizer = variant.make_optimizer(self.model)
         warmup = max(1, args.steps // 10)
         rise = LinearLR(self.optimizer, 0.05, total_iters=warmup)
@@ -200,7 +130,7 @@ class Run:
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
         self.turns = 0
-        self.in_turn, self.in_step = Stopwatch(args.device), Stopwatch(args.device)
+        self.whole, self.step = Stopwatch(args.device), Stopwatch(args.device)
         self.checkpoint = args.out / f"{variant.name.replace(' ', '-')}.pt"
         if args.resume and self.checkpoint.exists():
             self.load()
@@ -219,27 +149,27 @@ class Run:
         return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 
     def iteration(self) -> Tensor:
+        self.whole.start()
         loss = self.loss(*self.crops(self.corpus.train, self.generator))
         self.optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(self.model.parameters(), 1.0)
-        self.in_step.start()
+        self.step.start()
         self.optimizer.step()
-        self.in_step.stop()
+        self.step.stop()
         self.schedule.step()
+        self.whole.stop()
         return loss.detach()
 
     def turn(self) -> None:
         """Trains for one turn, then validates and saves where that is due."""
         every = self.preset.eval_every
-        count = min(TURN, every, self.args.steps - len(self.losses))
+        count = min(TURN, self.args.steps - len(self.losses))
         if self.turns == 1:  # the first one was for warming up
-            self.in_turn.spans.clear()
-            self.in_step.spans.clear()
+            self.whole.spans.clear()
+            self.step.spans.clear()
         self.turns += 1
-        self.in_turn.start()
         losses = [self.iteration() for _ in range(count)]
-        self.in_turn.stop()
         self.losses += torch.stack(losses).tolist()
         self.bar.update(count)
         if len(self.losses) % every == 0 or len(self.losses) == self.args.steps:
@@ -279,18 +209,19 @@ class Run:
         self.bar.set_postfix(train=train, validation=validation)
         if self.bar.disable:
             step = f"step {len(self.losses):5}"
-            print(f"{self.name:17}  {step}  train {train}  validation {validation}")
+            line = f"{self.name:17}  {step}  train {train}  validation {validation}"
+            print(line, flush=True)
 
     def train_loss(self) -> float:
         return statistics.fmean(self.losses[-50:])
 
     def row(self) -> list[str]:
         speeds = ["-"] * 4
-        if steps := len(self.in_step.spans):  # none when resumed at the end
-            whole, inside = self.in_turn.seconds(), self.in_step.seconds()
-            tokens = steps * self.preset.batch * self.preset.context
-            speeds = [f"{steps / whole:.1f}", f"{tokens / whole:,.0f}"]
-            speeds += [f"{inside / steps * 1e3:.2f}", f"{inside / whole:.1%}"]
+        if self.step.spans:  # none when resumed at the end
+            whole, step = self.whole.milliseconds(), self.step.milliseconds()
+            tokens = self.preset.batch * self.preset.context
+            speeds = [f"{1e3 / whole:.1f}", f"{1e3 / whole * tokens:,.0f}"]
+            speeds += [f"{step:.3f}", f"{step / whole:.1%}"]
         losses = [f"{self.train_loss():.4f}", f"{self.validation[-1][1]:.4f}"]
         return [self.name, *speeds, *losses]
 
@@ -306,12 +237,13 @@ def print_table(runs: list[Run]) -> None:
 def plot(runs: list[Run], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for i, run in enumerate(runs):
+    for i, run in enumerate(runs):  # they lie on each other: ever thinner lines
         window = max(1, len(run.losses) // 40)
         smooth = torch.tensor(run.losses).unfold(0, window, 1).mean(1).tolist()
         steps = range(window, len(run.losses) + 1)
-        (line,) = axes.plot(steps, smooth, ["-", "--", ":"][i % 3], label=run.name)
-        axes.plot(*zip(*run.validation, strict=True), "o", color=line.get_color())
+        (line,) = axes.plot(steps, smooth, linewidth=7 / (i + 1), label=run.name)
+        dots = {"color": line.get_color(), "markersize": 12 / (i + 1)}
+        axes.plot(*zip(*run.validation, strict=True), "o", **dots)
     axes.set(xlabel="iteration", ylabel="nats per character")
     axes.set_title("training loss (lines, smoothed) and validation loss (dots)")
     axes.legend()
@@ -326,7 +258,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, default=Path("build/char_transformer"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="from the checkpoints")
+    parser.add_argument("--resume", action="store_true", help="with the same arguments")
     args = parser.parse_args(arguments)
     args.steps = args.steps or PRESETS[args.preset].steps
     if args.device == "auto":
