@@ -43,7 +43,7 @@ $(INSTALLED): .venv/.build pyproject.toml
 # .test and .demo build nothing, but need what the build needs for tests of packaging.
 .venv/.test .venv/.demo .venv/.dev: .venv/.build
 
-check: .venv/.dev .venv/.test
+check: .venv/.dev .venv/.test build
 	$(C_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .

@@ -7,6 +7,7 @@ one that matches ours. It starts with code that old Pythons can parse, to say so
 """
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -31,8 +32,14 @@ def create():
     print(f"trainfast: creating {VENV} from {sys.executable}", flush=True)
     if inherit:
         print("trainfast: it sees that interpreter's packages, torch among them")
-    options = ["--system-site-packages"] if inherit and not inside_venv else []
-    if subprocess.call([sys.executable, "-m", "venv", *options, VENV]) != 0:
+    command = [sys.executable, "-m", "venv", VENV]
+    if inherit and not inside_venv:
+        command.append("--system-site-packages")
+    failed = subprocess.call(command) != 0
+    if failed and inherit:  # Debian splits off ensurepip, but that pip is visible too
+        failed = subprocess.call([*command, "--clear", "--without-pip"]) != 0
+    if failed:
+        shutil.rmtree(VENV, ignore_errors=True)
         sys.exit("python -m venv must work, got a failure (Debian: python3-venv)")
     if inherit and inside_venv:
         see_packages_of_venv()

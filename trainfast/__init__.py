@@ -4,15 +4,14 @@ Importing trainfast loads neither torch nor CUDA and patches nothing. The adapte
 torch are in `trainfast.torch`, loaded when first asked for.
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 
 from trainfast._core import backends as _backends
 from trainfast._core import use_backend
+from trainfast._core import version as __version__
 from trainfast.adamw import AdamW, adamw_step
 from trainfast.patching import PatchReport, patch, patched, unpatch
 from trainfast.stats import reset_stats, stats
-
-__version__ = metadata.version("trainfast")
 
 __all__ = [
     "AdamW",

@@ -1,6 +1,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+version: str
+
 @final
 class Workspace: ...
 

@@ -323,30 +323,36 @@ find_position(PyObject *all, PyObject *param, Py_ssize_t guess)
 static int
 take_state(py_state *state, PyObject *dict, bool amsgrad, PyObject **objects)
 {
-    PyObject *keys[N_COLUMNS] = {[EXP_AVG] = state->s_exp_avg,
-                                 [EXP_AVG_SQ] = state->s_exp_avg_sq,
-                                 [MAX_EXP_AVG_SQ] =
-                                     amsgrad ? state->s_max_exp_avg_sq : NULL,
-                                 [STEP] = state->s_step};
+    /* in the order in which torch makes them, so that walking the dict finds them all
+     */
+    const struct {
+        int column;
+        PyObject *name;
+    } wanted[] = {{STEP, state->s_step},
+                  {EXP_AVG, state->s_exp_avg},
+                  {EXP_AVG_SQ, state->s_exp_avg_sq},
+                  {MAX_EXP_AVG_SQ, state->s_max_exp_avg_sq}};
+    PyObject *key, *value;
+    Py_ssize_t next = 0;
 
     if (!PyDict_Check(dict)) {
         PyErr_SetString(PyExc_TypeError, "state of a parameter must be a dict");
         return -1;
     }
-    for (int c = EXP_AVG; c < N_COLUMNS; c++) {
-        if (keys[c] == NULL) {
-            continue;
+    for (int i = 0; i < (amsgrad ? 4 : 3); i++) {
+        if (!PyDict_Next(dict, &next, &key, &value) || key != wanted[i].name) {
+            value = PyDict_GetItemWithError(dict, wanted[i].name);
         }
-        objects[c] = PyDict_GetItemWithError(dict, keys[c]);
-        if (objects[c] == NULL) {
+        if (value == NULL) {
             return PyErr_Occurred() ? -1 : 1;
         }
+        objects[wanted[i].column] = value;
     }
     return 0;
 }
 
-/* Adds one parameter that has a gradient (stolen). Returns 0, 1 if its state must be
- * made or it is on another device than those before, or -1 with an exception. */
+/* Adds one parameter that has a gradient. Returns 0, 1 if its state must be made or it
+ * is on another device than those before, or -1 with an exception. */
 static int
 add_param(py_state *state, py_workspace *workspace, PyObject *all, bool amsgrad,
           Py_ssize_t place, PyObject *param, PyObject *grad)
@@ -354,9 +360,6 @@ add_param(py_state *state, py_workspace *workspace, PyObject *all, bool amsgrad,
     PyObject *objects[N_COLUMNS] = {[PARAM] = param, [GRAD] = grad}, *dict;
     int status;
 
-    if (py_table_hold(&workspace->table, grad) < 0) {
-        return -1;
-    }
     if (workspace->table.n_rows == 0) {
         workspace->position = find_position(all, param, workspace->position);
         workspace->next = workspace->position;
@@ -370,29 +373,62 @@ add_param(py_state *state, py_workspace *workspace, PyObject *all, bool amsgrad,
                        : py_table_add(state, &workspace->table, objects, place);
 }
 
+/* Reads param.grad, which the table then holds; NULL for None. Returns 0 or -1. */
+static int
+read_grad(py_state *state, py_table *table, PyObject *param, PyObject **grad)
+{
+    *grad = PyObject_GetAttr(param, state->s_grad);
+    if (*grad == NULL || py_table_hold(table, *grad) < 0) {
+        return -1;
+    }
+    if (*grad == Py_None) {
+        *grad = NULL;
+    } else {
+        py_hint_parts(state, *grad);
+    }
+    return 0;
+}
+
 /* Adds the group's parameters that have gradients. Returns 0, -1 with an exception, or
- * 1 with the place of the parameter that stopped it, see add_param(). */
+ * 1 with the place of the parameter that stopped it, see add_param(). A parameter
+ * passes four stages, AHEAD places apart, so that each finds in the cache what the one
+ * before asked for: its body, the body's parts, its gradient, its row. */
 static int
 add_group(py_state *state, py_workspace *workspace, PyObject *params, PyObject *all,
           bool amsgrad, Py_ssize_t *stopped)
 {
+    enum { AHEAD = 8 };
+    PyObject *grads[AHEAD];
+    const Py_ssize_t n = PyList_Size(params);
     int status = 0;
 
-    /* reading .grad may run Python code, which may change the list */
-    for (Py_ssize_t i = 0; i < PyList_Size(params) && status == 0; i++) {
-        PyObject *param = PyList_GetItem(params, i);
-        PyObject *grad = PyObject_GetAttr(param, state->s_grad);
-
-        if (grad == NULL || i >= workspace->table.capacity) {
-            Py_XDECREF(grad);
+    for (Py_ssize_t i = -4 * AHEAD; i < n && status == 0; i++) {
+        if (PyList_Size(params) != n) { /* reading .grad may run Python code */
+            PyErr_SetString(PyExc_RuntimeError, "params changed during the step");
             return -1;
         }
-        if (grad == Py_None) {
-            Py_DECREF(grad);
-            continue;
+        if (i + 4 * AHEAD < n) {
+            __builtin_prefetch(PyList_GetItem(params, i + 4 * AHEAD));
         }
-        *stopped = i;
-        status = add_param(state, workspace, all, amsgrad, i, param, grad);
+        if (i + 3 * AHEAD >= 0 && i + 3 * AHEAD < n) {
+            py_table_hint(&workspace->table, i + 3 * AHEAD);
+            py_hint_body(state, PyList_GetItem(params, i + 3 * AHEAD));
+        }
+        if (i + 2 * AHEAD >= 0 && i + 2 * AHEAD < n) {
+            py_hint_parts(state, PyList_GetItem(params, i + 2 * AHEAD));
+        }
+        /* the slot that row i leaves */
+        PyObject *grad = i >= 0 ? grads[i % AHEAD] : NULL;
+        if (i + AHEAD >= 0 && i + AHEAD < n &&
+            read_grad(state, &workspace->table, PyList_GetItem(params, i + AHEAD),
+                      &grads[(i + AHEAD) % AHEAD]) < 0) {
+            return -1;
+        }
+        if (grad != NULL) {
+            *stopped = i;
+            status = add_param(state, workspace, all, amsgrad, i,
+                               PyList_GetItem(params, i), grad);
+        }
     }
     return status;
 }

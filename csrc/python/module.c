@@ -92,7 +92,8 @@ module_exec(PyObject *module)
     if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
         state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||
         workspace == NULL ||
-        PyModule_AddObjectRef(module, "Workspace", workspace) < 0) {
+        PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
+        PyModule_AddStringConstant(module, "version", TRAINFAST_VERSION) < 0) {
         return -1;
     }
     if (tfast_backend_init() != TFAST_OK) {

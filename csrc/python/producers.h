@@ -10,6 +10,12 @@
 bool py_type_text_is(PyTypeObject *type, const char *attribute, const char *want,
                      bool prefix);
 
+/* Which word of a tensor's Python object points at its body: the one, if there is one,
+ * that lies just before the view's shape, which is inside the body. Whatever the
+ * layout, what is found was seen to be right; what is not found costs the hints only.
+ */
+int py_find_body_word(PyObject *object, const py_array *view);
+
 /* The type's DLPack exchange API, or NULL. It lives as long as the type. */
 const dlpack_exchange *py_find_exchange(PyTypeObject *type);
 

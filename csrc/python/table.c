@@ -53,6 +53,7 @@ reserve(py_table *table, int n_columns, Py_ssize_t rows, bool keep)
         }
         memset(table->kept + had * (size_t)n_columns, 0,
                (want - had) * (size_t)n_columns * sizeof(py_kept));
+        memset(table->layouts + had, 0, (want - had) * sizeof(py_layout));
     }
     if (rows > table->capacity) {
         table->capacity = rows;
@@ -204,6 +205,20 @@ keep(py_kept *kept, PyObject *object, const py_array *array)
     kept->storage = storage;
     kept->data = array->data;
     kept->dtype = (uint8_t)array->dtype;
+}
+
+void
+py_table_hint(const py_table *table, Py_ssize_t place)
+{
+    if (table->layouts != NULL && place < table->capacity) {
+        const py_layout *layout = &table->layouts[place];
+        const char *shape = layout->second_shape;
+
+        __builtin_prefetch(layout->second);
+        __builtin_prefetch(shape - 64);
+        __builtin_prefetch(shape);
+        __builtin_prefetch(shape + 64);
+    }
 }
 
 /* ---- Rows --------------------------------------------------------------------------
@@ -444,6 +459,10 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
         if (borrow_cell(state, table, c, objects[c], objects[0], &first, place,
                         &array) < 0) {
             return -1;
+        }
+        if (c == 1 && kept != NULL) {
+            table->layouts[place].second = objects[1];
+            table->layouts[place].second_shape = array.shape;
         }
         set_cell(&row, c, array.data, (uint8_t)array.dtype);
         if (check_dtype(table, &row, c, place) < 0) {

@@ -38,6 +38,8 @@ enum { PY_KEPT_DIMS = 5 }; /* arrays of more dimensions are resolved every time 
 
 /* The shape and strides that a row's kept arrays were checked against. */
 typedef struct {
+    const void *second; /* the object in the second column and its shape, as hints to */
+    const void *second_shape; /* the cache: never followed, so they may be stale */
     int ndim;
     int64_t shape[PY_KEPT_DIMS];
     int64_t strides[PY_KEPT_DIMS];
@@ -76,6 +78,9 @@ int py_table_begin(py_table *table, const py_column *columns, int n_columns,
  * device than the rows before (nothing is added), or -1 with an exception. */
 int py_table_add(py_state *state, py_table *table, PyObject *const *objects,
                  Py_ssize_t place);
+
+/* Asks the cache for what the row at `place` had in its second column the last time. */
+void py_table_hint(const py_table *table, Py_ssize_t place);
 
 /* Refuses outputs that overlap another array. Returns 0 or -1 with ValueError. */
 int py_table_check(py_table *table);

@@ -165,12 +165,17 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, bool wri
     }
     exchange = py_find_exchange(type);
     if (exchange != NULL) {
+        if (py_borrow_view(exchange, object, argument, array) < 0) {
+            return -1;
+        }
         if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
             Py_INCREF((PyObject *)type);
             state->fast[state->n_fast].type = type;
-            state->fast[state->n_fast++].exchange = exchange;
+            state->fast[state->n_fast].exchange = exchange;
+            state->fast[state->n_fast++].body_word =
+                is_torch ? py_find_body_word(object, array) : 0;
         }
-        return py_borrow_view(exchange, object, argument, array);
+        return 0;
     }
     if (PyObject_HasAttrString(object, "__dlpack__")) {
         PyObject *detached =

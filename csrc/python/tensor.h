@@ -15,7 +15,8 @@ typedef struct {
     struct {
         PyTypeObject *type;
         const struct dlpack_exchange *exchange;
-    } fast[8]; /* types whose arrays resolve without a Python call */
+        int body_word; /* see py_hint_body(); 0: unknown */
+    } fast[8];         /* types whose arrays resolve without a Python call */
     int n_fast;
     int numpy_bfloat16; /* NumPy's type number of ml_dtypes.bfloat16, or -1 */
     bool numpy_ready;
@@ -69,6 +70,13 @@ bool py_same_shape(const py_array *a, const py_array *b);
 /* True where equal indices lie at equal offsets; dimensions of size 1 do not count.
  * Shapes must be the same. */
 bool py_same_layout(const py_array *a, const py_array *b);
+
+/* Hints to the cache, for loops over many small tensors, where each costs a dozen cache
+ * misses and few instructions: the lines of the tensor's body (the C++ object behind
+ * the Python one), and, later, what the body points at. They read a tensor of a known
+ * type, and do nothing for any other object. */
+void py_hint_body(const py_state *state, PyObject *object);
+void py_hint_parts(const py_state *state, PyObject *object);
 
 /* Writes "(2, 3)" for messages. */
 void py_shape_text(const py_array *array, char *text, size_t bytes);
