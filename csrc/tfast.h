@@ -5,9 +5,9 @@
  *   Order of parameters: outputs, in-outs, inputs, sizes, scalars, stream.
  *   int64_t counts elements, size_t counts bytes.
  *   The caller owns every array and keeps it alive until the call returns (CPU) or
- * until the work it enqueued on `stream` has run (CUDA). A function that can fail
- * returns tfast_status and validates before it writes: on any status but TFAST_OK no
- * array has changed. Inner loops cannot fail.
+ *   until the work it enqueued on `stream` has run (CUDA).
+ *   A function that can fail returns tfast_status and validates before it writes: on
+ *   any status but TFAST_OK no array has changed. Inner loops cannot fail.
  */
 #ifndef TFAST_H
 #define TFAST_H
@@ -20,18 +20,16 @@
 extern "C" {
 #endif
 
-/* ---- Status ------------------------------------------------------------------------
- */
+/* ---- Status ---------------------------------------------------------------------- */
 
 typedef enum {
     TFAST_OK = 0,
-    TFAST_EINVAL,       /* a value or shape breaks a rule         -> ValueError */
-    TFAST_ETYPE,        /* not the kind of object that is wanted  -> TypeError */
-    TFAST_EUNSUPPORTED, /* right, but nothing here computes it    -> NotImplementedError
-                         */
-    TFAST_ENOMEM,       /* host memory ran out                    -> MemoryError */
-    TFAST_EIO,          /* the file system said no                -> OSError */
-    TFAST_ECUDA         /* the CUDA runtime said no               -> RuntimeError */
+    TFAST_EINVAL,       /* ValueError: a value or shape breaks a rule */
+    TFAST_ETYPE,        /* TypeError: not the kind of object that is wanted */
+    TFAST_EUNSUPPORTED, /* NotImplementedError: right, but nothing here computes it */
+    TFAST_ENOMEM,       /* MemoryError */
+    TFAST_EIO,          /* OSError */
+    TFAST_ECUDA         /* RuntimeError: the CUDA runtime said no */
 } tfast_status;
 
 #define TFAST_MESSAGE_BYTES 512
@@ -51,8 +49,7 @@ tfast_status tfast_fail(tfast_status status, const char *format, ...)
 /* This thread's last message. Valid until the thread's next tfast_fail(). */
 const char *tfast_message(void);
 
-/* ---- Arrays ------------------------------------------------------------------------
- */
+/* ---- Arrays ---------------------------------------------------------------------- */
 
 typedef enum {
     TFAST_F32 = 0,
@@ -79,8 +76,7 @@ typedef struct {
     int32_t index; /* of the GPU; 0 for the CPU */
 } tfast_device;
 
-/* ---- Workspace ---------------------------------------------------------------------
- */
+/* ---- Workspace ------------------------------------------------------------------- */
 
 /* What one optimizer keeps between its steps so that a warm step allocates nothing: a
  * CUDA backend hangs its device-resident table here. `backend` and `data` are the
@@ -95,8 +91,7 @@ typedef struct {
  * used it must not be replayed any more. */
 void tfast_workspace_clear(tfast_workspace *workspace);
 
-/* ---- AdamW -------------------------------------------------------------------------
- */
+/* ---- AdamW ----------------------------------------------------------------------- */
 
 /* One parameter tensor with its gradient and state. All arrays hold `numel` elements,
  * dense and in the same dimension order, aligned to their element size; none but the
@@ -136,12 +131,14 @@ typedef struct {
     void *stream;           /* cudaStream_t; ignored on the CPU */
 } tfast_adamw_args;
 
-/* AdamW, after torch.optim.AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm
- * 2). With t the slot's step, g the gradient (negated for maximize):
+/* AdamW as in torch.optim.AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm
+ * 2). With t the slot's step and g the gradient (negated for maximize):
  *
- *   p <- p * (1 - lr * weight_decay)             decoupled; otherwise g <- g +
- * weight_decay * p m <- m + (1 - beta1) * (g - m) v <- beta2 * v + (1 - beta2) * g^2 p
- * <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+ *   p <- p * (1 - lr * weight_decay)        if decoupled, otherwise
+ *   g <- g + weight_decay * p
+ *   m <- m + (1 - beta1) * (g - m)
+ *   v <- beta2 * v + (1 - beta2) * g^2
+ *   p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
  *
  * and with amsgrad the running maximum of v in place of v in the last line.
  * Coefficients are formed in double and rounded once. Arithmetic is float32, or float64
@@ -150,8 +147,7 @@ typedef struct {
  * on every backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
 
-/* ---- Backends ----------------------------------------------------------------------
- */
+/* ---- Backends -------------------------------------------------------------------- */
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
@@ -193,8 +189,7 @@ tfast_status tfast_backend_use(const char *name);
 bool tfast_backend_describe(int i, const char **name, const char **unusable,
                             bool *in_use);
 
-/* ---- Threads -----------------------------------------------------------------------
- */
+/* ---- Threads --------------------------------------------------------------------- */
 
 /* Runs body(context, part, parts) once for each part of 0..parts-1, on up to that many
  * threads, and returns when all are done. Enters the OpenMP runtime that the process

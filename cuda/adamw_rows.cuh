@@ -26,8 +26,7 @@ struct alignas(16) adamw_row {
     uint8_t param_dtype;
     uint8_t grad_dtype;
     uint8_t state_dtype;
-    uint8_t
-        head; /* elements before the first aligned vector; NO_VECTORS: there is none */
+    uint8_t head; /* elements before the first aligned vector, or NO_VECTORS */
 };
 
 /* In device memory, with as many rows as there are slots. */
@@ -37,11 +36,10 @@ struct alignas(16) adamw_table {
 };
 
 /* The dtypes in a list decide the kernel. Each has its reason:
- * ALL_F32   the common case; no conversion, and every address computed by constant
- * strides. ALL_BF16  the common half case: 8 elements a vector, so that accesses stay
- * 16 bytes wide. NARROW    any mix in float32 arithmetic, dtypes at run time, 4
- * elements a vector. WIDE      lists with float64 arithmetic somewhere: keeps its
- * registers out of NARROW. */
+ *   ALL_F32   the common case: no conversion, addresses by constant strides
+ *   ALL_BF16  the common half case: 8 elements a vector keep accesses 16 bytes wide
+ *   NARROW    any mix in float32 arithmetic, dtypes at run time, 4 elements a vector
+ *   WIDE      float64 arithmetic somewhere: keeps its registers out of NARROW */
 enum adamw_mix { ALL_F32, ALL_BF16, NARROW, WIDE, N_MIXES };
 
 /* Of one row: its arithmetic is float64. */

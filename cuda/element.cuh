@@ -7,7 +7,7 @@
 
 #include "common.cuh"
 
-/* ---- Conversions: widening is exact, narrowing rounds to nearest even ----------- */
+/* ---- Conversions: widening is exact, narrowing rounds to nearest even ------------ */
 
 /* By integers: sm_75 has no instruction for it. */
 DEVICE uint32_t
@@ -59,7 +59,7 @@ write_element(void *array, int dtype, int64_t i, REAL value)
     }
 }
 
-/* ---- Vectors of 4 elements, or of 8 in a half type ----------------------------- */
+/* ---- Vectors of 4 elements, or of 8 in a half type ------------------------------- */
 
 /* N elements as they lie in memory: in all words, or in the first two for 4 halves. */
 struct raw_vector {

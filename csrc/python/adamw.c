@@ -37,8 +37,7 @@ typedef struct {
     int maximize, decoupled;
 } step_call;
 
-/* ---- Shared ------------------------------------------------------------------------
- */
+/* ---- Shared ---------------------------------------------------------------------- */
 
 static int
 borrow_scalar(py_state *state, PyObject *object, const char *name, tfast_device device,
@@ -147,8 +146,7 @@ finish(step_call *call)
     py_table_end(&call->workspace->table);
 }
 
-/* ---- Lists -------------------------------------------------------------------------
- */
+/* ---- Lists ----------------------------------------------------------------------- */
 
 /* A list or tuple of the wanted length as a list. Returns a new reference. */
 static PyObject *
@@ -280,8 +278,7 @@ py_adamw(PyObject *module, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-/* ---- A torch param group -----------------------------------------------------------
- */
+/* ---- A torch param group --------------------------------------------------------- */
 
 /* The parameter's state dict. Both dicts were made in the order of the parameters, so
  * it is one of the next entries; asking by key would call the tensor's __hash__.

@@ -101,8 +101,7 @@ py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, bool wr
     return 0;
 }
 
-/* ---- Buffers -----------------------------------------------------------------------
- */
+/* ---- Buffers --------------------------------------------------------------------- */
 
 static void
 free_buffer(PyObject *capsule)

@@ -10,8 +10,7 @@ enum {
     RESOLVE_EVERY = 16
 };
 
-/* ---- Life --------------------------------------------------------------------------
- */
+/* ---- Life ------------------------------------------------------------------------ */
 
 static int
 grow(void **array, size_t bytes)
@@ -143,8 +142,7 @@ py_table_traverse(py_table *table, visitproc visit, void *arg)
     return 0;
 }
 
-/* ---- Keeping -----------------------------------------------------------------------
- */
+/* ---- Keeping --------------------------------------------------------------------- */
 
 static bool
 layout_is(const py_layout *layout, const py_array *array)
@@ -221,8 +219,7 @@ py_table_hint(const py_table *table, Py_ssize_t place)
     }
 }
 
-/* ---- Rows --------------------------------------------------------------------------
- */
+/* ---- Rows ------------------------------------------------------------------------ */
 
 static const char *
 device_text(tfast_device device, char *text, size_t bytes)
@@ -481,8 +478,7 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
     return 0;
 }
 
-/* ---- Overlap -----------------------------------------------------------------------
- */
+/* ---- Overlap --------------------------------------------------------------------- */
 
 typedef struct {
     uintptr_t start, end;

@@ -22,8 +22,7 @@ py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
     return -1;
 }
 
-/* ---- Layouts -----------------------------------------------------------------------
- */
+/* ---- Layouts --------------------------------------------------------------------- */
 
 bool
 py_is_dense(const py_array *array)
@@ -85,8 +84,7 @@ py_shape_text(const py_array *array, char *text, size_t bytes)
     snprintf(text + used, bytes - used, array->ndim == 1 ? ",)" : ")");
 }
 
-/* ---- Types --------------------------------------------------------------------------
- */
+/* ---- Types ----------------------------------------------------------------------- */
 
 /* A type's attribute as UTF-8 text compared with `want` (or its beginning). */
 bool
@@ -131,8 +129,7 @@ is_plain_type(PyTypeObject *type, bool *is_torch)
             py_type_text_is(type, "__module__", "torch.nn.parameter", false));
 }
 
-/* ---- All of them -------------------------------------------------------------------
- */
+/* ---- All of them ----------------------------------------------------------------- */
 
 /* The first array of a type: find out how it exports, and remember the fast way. */
 static int

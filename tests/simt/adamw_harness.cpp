@@ -19,8 +19,7 @@ extern "C" const tfast_backend *tfast_cuda_open(uint32_t abi, tfast_fail_functio
 
 namespace {
 
-/* ---- Arrays ------------------------------------------------------------------------
- */
+/* ---- Arrays ---------------------------------------------------------------------- */
 
 uint32_t random_state = 1;
 
@@ -127,8 +126,7 @@ same(const tensors &a, const tensors &b)
            a.step == b.step;
 }
 
-/* ---- The plain loop ----------------------------------------------------------------
- */
+/* ---- The plain loop -------------------------------------------------------------- */
 
 template <typename REAL>
 void
@@ -185,8 +183,7 @@ plain_step(const tfast_adamw_args &args)
     }
 }
 
-/* ---- Cases -------------------------------------------------------------------------
- */
+/* ---- Cases ----------------------------------------------------------------------- */
 
 const tfast_backend *backend;
 int64_t largest; /* slots are cut to this many elements */

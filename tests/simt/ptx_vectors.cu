@@ -12,7 +12,7 @@
 enum { WORDS = 1 << 16, LANES = 32 };
 
 /* ---- Kernels: thread i makes out[i], or a warp makes its words
- * ------------------------ */
+ * ---------------- */
 
 /* Every float16 pattern has its neighbourhood among these: the upper half of a float's
  * bits runs through all values, the lower half through ties and their neighbours. */
@@ -156,8 +156,7 @@ cp_async_kernel(uint32_t *out, const uint32_t *in)
     }
 }
 
-/* ---- The program -------------------------------------------------------------------
- */
+/* ---- The program ----------------------------------------------------------------- */
 
 static uint32_t *words; /* pinned: both sides see it */
 static int failures;

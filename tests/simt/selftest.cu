@@ -8,8 +8,7 @@
 
 enum { WRONG = 1 << 20 };
 
-/* ---- What must work ----------------------------------------------------------------
- */
+/* ---- What must work -------------------------------------------------------------- */
 
 /* Sums `in` by warp, block and grid, with static and dynamic shared memory together. */
 TFAST_KERNEL(128, 1)
@@ -126,8 +125,7 @@ everything_works()
     return out == 499500 && blocks == 8 && votes == 0 && product_is_right();
 }
 
-/* ---- What must be seen -------------------------------------------------------------
- */
+/* ---- What must be seen ----------------------------------------------------------- */
 
 /* No barrier: right by luck when warps run in order. */
 TFAST_KERNEL(96, 1)
