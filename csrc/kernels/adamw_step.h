@@ -2,10 +2,9 @@
  * cut into one contiguous run a thread. */
 
 enum {
-    SLOT_COST = 64, /* what entering a slot costs, in elements */
-    PART_COST =
-        8192, /* elements that are worth a thread: several times an empty region */
-    CUT = 64  /* runs are cut at multiples of this many elements of a slot */
+    SLOT_COST = 64,    /* what entering a slot costs, in elements */
+    PART_COST = 32768, /* elements worth waking a sleeping thread, which takes 50 us */
+    CUT = 64           /* runs are cut at multiples of this many elements of a slot */
 };
 
 typedef struct {

@@ -14,9 +14,10 @@ typedef struct {
     tfast_adamw_slot *slots;
     Py_ssize_t n_slots;
     tfast_workspace backend;
-    Py_ssize_t position; /* where a group's first parameter stands in the state dict */
-    Py_ssize_t next;     /* and its next one, during a call */
-    long process;        /* that made it: CUDA memory is not freed in a forked child */
+    /* positions in the optimizer's state dict: of a group's first parameter, and during
+     * a call of its next one and of two looks ahead */
+    Py_ssize_t first, next, far, near;
+    long process; /* that made it: CUDA memory is not freed in a forked child */
 } py_workspace;
 
 extern PyType_Spec py_workspace_spec;

@@ -69,3 +69,15 @@ py_hint_parts(const py_state *state, PyObject *object)
         }
     }
 }
+
+void
+py_hint_dict(PyObject *dict)
+{
+    /* after count, type, number of entries and version: so in CPython 3.11 to 3.14 */
+    const char *keys = PyDict_CheckExact(dict) ? ((char *const *)dict)[4] : NULL;
+
+    if (keys != NULL) {
+        __builtin_prefetch(keys);
+        __builtin_prefetch(keys + LINE);
+    }
+}

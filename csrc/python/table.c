@@ -4,12 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    KEEP_BELOW = 4096, /* on the CPU, larger arrays cost so much to update that
-                          resolving their pointers each time is free */
-    RESOLVE_EVERY = 16
-};
-
 /* ---- Life ------------------------------------------------------------------------ */
 
 static int
@@ -25,41 +19,6 @@ grow(void **array, size_t bytes)
     return 0;
 }
 
-static void
-forget(py_kept *kept)
-{
-    Py_CLEAR(kept->object);
-    Py_CLEAR(kept->storage);
-}
-
-static int
-reserve(py_table *table, int n_columns, Py_ssize_t rows, bool keep)
-{
-    const size_t old = (size_t)table->capacity, n = (size_t)rows;
-
-    if (rows > table->capacity && grow((void **)&table->rows, n * sizeof(py_row)) < 0) {
-        return -1;
-    }
-    if ((keep || table->kept != NULL) &&
-        (rows > table->capacity || table->kept == NULL)) {
-        const size_t had = table->kept == NULL ? 0 : old;
-        const size_t want = n > old ? n : old;
-
-        if (grow((void **)&table->layouts, want * sizeof(py_layout)) < 0 ||
-            grow((void **)&table->kept, want * (size_t)n_columns * sizeof(py_kept)) <
-                0) {
-            return -1;
-        }
-        memset(table->kept + had * (size_t)n_columns, 0,
-               (want - had) * (size_t)n_columns * sizeof(py_kept));
-        memset(table->layouts + had, 0, (want - had) * sizeof(py_layout));
-    }
-    if (rows > table->capacity) {
-        table->capacity = rows;
-    }
-    return 0;
-}
-
 int
 py_table_begin(py_table *table, const py_column *columns, int n_columns,
                Py_ssize_t rows, bool keep)
@@ -69,11 +28,14 @@ py_table_begin(py_table *table, const py_column *columns, int n_columns,
                         "workspace must not be used by two threads at once");
         return -1;
     }
-    if (table->n_columns != 0 && table->n_columns != n_columns) {
-        py_table_clear(table);
-    }
-    if (reserve(table, n_columns, rows < 1 ? 1 : rows, keep) < 0) {
+    if (keep && py_memories_reserve(&table->memories, rows) < 0) {
         return -1;
+    }
+    if (rows > table->capacity) {
+        if (grow((void **)&table->rows, (size_t)rows * sizeof *table->rows) < 0) {
+            return -1;
+        }
+        table->capacity = rows;
     }
     table->changed = table->columns != columns;
     table->columns = columns;
@@ -82,7 +44,7 @@ py_table_begin(py_table *table, const py_column *columns, int n_columns,
     table->n_rows = 0;
     table->n_trusted = table->n_checked;
     table->n_checked = 0; /* until py_table_check: this call may end half-way */
-    table->tick++;
+    table->memories.tick++;
     table->busy = true;
     return 0;
 }
@@ -116,15 +78,8 @@ py_table_end(py_table *table)
 void
 py_table_clear(py_table *table)
 {
-    const Py_ssize_t n_kept =
-        table->kept == NULL ? 0 : table->capacity * table->n_columns;
-
-    for (Py_ssize_t i = 0; i < n_kept; i++) {
-        forget(&table->kept[i]);
-    }
+    py_memories_clear(&table->memories);
     PyMem_Free(table->rows);
-    PyMem_Free(table->kept);
-    PyMem_Free(table->layouts);
     PyMem_Free(table->held);
     memset(table, 0, sizeof *table);
 }
@@ -132,91 +87,7 @@ py_table_clear(py_table *table)
 int
 py_table_traverse(py_table *table, visitproc visit, void *arg)
 {
-    const Py_ssize_t n_kept =
-        table->kept == NULL ? 0 : table->capacity * table->n_columns;
-
-    for (Py_ssize_t i = 0; i < n_kept; i++) {
-        Py_VISIT(table->kept[i].object);
-        Py_VISIT(table->kept[i].storage);
-    }
-    return 0;
-}
-
-/* ---- Keeping --------------------------------------------------------------------- */
-
-static bool
-layout_is(const py_layout *layout, const py_array *array)
-{
-    const size_t bytes = (size_t)array->ndim * sizeof(int64_t);
-
-    return layout->ndim == array->ndim &&
-           memcmp(layout->shape, array->shape, bytes) == 0 &&
-           memcmp(layout->strides, array->strides, bytes) == 0;
-}
-
-/* The row's kept arrays, or NULL where none may be. Forgets those that were checked
- * against another layout. With *trusted their pointers count, else they are to be
- * resolved anew. */
-static py_kept *
-kept_row(py_table *table, const py_array *first, Py_ssize_t place, bool *trusted)
-{
-    py_layout *layout;
-    py_kept *kept;
-
-    if (table->kept == NULL || first->ndim > PY_KEPT_DIMS ||
-        (first->device.type == TFAST_CPU && first->numel >= KEEP_BELOW)) {
-        return NULL;
-    }
-    kept = &table->kept[place * table->n_columns];
-    layout = &table->layouts[place];
-    *trusted = ((size_t)place + table->tick) % RESOLVE_EVERY != 0;
-    if (!layout_is(layout, first)) {
-        const size_t bytes = (size_t)first->ndim * sizeof(int64_t);
-
-        for (int c = 0; c < table->n_columns; c++) {
-            forget(&kept[c]);
-        }
-        layout->ndim = first->ndim;
-        memcpy(layout->shape, first->shape, bytes);
-        memcpy(layout->strides, first->strides, bytes);
-    }
-    return kept;
-}
-
-/* Remembers an array that was just borrowed, if its memory can be kept alive. */
-static void
-keep(py_kept *kept, PyObject *object, const py_array *array)
-{
-    PyObject *storage;
-
-    if (kept->object == object && kept->data == array->data &&
-        kept->dtype == array->dtype) {
-        return;
-    }
-    forget(kept);
-    storage = PyObject_CallMethod(object, "untyped_storage", NULL);
-    if (storage == NULL) {
-        PyErr_Clear();
-        return;
-    }
-    kept->object = Py_NewRef(object);
-    kept->storage = storage;
-    kept->data = array->data;
-    kept->dtype = (uint8_t)array->dtype;
-}
-
-void
-py_table_hint(const py_table *table, Py_ssize_t place)
-{
-    if (table->layouts != NULL && place < table->capacity) {
-        const py_layout *layout = &table->layouts[place];
-        const char *shape = layout->second_shape;
-
-        __builtin_prefetch(layout->second);
-        __builtin_prefetch(shape - 64);
-        __builtin_prefetch(shape);
-        __builtin_prefetch(shape + 64);
-    }
+    return py_memories_traverse(&table->memories, visit, arg);
 }
 
 /* ---- Rows ------------------------------------------------------------------------ */
@@ -435,31 +306,31 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
 {
     py_row row = {.place = place};
     py_array first, array;
-    py_kept *kept;
+    py_memory *memory;
     bool trusted = false;
     int status = add_first(state, table, objects[0], place, &first, &row);
 
     if (status != 0) {
         return status;
     }
-    kept = kept_row(table, &first, place, &trusted);
+    memory = py_memory_of(&table->memories, place, &first, &trusted);
     for (int c = 1; c < table->n_columns; c++) {
-        const bool keeps = kept != NULL && table->columns[c].keep;
+        const bool keeps = memory != NULL && table->columns[c].keep;
 
         if (objects[c] == NULL) {
             continue;
         }
-        if (keeps && trusted && kept[c].object == objects[c]) {
-            set_cell(&row, c, kept[c].data, kept[c].dtype);
+        if (keeps && trusted && memory->kept[c].object == objects[c]) {
+            set_cell(&row, c, memory->kept[c].data, memory->dtype[c]);
             continue;
         }
         if (borrow_cell(state, table, c, objects[c], objects[0], &first, place,
                         &array) < 0) {
             return -1;
         }
-        if (c == 1 && kept != NULL) {
-            table->layouts[place].second = objects[1];
-            table->layouts[place].second_shape = array.shape;
+        if (c == 1 && memory != NULL) {
+            memory->second = objects[1];
+            memory->second_shape = array.shape;
         }
         set_cell(&row, c, array.data, (uint8_t)array.dtype);
         if (check_dtype(table, &row, c, place) < 0) {
@@ -467,7 +338,7 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
             return -1;
         }
         if (keeps) {
-            keep(&kept[c], objects[c], &array);
+            py_memory_keep(&table->memories, place, c, objects[c], &array);
         }
         if (hold_cell(table, objects[c], &array) < 0) {
             return -1;

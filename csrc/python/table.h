@@ -4,9 +4,7 @@
 #ifndef PY_TABLE_H
 #define PY_TABLE_H
 
-#include "tensor.h"
-
-#define PY_MAX_COLUMNS 6
+#include "memory.h"
 
 /* What belongs in a column. Column 0 sets a row's shape, layout and device. */
 typedef struct {
@@ -25,26 +23,6 @@ typedef struct {
     uint8_t dtype[PY_MAX_COLUMNS]; /* tfast_dtype */
 } py_row;
 
-/* A kept array: its pointer counts while its place holds the same object. `storage`
- * keeps the memory alive should the tensor be given other data in place. */
-typedef struct {
-    PyObject *object;
-    PyObject *storage;
-    void *data;
-    uint8_t dtype;
-} py_kept;
-
-enum { PY_KEPT_DIMS = 5 }; /* arrays of more dimensions are resolved every time */
-
-/* The shape and strides that a row's kept arrays were checked against. */
-typedef struct {
-    const void *second; /* the object in the second column and its shape, as hints to */
-    const void *second_shape; /* the cache: never followed, so they may be stale */
-    int ndim;
-    int64_t shape[PY_KEPT_DIMS];
-    int64_t strides[PY_KEPT_DIMS];
-} py_layout;
-
 typedef struct {
     const py_column *columns;
     int n_columns;
@@ -56,9 +34,7 @@ typedef struct {
     Py_ssize_t n_trusted; /* n_checked when this call began */
     bool changed;         /* some output moved since */
 
-    py_kept *kept; /* capacity x n_columns, by the row's place; NULL: keep nothing */
-    py_layout *layouts;
-    unsigned tick; /* a sixteenth of what is kept is resolved anew each time */
+    py_memories memories;
 
     PyObject **held; /* references released at the end of the call */
     Py_ssize_t n_held, held_capacity;
@@ -78,9 +54,6 @@ int py_table_begin(py_table *table, const py_column *columns, int n_columns,
  * device than the rows before (nothing is added), or -1 with an exception. */
 int py_table_add(py_state *state, py_table *table, PyObject *const *objects,
                  Py_ssize_t place);
-
-/* Asks the cache for what the row at `place` had in its second column the last time. */
-void py_table_hint(const py_table *table, Py_ssize_t place);
 
 /* Refuses outputs that overlap another array. Returns 0 or -1 with ValueError. */
 int py_table_check(py_table *table);

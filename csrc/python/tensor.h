@@ -78,6 +78,9 @@ bool py_same_layout(const py_array *a, const py_array *b);
 void py_hint_body(const py_state *state, PyObject *object);
 void py_hint_parts(const py_state *state, PyObject *object);
 
+/* The same for a dict that is in the cache: its table of keys. */
+void py_hint_dict(PyObject *dict);
+
 /* Writes "(2, 3)" for messages. */
 void py_shape_text(const py_array *array, char *text, size_t bytes);
 

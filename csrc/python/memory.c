@@ -1,0 +1,144 @@
+#include "memory.h"
+
+#include <string.h>
+
+enum {
+    KEEP_BELOW = 4096, /* on the CPU, updating a larger array costs so much that
+                          resolving its pointers each time is free */
+    RESOLVE_EVERY = 16
+};
+
+static int
+grow(void **array, size_t bytes)
+{
+    void *larger = PyMem_Realloc(*array, bytes);
+
+    if (larger == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *array = larger;
+    return 0;
+}
+
+int
+py_memories_reserve(py_memories *memories, Py_ssize_t n)
+{
+    const size_t had = (size_t)memories->capacity, want = (size_t)n;
+
+    if (n <= memories->capacity) {
+        return 0;
+    }
+    if (grow((void **)&memories->places, want * sizeof *memories->places) < 0 ||
+        grow((void **)&memories->storages, want * sizeof *memories->storages) < 0) {
+        return -1;
+    }
+    memset(memories->places + had, 0, (want - had) * sizeof *memories->places);
+    memset(memories->storages + had, 0, (want - had) * sizeof *memories->storages);
+    memories->capacity = n;
+    return 0;
+}
+
+static void
+forget(py_memories *memories, Py_ssize_t place, int column)
+{
+    Py_CLEAR(memories->places[place].kept[column].object);
+    Py_CLEAR(memories->storages[place].storage[column]);
+}
+
+void
+py_memories_clear(py_memories *memories)
+{
+    for (Py_ssize_t place = 0; place < memories->capacity; place++) {
+        for (int c = 0; c < PY_MAX_COLUMNS; c++) {
+            forget(memories, place, c);
+        }
+    }
+    PyMem_Free(memories->places);
+    PyMem_Free(memories->storages);
+    memset(memories, 0, sizeof *memories);
+}
+
+int
+py_memories_traverse(py_memories *memories, visitproc visit, void *arg)
+{
+    for (Py_ssize_t place = 0; place < memories->capacity; place++) {
+        for (int c = 0; c < PY_MAX_COLUMNS; c++) {
+            Py_VISIT(memories->places[place].kept[c].object);
+            Py_VISIT(memories->storages[place].storage[c]);
+        }
+    }
+    return 0;
+}
+
+static bool
+same_layout(const py_memory *memory, const py_array *array)
+{
+    const size_t bytes = (size_t)array->ndim * sizeof(int64_t);
+
+    return memory->ndim == array->ndim &&
+           memcmp(memory->shape, array->shape, bytes) == 0 &&
+           memcmp(memory->strides, array->strides, bytes) == 0;
+}
+
+py_memory *
+py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
+             bool *trusted)
+{
+    py_memory *memory = &memories->places[place];
+
+    if (place >= memories->capacity || first->ndim > PY_KEPT_DIMS ||
+        (first->device.type == TFAST_CPU && first->numel >= KEEP_BELOW)) {
+        return NULL;
+    }
+    *trusted = ((size_t)place + memories->tick) % RESOLVE_EVERY != 0;
+    if (!same_layout(memory, first)) {
+        const size_t bytes = (size_t)first->ndim * sizeof(int64_t);
+
+        for (int c = 0; c < PY_MAX_COLUMNS; c++) {
+            forget(memories, place, c);
+        }
+        memory->ndim = (int16_t)first->ndim;
+        memcpy(memory->shape, first->shape, bytes);
+        memcpy(memory->strides, first->strides, bytes);
+    }
+    return memory;
+}
+
+void
+py_memory_keep(py_memories *memories, Py_ssize_t place, int column, PyObject *object,
+               const py_array *array)
+{
+    py_memory *memory = &memories->places[place];
+    PyObject *storage;
+
+    if (memory->kept[column].object == object &&
+        memory->kept[column].data == array->data &&
+        memory->dtype[column] == array->dtype) {
+        return;
+    }
+    forget(memories, place, column);
+    storage = PyObject_CallMethod(object, "untyped_storage", NULL);
+    if (storage == NULL) { /* cannot be kept alive, so it is not kept */
+        PyErr_Clear();
+        return;
+    }
+    memory->kept[column].object = Py_NewRef(object);
+    memory->kept[column].data = array->data;
+    memory->dtype[column] = (uint8_t)array->dtype;
+    memories->storages[place].storage[column] = storage;
+}
+
+void
+py_memory_hint(const py_memories *memories, Py_ssize_t place)
+{
+    if (place < memories->capacity) {
+        const py_memory *memory = &memories->places[place];
+        const char *shape = memory->second_shape;
+
+        __builtin_prefetch(memory->second);
+        __builtin_prefetch(shape - 64);
+        __builtin_prefetch(shape);
+        __builtin_prefetch(shape + 64);
+    }
+}

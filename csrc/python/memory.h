@@ -1,0 +1,61 @@
+/* What a table remembers of each place between calls: arrays whose pointers need not be
+ * resolved again, and addresses to ask the cache for. */
+#ifndef PY_MEMORY_H
+#define PY_MEMORY_H
+
+#include "tensor.h"
+
+enum {
+    PY_MAX_COLUMNS = 6,
+    PY_KEPT_DIMS = 5 /* arrays of more dimensions are resolved every time */
+};
+
+/* Of one place. A kept array's pointer counts while the caller comes with the same
+ * object and the row has the layout that it was checked against. */
+typedef struct {
+    const void *second; /* the object in the second column and its shape, as hints to */
+    const void *second_shape; /* the cache: never followed, so they may be stale */
+    struct {
+        PyObject *object;
+        void *data;
+    } kept[PY_MAX_COLUMNS];
+    uint8_t dtype[PY_MAX_COLUMNS]; /* of the kept arrays */
+    int16_t ndim;
+    int64_t shape[PY_KEPT_DIMS];
+    int64_t strides[PY_KEPT_DIMS];
+} py_memory;
+
+/* Of one place, apart because it is rarely read: what keeps the memory of kept arrays
+ * alive should a tensor be given other data in place. */
+typedef struct {
+    PyObject *storage[PY_MAX_COLUMNS];
+} py_storages;
+
+typedef struct {
+    py_memory *places; /* NULL: nothing is remembered */
+    py_storages *storages;
+    Py_ssize_t capacity;
+    unsigned tick; /* a sixteenth of what is kept is resolved anew each time */
+} py_memories;
+
+/* Room for places 0 .. n - 1. Returns 0, or -1 with MemoryError. */
+int py_memories_reserve(py_memories *memories, Py_ssize_t n);
+
+/* Frees everything; the struct is zero again. */
+void py_memories_clear(py_memories *memories);
+int py_memories_traverse(py_memories *memories, visitproc visit, void *arg);
+
+/* The memory of a place whose row begins with `first`, or NULL where nothing may be
+ * kept. Forgets arrays that were checked against another layout. With *trusted, what is
+ * kept counts; else it is this place's turn to be resolved anew. */
+py_memory *py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
+                        bool *trusted);
+
+/* Remembers an array of that place, just borrowed from `object`. */
+void py_memory_keep(py_memories *memories, Py_ssize_t place, int column,
+                    PyObject *object, const py_array *array);
+
+/* Asks the cache for the place's memory and what it says was in the second column. */
+void py_memory_hint(const py_memories *memories, Py_ssize_t place);
+
+#endif
