@@ -16,6 +16,7 @@ from trainfast.stats import reset_stats, stats
 __all__ = [
     "AdamW",
     "PatchReport",
+    "__version__",
     "adamw_step",
     "backends",
     "patch",

@@ -1,4 +1,4 @@
-/* _core.adamw_group: the AdamW step on a torch param group, without lists in between. */
+/* _core.adamw_group: the AdamW step on a torch param group, with no lists made. */
 #include "adamw_call.h"
 
 enum { AHEAD = 8 }; /* rows between two looks ahead */
