@@ -1,6 +1,8 @@
 """What trainfast.torch.AdamW does at the edges: replaced tensors, what the kernel does
 not take, gradient scalers, on every backend."""
 
+import weakref
+
 import pytest
 import torch
 from torch_loops import assert_same_state, make_params, set_grads, train
@@ -84,6 +86,17 @@ def test_missing_state_is_named(backend, device):
         optimizer.step()
 
 
+def test_state_that_is_given_up_is_freed(backend, device):
+    """Whoever moves a large state elsewhere wants its memory back, before a step."""
+    params = make_params(device, shapes=[(5000,)])
+    optimizer = train(AdamW, params)
+    gone = [weakref.ref(s) for s in optimizer.state[params[0]].values()]
+    storage = weakref.ref(optimizer.state[params[0]]["exp_avg"].untyped_storage())
+    optimizer.state.clear()
+    assert [r() for r in gone] == [None] * 3
+    assert storage() is None
+
+
 # ---- What the kernel does not take -------------------------------------------------
 
 
@@ -151,6 +164,29 @@ def test_fake_tensors_run_torchs_step(backend):
         p.grad = torch.ones(3)
         AdamW([p]).step()
     assert "subclass" in str(fallbacks()) or "null pointer" in str(fallbacks())
+
+
+def test_distributed_tensors_run_torchs_step(tmp_path):
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        p.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        q = torch.nn.Parameter(torch.ones(4))
+        q.grad = torch.ones(4)
+        AdamW([p]).step()
+        AdamW([q]).step()
+        torch.testing.assert_close(p.full_tensor(), q)
+    finally:
+        distributed.destroy_process_group()
+    assert "DTensor" in str(fallbacks())
 
 
 def test_a_fallback_does_not_run_hooks_twice():

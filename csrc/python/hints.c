@@ -51,10 +51,10 @@ body_of(const py_state *state, PyObject *object)
 void
 py_hint_body(const py_state *state, PyObject *object)
 {
-    const char *body = (const char *)body_of(state, object);
+    const uintptr_t body = (uintptr_t)body_of(state, object);
 
-    for (int i = 0; body != NULL && i < BODY_LINES; i++) {
-        __builtin_prefetch(body + i * LINE);
+    for (uintptr_t i = 0; body != 0 && i < BODY_LINES; i++) {
+        __builtin_prefetch((const void *)(body + i * LINE));
     }
 }
 
@@ -74,10 +74,10 @@ void
 py_hint_dict(PyObject *dict)
 {
     /* after count, type, number of entries and version: so in CPython 3.11 to 3.14 */
-    const char *keys = PyDict_CheckExact(dict) ? ((char *const *)dict)[4] : NULL;
+    const uintptr_t keys = PyDict_CheckExact(dict) ? ((const uintptr_t *)dict)[4] : 0;
 
-    if (keys != NULL) {
-        __builtin_prefetch(keys);
-        __builtin_prefetch(keys + LINE);
+    if (keys != 0) {
+        __builtin_prefetch((const void *)keys);
+        __builtin_prefetch((const void *)(keys + LINE));
     }
 }

@@ -3,8 +3,9 @@
 #include <string.h>
 
 enum {
-    KEEP_BELOW = 4096, /* on the CPU, updating a larger array costs so much that
-                          resolving its pointers each time is free */
+    KEEP_BELOW = 4096, /* elements: updating more costs so much that resolving their
+                          pointers each time is free, and memory of a size that
+                          somebody may want back is not kept alive */
     RESOLVE_EVERY = 16
 };
 
@@ -85,12 +86,13 @@ py_memory *
 py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
              bool *trusted)
 {
-    py_memory *memory = &memories->places[place];
+    py_memory *memory;
 
     if (place >= memories->capacity || first->ndim > PY_KEPT_DIMS ||
-        (first->device.type == TFAST_CPU && first->numel >= KEEP_BELOW)) {
+        first->numel >= KEEP_BELOW) {
         return NULL;
     }
+    memory = &memories->places[place];
     *trusted = ((size_t)place + memories->tick) % RESOLVE_EVERY != 0;
     if (!same_layout(memory, first)) {
         const size_t bytes = (size_t)first->ndim * sizeof(int64_t);
@@ -134,11 +136,11 @@ py_memory_hint(const py_memories *memories, Py_ssize_t place)
 {
     if (place < memories->capacity) {
         const py_memory *memory = &memories->places[place];
-        const char *shape = memory->second_shape;
+        const uintptr_t shape = (uintptr_t)memory->second_shape;
 
         __builtin_prefetch(memory->second);
-        __builtin_prefetch(shape - 64);
-        __builtin_prefetch(shape);
-        __builtin_prefetch(shape + 64);
+        for (uintptr_t at = shape - 64; shape != 0 && at <= shape + 64; at += 64) {
+            __builtin_prefetch((const void *)at);
+        }
     }
 }
