@@ -90,7 +90,7 @@ def test_a_cuda_library_that_is_missing_says_so(tmp_path):
     assert "ValueError: backend cuda cannot run here: cannot open" in done.stderr
 
 
-@pytest.mark.parametrize("part", [0.0, 0.002, 0.3, 0.9])
+@pytest.mark.parametrize("part", [0.0, 0.002, 0.3])
 def test_a_cuda_library_that_is_truncated_says_so(tmp_path, part):
     """The loader itself would die of SIGBUS."""
     whole = (
