@@ -1,6 +1,7 @@
-/* Tiles: up to TILE elements of any dtype as REAL and back. The one place where the CPU
- * kernels know dtypes. A tile's last vector is padded with zeros. Kernels use tile_open
- * and tile_close, which do nothing for an array that is REAL already. */
+/* Tiles: up to TILE elements of any dtype as REAL and back; and single vectors, for
+ * loops over dtypes that deserve one. The one place where the CPU kernels know dtypes.
+ * A tile's last vector is padded with zeros. Kernels use tile_open and tile_close,
+ * which do nothing for an array that is REAL already. */
 
 /* Reads elements first .. first + n - 1. */
 static inline void
@@ -108,4 +109,40 @@ R(tile_close)(const REAL *opened, const REAL *tile, void *array, tfast_dtype dty
     if (opened == tile) {
         R(tile_write)(array, tile, dtype, first, n);
     }
+}
+
+/* ---- Vectors --------------------------------------------------------------------- */
+
+/* VR_WIDTH elements from i on. `dtype` is a compile-time constant: REAL_DTYPE, or for
+ * float32 also a half type. */
+static inline __attribute__((always_inline)) vr
+R(vector_read)(const void *array, tfast_dtype dtype, int64_t i)
+{
+#if REAL_IS_F32
+    if (dtype == TFAST_F16) {
+        return vf_load_f16((const uint16_t *)array + i);
+    }
+    if (dtype == TFAST_BF16) {
+        return vf_load_bf16((const uint16_t *)array + i);
+    }
+#endif
+    (void)dtype;
+    return vr_load((const REAL *)array + i);
+}
+
+static inline __attribute__((always_inline)) void
+R(vector_write)(void *array, tfast_dtype dtype, int64_t i, vr value)
+{
+#if REAL_IS_F32
+    if (dtype == TFAST_F16) {
+        vf_store_f16((uint16_t *)array + i, value);
+        return;
+    }
+    if (dtype == TFAST_BF16) {
+        vf_store_bf16((uint16_t *)array + i, value);
+        return;
+    }
+#endif
+    (void)dtype;
+    vr_store((REAL *)array + i, value);
 }
