@@ -52,6 +52,12 @@ R(adamw_loop)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
     const vr inv_root_bias = vr_set1(s->inv_root_bias);
 
     for (int64_t i = first; i < first + n; i += VR_WIDTH) {
+        if (plain && i + PREFETCH < first + n) {
+            R(prefetch)(param, dtype, i + PREFETCH);
+            R(prefetch)(grad, dtype, i + PREFETCH);
+            R(prefetch)(exp_avg, state, i + PREFETCH);
+            R(prefetch)(exp_avg_sq, state, i + PREFETCH);
+        }
         vr p = R(vector_read)(param, dtype, i);
         vr g = vr_mul(R(vector_read)(grad, dtype, i), unscale);
         vr m = R(vector_read)(exp_avg, state, i);

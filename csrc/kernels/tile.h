@@ -146,3 +146,10 @@ R(vector_write)(void *array, tfast_dtype dtype, int64_t i, vr value)
     (void)dtype;
     vr_store((REAL *)array + i, value);
 }
+
+/* Asks the cache for the element i. */
+static inline __attribute__((always_inline)) void
+R(prefetch)(const void *array, tfast_dtype dtype, int64_t i)
+{
+    __builtin_prefetch((const char *)array + i * (int64_t)tfast_dtype_size(dtype));
+}

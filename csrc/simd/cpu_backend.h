@@ -5,7 +5,9 @@
 #include "../adamw_coef.h"
 #include "../tfast.h"
 
-#define TILE 256 /* elements; five tiles of float64 are 10 KB of a 32 KB L1 */
+/* In elements. Five tiles of float64 are 10 KB of a 32 KB L1; 2 KB of float32 ahead was
+ * measured better than 0.5 KB, and up to 6 % better than nothing. */
+enum { TILE = 256, PREFETCH = 512 };
 
 #include "real_f32.h"
 
