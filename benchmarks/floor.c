@@ -100,3 +100,100 @@ floor_run(const floor_slot *slots, int64_t n_slots, int param_size, int state_si
     }
     return used;
 }
+
+/* ---- The floor of AMP: a pass that reads the gradients, and one that updates ----- */
+
+typedef struct {
+    float *param, *grad, *exp_avg, *exp_avg_sq, *ema;
+    uint16_t *copy;
+    int64_t numel;
+} floor_amp_slot;
+
+static uint32_t
+read_grad(const floor_amp_slot *slot, int64_t begin, int64_t end)
+{
+    const uint32_t *restrict bits = (const uint32_t *)slot->grad;
+    uint32_t all = 0;
+    for (int64_t i = begin; i < end; i++) {
+        all |= bits[i];
+    }
+    return all;
+}
+
+/* The second pass; what a slot lacks is left out. Without a param it is clipping. */
+static void
+touch_amp(const floor_amp_slot *slot, int64_t begin, int64_t end, int factor, int zero)
+{
+    const float c = (float)factor;
+    float *restrict p = slot->param, *restrict g = slot->grad, *restrict e = slot->ema;
+    float *restrict m = slot->exp_avg, *restrict v = slot->exp_avg_sq;
+    uint16_t *restrict copy = slot->copy;
+    /* Blocks stay in the first-level cache between the loops. */
+    for (int64_t start = begin; start < end; start += 512) {
+        int64_t stop = end - start < 512 ? end : start + 512;
+        for (int64_t i = start; p && i < stop; i++) {
+            float x = g[i] * c;
+            p[i] += x;
+            m[i] += x;
+            v[i] += x;
+        }
+        for (int64_t i = start; e && i < stop; i++) {
+            e[i] += p[i] * c;
+        }
+        for (int64_t i = start; copy && i < stop; i++) {
+            copy[i] = (uint16_t)(p[i] * c);
+        }
+        for (int64_t i = start; (zero || !p) && i < stop; i++) {
+            g[i] = g[i] * (1 - c);
+        }
+    }
+}
+
+/* The part of a slot that lies in begin..end of the range that all slots form. */
+static uint32_t
+amp_range(const floor_amp_slot *slots, int64_t n_slots, int64_t begin, int64_t end,
+          int factor, int zero, int second)
+{
+    uint32_t all = 0;
+    int64_t start = 0;
+    for (int64_t i = 0; i < n_slots && start < end; i++) {
+        int64_t numel = slots[i].numel;
+        int64_t first = begin > start ? begin - start : 0;
+        int64_t last = end - start < numel ? end - start : numel;
+        if (first < last && second) {
+            touch_amp(&slots[i], first, last, factor, zero);
+        } else if (first < last) {
+            all |= read_grad(&slots[i], first, last);
+        }
+        start += numel;
+    }
+    return all;
+}
+
+/* Returns how many threads took part; *sink keeps the first pass from being removed. */
+int
+floor_amp_run(const floor_amp_slot *slots, int64_t n_slots, int threads, int factor,
+              int zero, uint32_t *sink)
+{
+    int64_t total = 0;
+    int used = 0;
+    uint32_t all = 0;
+    for (int64_t i = 0; i < n_slots; i++) {
+        total += slots[i].numel;
+    }
+#pragma omp parallel num_threads(threads) reduction(| : all)
+    {
+        int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
+        int64_t grain = (total / parts + 63) / 64 * 64;
+        int64_t begin = part * grain;
+        int64_t end = part + 1 == parts ? total : begin + grain;
+        all |= amp_range(slots, n_slots, begin, end, factor, zero, 0);
+#pragma omp barrier
+        amp_range(slots, n_slots, begin, end, factor, zero, 1);
+        if (part == 0) {
+            used = (int)parts;
+        }
+    }
+    *sink = all;
+    return used;
+}

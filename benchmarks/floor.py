@@ -31,6 +31,18 @@ class Slot(ctypes.Structure):
     ]
 
 
+class AmpSlot(ctypes.Structure):
+    """floor_amp_slot of floor.c."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("param", "grad", "exp_avg", "exp_avg_sq", "ema", "copy")
+        ],
+        ("numel", ctypes.c_int64),
+    ]
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile and load floor.c. Raises RuntimeError where that cannot be done.
@@ -53,6 +65,13 @@ def library() -> ctypes.CDLL:
         ctypes.POINTER(Slot),
         ctypes.c_int64,
         *[ctypes.c_int] * 4,
+    ]
+    loaded.floor_amp_run.restype = ctypes.c_int
+    loaded.floor_amp_run.argtypes = [
+        ctypes.POINTER(AmpSlot),
+        ctypes.c_int64,
+        *[ctypes.c_int] * 3,
+        ctypes.POINTER(ctypes.c_uint32),
     ]
     return loaded
 
@@ -85,6 +104,32 @@ def make_floor(
     def floor() -> None:
         # `lists` keeps the arrays alive as long as their addresses are in use.
         used = run(slots, len(lists[0]), *sizes, threads, 0)
+        if used != threads:
+            raise RuntimeError(f"the floor must run on {threads} threads, got {used}")
+
+    return floor
+
+
+def make_amp_floor(
+    columns: dict[str, Sequence[torch.Tensor]], zero: bool, threads: int
+) -> Callable[[], None]:
+    """Return a call that reads `grad`, then reads and writes all columns.
+
+    The columns are fields of AmpSlot; a gradient is written with `zero`, or when it is
+    alone, which is clipping.
+    """
+    run = library().floor_amp_run
+    numels = [tensor.numel() for tensor in columns["grad"]]
+    slots = (AmpSlot * len(numels))()
+    for i, numel in enumerate(numels):
+        slots[i].numel = numel
+        for name, tensors in columns.items():
+            setattr(slots[i], name, tensors[i].data_ptr())
+    sink = ctypes.c_uint32()
+
+    def floor() -> None:
+        # `columns` keeps the arrays alive as long as their addresses are in use.
+        used = run(slots, len(columns["grad"]), threads, 0, zero, ctypes.byref(sink))
         if used != threads:
             raise RuntimeError(f"the floor must run on {threads} threads, got {used}")
 

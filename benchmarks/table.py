@@ -17,7 +17,10 @@ from benchmarks import harness
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
-TITLES = {"adamw": "AdamW, a whole `optimizer.step()`"}
+TITLES = {
+    "adamw": "AdamW, a whole `optimizer.step()`",
+    "amp": "AMP, loss scaling with clipping, step and update",
+}
 
 
 def load(path: Path) -> dict:
@@ -59,7 +62,7 @@ def _row(case: dict, on_gpu: bool) -> list[str]:
         if line["times_ours"]
         else f"{line['contender']} {_time(line['us'])}"
         for line in lines
-        if line["role"] == "rival" and line is not best
+        if line["role"] != "bound" and line is not best and line is not ours
     ]
     row = [case["title"], _time(ours["us"] if ours else None)]
     if on_gpu:

@@ -25,6 +25,14 @@ check_scalars(const tfast_adamw_args *args)
         return tfast_fail(TFAST_EINVAL, "weight_decay must be finite and >= 0, got %g",
                           args->weight_decay);
     }
+    if (args->extras != NULL && !(args->ema_decay >= 0 && args->ema_decay < 1)) {
+        return tfast_fail(TFAST_EINVAL, "ema_decay must be in [0, 1), got %g",
+                          args->ema_decay);
+    }
+    if (args->write_back_grads && args->zero_grad) {
+        return tfast_fail(TFAST_EINVAL,
+                          "write_back_grads and zero_grad must not both be set");
+    }
     return TFAST_OK;
 }
 

@@ -17,7 +17,7 @@
 
 /* Rounded to the kernel's own type where it is used, once. */
 typedef struct {
-    double unscale; /* gradient times this is what gets written back */
+    double unscale; /* clip_coef / grad_scale: what gradients are multiplied by */
     double sign;    /* -1 with maximize, else 1 */
     double l2;      /* gradient += l2 * param; 0 with decoupled weight decay */
     double decay;   /* param *= decay */
@@ -28,6 +28,7 @@ typedef struct {
     double step_size;     /* lr / (1 - beta1^t) */
     double inv_root_bias; /* 1 / sqrt(1 - beta2^t) */
     double eps;
+    double ema_rest; /* 1 - ema_decay */
 } tfast_adamw_coef;
 
 /* base^exponent by squaring: the same bits on every machine, which pow() does not
@@ -47,15 +48,16 @@ tfast_power(double base, int64_t exponent)
     return result;
 }
 
-/* `step` counts from 1; `lr` and `grad_scale` are the values, wherever they live. */
+/* `step` counts from 1; `lr`, `grad_scale` and `clip_coef` are the values, wherever
+ * they live. */
 TFAST_HOST_DEVICE static inline tfast_adamw_coef
 tfast_adamw_coef_at(const tfast_adamw_args *args, int64_t step, double lr,
-                    double grad_scale)
+                    double grad_scale, double clip_coef)
 {
     const double weight_decay = args->weight_decay;
     tfast_adamw_coef coef;
 
-    coef.unscale = 1.0 / grad_scale;
+    coef.unscale = clip_coef / grad_scale;
     coef.sign = args->maximize ? -1.0 : 1.0;
     coef.l2 = args->decoupled_weight_decay ? 0.0 : weight_decay;
     coef.decay = args->decoupled_weight_decay ? 1.0 - lr * weight_decay : 1.0;
@@ -66,6 +68,7 @@ tfast_adamw_coef_at(const tfast_adamw_args *args, int64_t step, double lr,
     coef.step_size = lr / (1.0 - tfast_power(args->beta1, step));
     coef.inv_root_bias = 1.0 / sqrt(1.0 - tfast_power(args->beta2, step));
     coef.eps = args->eps;
+    coef.ema_rest = 1.0 - args->ema_decay;
     return coef;
 }
 

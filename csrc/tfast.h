@@ -98,7 +98,7 @@ void tfast_workspace_clear(tfast_workspace *workspace);
  * gradient may be shared with another slot. */
 typedef struct {
     void *param;
-    void *grad; /* written only with write_back_grads */
+    void *grad; /* written only with write_back_grads or zero_grad */
     void *exp_avg;
     void *exp_avg_sq;
     void *max_exp_avg_sq; /* NULL without amsgrad */
@@ -109,9 +109,20 @@ typedef struct {
     uint8_t state_dtype; /* of exp_avg, exp_avg_sq and max_exp_avg_sq */
 } tfast_adamw_slot;
 
+/* What else the step writes for one slot, in its own pass over the elements. Arrays as
+ * in the slot; NULL where not wanted. With float32 master weights the master is the
+ * slot's param, and the parameter that the model reads is the copy. */
+typedef struct {
+    void *ema;  /* ema <- ema + (1 - ema_decay) * (param - ema), with the new param */
+    void *copy; /* the new param, rounded to copy_dtype */
+    uint8_t ema_dtype;
+    uint8_t copy_dtype;
+} tfast_adamw_extra;
+
 /* One optimizer step over a list of slots on one device. */
 typedef struct {
     const tfast_adamw_slot *slots;
+    const tfast_adamw_extra *extras; /* NULL, or one for each slot */
     int64_t n_slots;
     tfast_device device;
     tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises) */
@@ -121,14 +132,18 @@ typedef struct {
     double beta2;        /* in [0, 1) */
     double eps;          /* finite, >= 0 */
     double weight_decay; /* finite, >= 0 */
+    double ema_decay;    /* in [0, 1]; used where there is an ema */
     bool maximize;
     bool decoupled_weight_decay; /* AdamW; false adds weight_decay * param to the
                                     gradient */
-    bool write_back_grads;       /* store grad / grad_scale in grad */
-    const float *lr_device;  /* all three: NULL or one float32 on the slots' device */
+    bool write_back_grads;       /* store grad * clip_coef / grad_scale in grad */
+    bool zero_grad;              /* store 0 in grad, also where the step is skipped;
+                                    excludes write_back_grads */
+    const float *lr_device;  /* these four: NULL, or one number on the slots' device */
     const float *grad_scale; /* gradients are divided by it; NULL: 1 */
     const float *found_inf; /* any non-zero value: nothing changes, counters included */
-    void *stream;           /* cudaStream_t; ignored on the CPU */
+    const double *clip_coef; /* gradients are multiplied by it; NULL: 1 */
+    void *stream;            /* cudaStream_t; ignored on the CPU */
 } tfast_adamw_args;
 
 /* AdamW as in torch.optim.AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm
@@ -143,15 +158,90 @@ typedef struct {
  * and with amsgrad the running maximum of v in place of v in the last line.
  * Coefficients are formed in double and rounded once. Arithmetic is float32, or float64
  * where the parameter or its state is; every store rounds to nearest even, and the last
- * line uses m and v as they were before that rounding. Same inputs give the same bits
- * on every backend. */
+ * line uses m and v, and what extras hold uses p, as they were before that rounding.
+ * Same inputs give the same bits on every backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
+
+/* ---- AMP: passes over gradients, and the loss scale ------------------------------ */
+
+/* A dense array, aligned to its element size. */
+typedef struct {
+    void *data;
+    int64_t numel;
+    uint8_t dtype; /* tfast_dtype */
+} tfast_amp_tensor;
+
+typedef enum {
+    TFAST_AMP_READ = 0, /* leave the elements as they are */
+    TFAST_AMP_MULTIPLY, /* by factor / grad_scale; not written where that is 1 */
+    TFAST_AMP_CLAMP     /* to [-clip_value, clip_value]; NaN stays */
+} tfast_amp_rewrite;
+
+/* One pass over a list of tensors on one device, which reads each element once: looks
+ * for infinities and NaNs, sums up the norm, and rewrites. A result that is NULL is not
+ * wanted; with none of the first four only the rewriting is done. */
+typedef struct {
+    const tfast_amp_tensor *tensors;
+    int64_t n_tensors;
+    tfast_device device;
+    tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises) */
+    float *found_inf;  /* the results are on the tensors' device. 1 where an element, as
+                         it was read, is not finite, else 0 */
+    float *total_norm; /* of all elements / grad_scale, before factor */
+    double *total_norm_f64; /* the same; its presence forms clip_coef in float64 */
+    double *clip_coef;      /* min(1, max_norm / (total norm + 1e-6)) */
+    double norm_type; /* p, any but 0 and NaN: (sum |x|^p)^(1/p); infinity: the largest,
+                         -infinity: the smallest |x| */
+    double max_norm;  /* any number */
+    double clip_value;
+    tfast_amp_rewrite rewrite;
+    const float *grad_scale; /* on the tensors' device; NULL: 1 */
+    const double *factor;    /* on the tensors' device; NULL: 1 */
+    void *stream;
+} tfast_amp_grads_args;
+
+/* Norms as torch.nn.utils.get_total_norm gives them, clipping as clip_grad_norm_. The
+ * 2-norm is summed up in an order that depends only on the tensors' sizes (see
+ * amp_sum.h), in float32 inside fixed chunks and float64 between them, so that the
+ * same inputs give the same bits for any number of threads and on every backend; so
+ * does every norm but those whose p needs pow(). */
+tfast_status tfast_amp_grads(const tfast_amp_grads_args *args);
+
+enum { TFAST_AMP_MAX_FOUND = 16 };
+
+/* The loss scale at the end of an iteration. All pointers are on `device`. */
+typedef struct {
+    float *scale;
+    int32_t *growth_tracker;     /* steps since the scale or this last changed */
+    int32_t *hysteresis_tracker; /* overflows until the scale backs off; NULL: 1 */
+    const float *found_infs[TFAST_AMP_MAX_FOUND]; /* any non-zero value: an overflow */
+    int32_t n_found_infs;                         /* 1 .. TFAST_AMP_MAX_FOUND */
+    int32_t growth_interval;
+    int32_t hysteresis; /* >= 1: what hysteresis_tracker is set to */
+    double growth_factor;
+    double backoff_factor;
+    double min_scale; /* what backing off stops at; 0: nothing */
+    double max_scale; /* what growing stops at; infinity: float32's range */
+    tfast_device device;
+    void *stream;
+} tfast_amp_update_args;
+
+/* The rule of torch.amp.GradScaler.update(), with bounds and hysteresis:
+ *
+ *   overflow:  with hysteresis_tracker - 1 still > 0 only the growth tracker becomes 0;
+ *              else scale <- max(scale * backoff_factor, min_scale), tracker <- 0
+ *   otherwise: the hysteresis tracker is set back, and after growth_interval steps
+ *              scale <- min(scale * growth_factor, max_scale), tracker <- 0
+ *
+ * Products are formed in double and rounded to float32; one that is not finite leaves
+ * the scale. A scale already beyond a bound is not moved by that bound alone. */
+tfast_status tfast_amp_update(const tfast_amp_update_args *args);
 
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 1
+#define TFAST_ABI 2
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */
@@ -162,6 +252,8 @@ typedef struct tfast_backend {
     const char *(*unusable)(void); /* NULL where it can run here, otherwise why not */
     void (*workspace_clear)(void *data);
     tfast_status (*adamw)(const tfast_adamw_args *args);
+    tfast_status (*amp_grads)(const tfast_amp_grads_args *args);
+    tfast_status (*amp_update)(const tfast_amp_update_args *args);
 } tfast_backend;
 
 /* The one symbol of the CUDA library, and of its twin on the CPU. `fail` becomes the

@@ -13,6 +13,7 @@
 #include "adamw_coef.h"
 #include "adamw_rows.cuh"
 #include "element.cuh"
+#include "rows.cuh"
 
 enum {
     THREADS = 256,
@@ -21,18 +22,6 @@ enum {
 };
 
 /* ---- Arithmetic ------------------------------------------------------------------ */
-
-DEVICE float
-fused(float a, float b, float c)
-{
-    return fmaf(a, b, c);
-}
-
-DEVICE double
-fused(double a, double b, double c)
-{
-    return fma(a, b, c);
-}
 
 DEVICE float
 root(float x)
@@ -50,18 +39,23 @@ root(double x)
 template <typename REAL>
 struct scalars {
     REAL unscale, sign, l2, decay, rest1, beta2, rest2, step_size, inv_root_bias, eps;
+    REAL ema_rest;
     bool from_grad; /* beta1 <= 0.5: m = g - beta1 * (g - m), so that 0 gives m = g */
-    bool write_back;
+    bool ema_is_param; /* ema_decay 0: exactly */
+    bool store_grad;   /* unscaled, or 0 with zero_grad */
+    bool zero_grad;
 };
 
 template <typename REAL>
 DEVICE scalars<REAL>
-round_scalars(const tfast_adamw_coef *coef, bool write_back)
+round_scalars(const tfast_adamw_coef *coef, const tfast_adamw_args *args)
 {
     scalars<REAL> s;
 
     s.from_grad = coef->beta1 <= 0.5;
-    s.write_back = write_back;
+    s.ema_is_param = coef->ema_rest == 1;
+    s.store_grad = args->write_back_grads || args->zero_grad;
+    s.zero_grad = args->zero_grad;
     s.unscale = (REAL)coef->unscale;
     s.sign = (REAL)coef->sign;
     s.l2 = (REAL)coef->l2;
@@ -72,6 +66,7 @@ round_scalars(const tfast_adamw_coef *coef, bool write_back)
     s.step_size = (REAL)coef->step_size;
     s.inv_root_bias = (REAL)coef->inv_root_bias;
     s.eps = (REAL)coef->eps;
+    s.ema_rest = (REAL)coef->ema_rest;
     return s;
 }
 
@@ -102,10 +97,19 @@ update(REAL *param, REAL *grad, REAL *exp_avg, REAL *exp_avg_sq, REAL *top,
     *param = p - s.step_size * m / fused(root(v), s.inv_root_bias, s.eps);
 }
 
+template <typename REAL>
+DEVICE REAL
+averaged(REAL ema, REAL param, const scalars<REAL> &s)
+{
+    return s.ema_is_param ? param : fused(s.ema_rest, param - ema, ema);
+}
+
 /* ---- Spans of one slot, by one warp ---------------------------------------------- */
 
 struct dtypes {
     int param, grad, state;
+    bool extras; /* whether there may be any */
+    int ema, copy;
 };
 
 /* Constants where the mix says what they are. */
@@ -114,12 +118,13 @@ DEVICE dtypes
 dtypes_of(const adamw_row *row)
 {
     if (MIX == ALL_F32) {
-        return {TFAST_F32, TFAST_F32, TFAST_F32};
+        return {TFAST_F32, TFAST_F32, TFAST_F32, false, 0, 0};
     }
     if (MIX == ALL_BF16) {
-        return {TFAST_BF16, TFAST_BF16, TFAST_BF16};
+        return {TFAST_BF16, TFAST_BF16, TFAST_BF16, false, 0, 0};
     }
-    return {row->param_dtype, row->grad_dtype, row->state_dtype};
+    return {row->param_dtype, row->grad_dtype, row->state_dtype, true,
+            row->ema_dtype,   row->copy_dtype};
 }
 
 /* Element i, whatever its alignment. */
@@ -141,14 +146,21 @@ update_element(const adamw_row *row, const dtypes &d, int64_t i, const scalars<R
     if (amsgrad) {
         write_element(row->max_exp_avg_sq, d.state, i, top);
     }
-    if (s.write_back) {
-        write_element(row->grad, d.grad, i, g);
+    if (s.store_grad) {
+        write_element(row->grad, d.grad, i, s.zero_grad ? (REAL)0 : g);
+    }
+    if (d.extras && row->ema != nullptr) {
+        const REAL ema = read_element<REAL>(row->ema, d.ema, i);
+        write_element(row->ema, d.ema, i, averaged(ema, p, s));
+    }
+    if (d.extras && row->copy != nullptr) {
+        write_element(row->copy, d.copy, i, p);
     }
 }
 
 /* N elements of each array, as loaded. */
 struct raw_slot {
-    raw_vector param, grad, exp_avg, exp_avg_sq, top;
+    raw_vector param, grad, exp_avg, exp_avg_sq, top, ema;
 };
 
 template <int N>
@@ -162,6 +174,9 @@ read_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i)
     if (row->max_exp_avg_sq != nullptr) {
         raw->top = read_vector<N>(row->max_exp_avg_sq, d.state, i);
     }
+    if (d.extras && row->ema != nullptr) {
+        raw->ema = read_vector<N>(row->ema, d.ema, i);
+    }
 }
 
 template <int N>
@@ -170,6 +185,9 @@ update_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i,
             const scalars<float> &s)
 {
     const bool amsgrad = row->max_exp_avg_sq != nullptr;
+    const bool ema = d.extras && row->ema != nullptr;
+    const bool copy = d.extras && row->copy != nullptr;
+    raw_vector copied;
 
 #pragma unroll
     for (int e = 0; e < N; e++) {
@@ -187,6 +205,13 @@ update_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i,
         if (amsgrad) {
             set_element(&raw->top, d.state, e, top);
         }
+        if (ema) {
+            const float before = get_element(raw->ema, d.ema, e);
+            set_element(&raw->ema, d.ema, e, averaged(before, p, s));
+        }
+        if (copy) {
+            set_element(&copied, d.copy, e, p);
+        }
     }
     write_vector<N>(row->param, d.param, i, raw->param);
     write_vector<N>(row->exp_avg, d.state, i, raw->exp_avg);
@@ -194,8 +219,15 @@ update_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i,
     if (amsgrad) {
         write_vector<N>(row->max_exp_avg_sq, d.state, i, raw->top);
     }
-    if (s.write_back) {
-        write_vector<N>(row->grad, d.grad, i, raw->grad);
+    if (s.store_grad) {
+        const raw_vector zeros = {};
+        write_vector<N>(row->grad, d.grad, i, s.zero_grad ? zeros : raw->grad);
+    }
+    if (ema) {
+        write_vector<N>(row->ema, d.ema, i, raw->ema);
+    }
+    if (copy) {
+        write_vector<N>(row->copy, d.copy, i, copied);
     }
 }
 
@@ -235,25 +267,6 @@ update_elements(const adamw_row *row, const dtypes &d, int64_t begin, int64_t en
 
 /* ---- The kernel ------------------------------------------------------------------ */
 
-/* The last of n rows whose first item is not behind `item`, by a whole warp: each round
- * splits what is left in 32. Rows without items share their first_item with the next
- * one, so the row found has some. */
-DEVICE const adamw_row *
-find_row(const adamw_row *rows, int64_t n, int item)
-{
-    const int lane = threadIdx.x % 32;
-    int64_t low = 0, high = n;
-
-    while (high - low > 1) {
-        const int64_t part = (high - low + 31) / 32, probe = low + lane * part;
-        const bool before = probe < high && rows[probe].first_item <= item;
-        const int parts = __popc(__ballot_sync(~0u, before));
-        low += (parts - 1) * part;
-        high = low + part < high ? low + part : high;
-    }
-    return rows + low;
-}
-
 DEVICE int64_t
 step_of(const adamw_row *row, const tfast_adamw_args *args)
 {
@@ -273,30 +286,42 @@ coef_of(const tfast_adamw_args *args, int64_t step)
 {
     const double lr = args->lr_device != nullptr ? *args->lr_device : args->lr;
     const double scale = args->grad_scale != nullptr ? *args->grad_scale : 1.0;
+    const double clip = args->clip_coef != nullptr ? *args->clip_coef : 1.0;
 
-    return tfast_adamw_coef_at(args, step, lr, scale);
+    return tfast_adamw_coef_at(args, step, lr, scale, clip);
+}
+
+/* A work item's elements: begin .. end - 1, whole vectors from `aligned` on. */
+struct item_span {
+    int64_t begin, aligned, end;
+};
+
+DEVICE item_span
+span_of(const adamw_row *row, int item)
+{
+    const int64_t part = item - row->first_item;
+    const int head = row->head == NO_VECTORS ? 0 : row->head;
+    const int64_t aligned = head + part * ITEM, limit = aligned + ITEM;
+
+    return {part == 0 ? 0 : aligned, aligned, limit < row->numel ? limit : row->numel};
 }
 
 template <adamw_mix MIX>
 DEVICE void
-run_item(const adamw_row *row, int item, const held_scalars *held)
+run_item(const adamw_row *row, int item, const held_scalars *held,
+         const tfast_adamw_args *args)
 {
     const dtypes d = dtypes_of<MIX>(row);
-    const int64_t part = item - row->first_item;
-    const int head = row->head == NO_VECTORS ? 0 : row->head;
-    const int64_t aligned = head + part * ITEM, limit = aligned + ITEM;
-    const int64_t begin = part == 0 ? 0 : aligned;
-    const int64_t end = limit < row->numel ? limit : row->numel;
+    const item_span span = span_of(row, item);
 
     if (MIX == WIDE && adamw_is_wide(row)) {
-        const scalars<double> s =
-            round_scalars<double>(&held->coef, held->rounded.write_back);
-        update_elements(row, d, begin, end, s);
+        const scalars<double> s = round_scalars<double>(&held->coef, args);
+        update_elements(row, d, span.begin, span.end, s);
     } else if (row->head == NO_VECTORS) {
-        update_elements(row, d, begin, end, held->rounded);
+        update_elements(row, d, span.begin, span.end, held->rounded);
     } else {
-        update_vectors<MIX == ALL_BF16 ? 8 : 4>(row, d, begin, aligned, end,
-                                                held->rounded);
+        update_vectors<MIX == ALL_BF16 ? 8 : 4>(row, d, span.begin, span.aligned,
+                                                span.end, held->rounded);
     }
 }
 
@@ -327,17 +352,7 @@ advance_batch(const adamw_row *rows, int64_t first, int64_t n)
 DEVICE_CALL void
 advance_steps(adamw_table *table, int64_t n)
 {
-    SHARED(bool, last, 1);
-
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        /* back to 0 for the next launch when the last block counts */
-        last[0] = atomicInc(&table->blocks_done, gridDim.x - 1) == gridDim.x - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    if (last[0]) {
+    if (last_block(&table->blocks_done)) {
         for (int64_t i = threadIdx.x; i < n; i += BATCH * THREADS) {
             advance_batch(table->rows, i, n);
         }
@@ -348,23 +363,30 @@ advance_steps(adamw_table *table, int64_t n)
 DEVICE_CALL void
 hold_scalars(held_scalars *held, int64_t step, const tfast_adamw_args *args)
 {
+    const tfast_adamw_coef coef = coef_of(args, step);
+
     held->step = step;
-    held->coef = coef_of(args, step);
-    held->rounded = round_scalars<float>(&held->coef, args->write_back_grads);
+    held->coef = coef;
+    held->rounded = round_scalars<float>(&coef, args);
 }
 
-/* By one warp: its copy of the row that `item` is in. */
-DEVICE void
-hold_row(adamw_row *own, const adamw_table *table, int64_t n, int item)
+/* What is left of a step that is skipped, by each warp: zeros in the gradients. */
+DEVICE_CALL void
+zero_grads(adamw_row *row, const adamw_table *table, int64_t n, int n_items)
 {
-    const int lane = threadIdx.x % 32;
-    const adamw_row *row = find_row(table->rows, n, item);
+    int end_item = 0;
 
-    __syncwarp(); /* all lanes are done with the row before */
-    if (lane < (int)(sizeof *row / sizeof(uint4))) {
-        ((uint4 *)own)[lane] = ((const uint4 *)row)[lane];
+    for (int item = blockIdx.x * WARPS + threadIdx.x / 32; item < n_items;
+         item += gridDim.x * WARPS) {
+        if (item >= end_item) {
+            hold_row(row, table->rows, n, item);
+            end_item = row->end_item;
+        }
+        const item_span span = span_of(row, item);
+        for (int64_t i = span.begin + threadIdx.x % 32; i < span.end; i += 32) {
+            write_element(row->grad, row->grad_dtype, i, 0.0f);
+        }
     }
-    __syncwarp();
 }
 
 /* At least 4 blocks a multiprocessor hold it to 64 registers; with dtypes at run time
@@ -381,6 +403,9 @@ adamw_kernel(const __grid_constant__ tfast_adamw_args args, adamw_table *table,
     held_scalars *own = &held[warp], *common = &held[WARPS], *used = common;
 
     if (args.found_inf != nullptr && *args.found_inf != 0) {
+        if (args.zero_grad) {
+            zero_grads(row, table, args.n_slots, n_items);
+        }
         return;
     }
     if (threadIdx.x % 32 == 0) {
@@ -395,7 +420,7 @@ adamw_kernel(const __grid_constant__ tfast_adamw_args args, adamw_table *table,
     for (int item = blockIdx.x * WARPS + warp; item < n_items;
          item += gridDim.x * WARPS) {
         if (item >= row->end_item) {
-            hold_row(row, table, args.n_slots, item);
+            hold_row(row, table->rows, args.n_slots, item);
             const int64_t step = step_of(row, &args);
             used = step == common->step ? common : own;
             if (used->step != step) {
@@ -406,7 +431,7 @@ adamw_kernel(const __grid_constant__ tfast_adamw_args args, adamw_table *table,
                 __syncwarp();
             }
         }
-        run_item<MIX>(row, item, used);
+        run_item<MIX>(row, item, used, &args);
     }
     advance_steps(table, args.n_slots);
 }

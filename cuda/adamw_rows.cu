@@ -15,13 +15,38 @@ all_of_dtype(const tfast_adamw_slot *slots, int64_t n, int dtype)
     return true;
 }
 
-adamw_mix
-adamw_mix_of(const tfast_adamw_slot *slots, int64_t n)
+/* What a slot has besides its own arrays: nothing where there are no extras. */
+static tfast_adamw_extra
+extra_of(const tfast_adamw_args *args, int64_t i)
 {
-    if (all_of_dtype(slots, n, TFAST_F32)) {
+    static const tfast_adamw_extra none = {};
+
+    return args->extras != nullptr ? args->extras[i] : none;
+}
+
+static bool
+any_extra(const tfast_adamw_args *args)
+{
+    for (int64_t i = 0; i < args->n_slots; i++) {
+        const tfast_adamw_extra extra = extra_of(args, i);
+        if (extra.ema != nullptr || extra.copy != nullptr) {
+            return true;
+        }
+    }
+    return false;
+}
+
+adamw_mix
+adamw_mix_of(const tfast_adamw_args *args)
+{
+    const tfast_adamw_slot *slots = args->slots;
+    const int64_t n = args->n_slots;
+    const bool plain = !any_extra(args);
+
+    if (plain && all_of_dtype(slots, n, TFAST_F32)) {
         return ALL_F32;
     }
-    if (all_of_dtype(slots, n, TFAST_BF16)) {
+    if (plain && all_of_dtype(slots, n, TFAST_BF16)) {
         return ALL_BF16;
     }
     for (int64_t i = 0; i < n; i++) {
@@ -41,21 +66,31 @@ aligned_at(const void *array, int dtype, int head, int vector)
     return array == nullptr || ((uintptr_t)array + size * head) % (size * vector) == 0;
 }
 
+static bool
+has_float64(const adamw_row *row)
+{
+    return adamw_is_wide(row) || row->grad_dtype == TFAST_F64 ||
+           (row->ema != nullptr && row->ema_dtype == TFAST_F64) ||
+           (row->copy != nullptr && row->copy_dtype == TFAST_F64);
+}
+
 /* The arrays of a slot may be views that are misaligned differently (a gradient in a
  * bucket): then no head aligns them all, and the slot is done element by element, still
  * coalesced. */
 static uint8_t
-head_of(const tfast_adamw_slot *slot, int vector)
+head_of(const adamw_row *row, int vector)
 {
-    if (adamw_is_wide(slot) || slot->grad_dtype == TFAST_F64) {
+    if (has_float64(row)) {
         return NO_VECTORS;
     }
     for (int head = 0; head < vector; head++) {
-        if (aligned_at(slot->param, slot->param_dtype, head, vector) &&
-            aligned_at(slot->grad, slot->grad_dtype, head, vector) &&
-            aligned_at(slot->exp_avg, slot->state_dtype, head, vector) &&
-            aligned_at(slot->exp_avg_sq, slot->state_dtype, head, vector) &&
-            aligned_at(slot->max_exp_avg_sq, slot->state_dtype, head, vector)) {
+        if (aligned_at(row->param, row->param_dtype, head, vector) &&
+            aligned_at(row->grad, row->grad_dtype, head, vector) &&
+            aligned_at(row->exp_avg, row->state_dtype, head, vector) &&
+            aligned_at(row->exp_avg_sq, row->state_dtype, head, vector) &&
+            aligned_at(row->max_exp_avg_sq, row->state_dtype, head, vector) &&
+            aligned_at(row->ema, row->ema_dtype, head, vector) &&
+            aligned_at(row->copy, row->copy_dtype, head, vector)) {
             return (uint8_t)head;
         }
     }
@@ -75,28 +110,32 @@ items_of(int64_t numel, int head)
 }
 
 int
-adamw_fill_table(adamw_table *table, const tfast_adamw_slot *slots, int64_t n,
-                 adamw_mix mix)
+adamw_fill_table(adamw_table *table, const tfast_adamw_args *args, adamw_mix mix)
 {
     const int vector = mix == ALL_BF16 ? 8 : 4;
     int items = 0;
 
-    memset((void *)table, 0, adamw_table_bytes(n));
-    for (int64_t i = 0; i < n; i++) {
-        const tfast_adamw_slot *slot = &slots[i];
+    memset((void *)table, 0, adamw_table_bytes(args->n_slots));
+    for (int64_t i = 0; i < args->n_slots; i++) {
+        const tfast_adamw_slot *slot = &args->slots[i];
+        const tfast_adamw_extra extra = extra_of(args, i);
         adamw_row *row = &table->rows[i];
         row->param = slot->param;
         row->grad = slot->grad;
         row->exp_avg = slot->exp_avg;
         row->exp_avg_sq = slot->exp_avg_sq;
         row->max_exp_avg_sq = slot->max_exp_avg_sq;
+        row->ema = extra.ema;
+        row->copy = extra.copy;
         row->step = slot->step;
         row->numel = slot->numel;
         row->first_item = items;
         row->param_dtype = slot->param_dtype;
         row->grad_dtype = slot->grad_dtype;
         row->state_dtype = slot->state_dtype;
-        row->head = head_of(slot, vector);
+        row->ema_dtype = extra.ema_dtype;
+        row->copy_dtype = extra.copy_dtype;
+        row->head = head_of(row, vector);
         items += items_of(slot->numel, row->head);
         row->end_item = items;
     }
@@ -104,16 +143,18 @@ adamw_fill_table(adamw_table *table, const tfast_adamw_slot *slots, int64_t n,
 }
 
 bool
-adamw_same_rows(const adamw_table *table, const tfast_adamw_slot *slots, int64_t n)
+adamw_same_rows(const adamw_table *table, const tfast_adamw_args *args)
 {
-    for (int64_t i = 0; i < n; i++) {
-        const tfast_adamw_slot *a = &slots[i];
+    for (int64_t i = 0; i < args->n_slots; i++) {
+        const tfast_adamw_slot *a = &args->slots[i];
+        const tfast_adamw_extra extra = extra_of(args, i);
         const adamw_row *b = &table->rows[i];
         if (a->param != b->param || a->grad != b->grad || a->exp_avg != b->exp_avg ||
             a->exp_avg_sq != b->exp_avg_sq || a->max_exp_avg_sq != b->max_exp_avg_sq ||
-            a->step != b->step || a->numel != b->numel ||
-            a->param_dtype != b->param_dtype || a->grad_dtype != b->grad_dtype ||
-            a->state_dtype != b->state_dtype) {
+            extra.ema != b->ema || extra.copy != b->copy || a->step != b->step ||
+            a->numel != b->numel || a->param_dtype != b->param_dtype ||
+            a->grad_dtype != b->grad_dtype || a->state_dtype != b->state_dtype ||
+            extra.ema_dtype != b->ema_dtype || extra.copy_dtype != b->copy_dtype) {
             return false;
         }
     }

@@ -19,13 +19,17 @@ struct alignas(16) adamw_row {
     void *exp_avg;
     void *exp_avg_sq;
     void *max_exp_avg_sq; /* null without amsgrad */
-    float *step;          /* null: the launch's own */
+    void *ema;            /* these two null where not wanted */
+    void *copy;
+    float *step; /* null: the launch's own */
     int64_t numel;
     int first_item; /* counted over all rows */
     int end_item;
     uint8_t param_dtype;
     uint8_t grad_dtype;
     uint8_t state_dtype;
+    uint8_t ema_dtype;
+    uint8_t copy_dtype;
     uint8_t head; /* elements before the first aligned vector, or NO_VECTORS */
 };
 
@@ -39,7 +43,9 @@ struct alignas(16) adamw_table {
  *   ALL_F32   the common case: no conversion, addresses by constant strides
  *   ALL_BF16  the common half case: 8 elements a vector keep accesses 16 bytes wide
  *   NARROW    any mix in float32 arithmetic, dtypes at run time, 4 elements a vector
- *   WIDE      float64 arithmetic somewhere: keeps its registers out of NARROW */
+ *   WIDE      float64 arithmetic somewhere: keeps its registers out of NARROW
+ * Extras make a list NARROW or WIDE: their arrays would cost ALL_F32 its 64 registers
+ * and so a block a multiprocessor, while NARROW has room for them. */
 enum adamw_mix { ALL_F32, ALL_BF16, NARROW, WIDE, N_MIXES };
 
 /* Of one row: its arithmetic is float64. */
@@ -50,7 +56,7 @@ adamw_is_wide(const SLOT *slot)
     return slot->param_dtype == TFAST_F64 || slot->state_dtype == TFAST_F64;
 }
 
-adamw_mix adamw_mix_of(const tfast_adamw_slot *slots, int64_t n);
+adamw_mix adamw_mix_of(const tfast_adamw_args *args);
 
 /* Bytes of a table of n slots. */
 static inline size_t
@@ -60,11 +66,9 @@ adamw_table_bytes(int64_t n)
 }
 
 /* Fills a table, every byte of it, and returns how many work items it has. */
-int adamw_fill_table(adamw_table *table, const tfast_adamw_slot *slots, int64_t n,
-                     adamw_mix mix);
+int adamw_fill_table(adamw_table *table, const tfast_adamw_args *args, adamw_mix mix);
 
-/* Whether the table's rows are those of these slots. */
-bool adamw_same_rows(const adamw_table *table, const tfast_adamw_slot *slots,
-                     int64_t n);
+/* Whether the table's rows, as many as there are slots, are those of the arguments. */
+bool adamw_same_rows(const adamw_table *table, const tfast_adamw_args *args);
 
 #endif

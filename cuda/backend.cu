@@ -91,7 +91,14 @@ enum { DEVICE_TYPE = TFAST_CPU };
 #endif
 
 const tfast_backend tfast_cuda_backend = {
-    TFAST_ABI, NAME, DEVICE_TYPE, unusable, tfast_cuda_adamw_clear, tfast_cuda_adamw,
+    TFAST_ABI,
+    NAME,
+    DEVICE_TYPE,
+    unusable,
+    tfast_held_clear,
+    tfast_cuda_adamw,
+    tfast_cuda_amp_grads,
+    tfast_cuda_amp_update,
 };
 
 extern "C" __attribute__((visibility("default"))) const tfast_backend *

@@ -62,8 +62,12 @@ class tfast_relaxed_scope {
 /* In backend.cu: what this library offers. */
 extern const tfast_backend tfast_cuda_backend;
 
-/* In adamw.cu. */
+/* In workspace.cu: frees what a workspace holds, of whichever kind. */
+void tfast_held_clear(void *data);
+
+/* In adamw.cu and amp.cu. */
 tfast_status tfast_cuda_adamw(const tfast_adamw_args *args);
-void tfast_cuda_adamw_clear(void *data);
+tfast_status tfast_cuda_amp_grads(const tfast_amp_grads_args *args);
+tfast_status tfast_cuda_amp_update(const tfast_amp_update_args *args);
 
 #endif

@@ -30,6 +30,20 @@ to_half(float value, int dtype)
     return dtype == TFAST_BF16 ? to_bf16(value) : cvt_rn_f16_f32(value);
 }
 
+/* ---- Arithmetic ------------------------------------------------------------------ */
+
+DEVICE float
+fused(float a, float b, float c)
+{
+    return fmaf(a, b, c);
+}
+
+DEVICE double
+fused(double a, double b, double c)
+{
+    return fma(a, b, c);
+}
+
 /* ---- One element ----------------------------------------------------------------- */
 
 template <typename REAL>

@@ -83,10 +83,10 @@ next_pinned(tfast_table *table, size_t bytes)
 
 tfast_status
 tfast_table_upload(void **device, tfast_table *table, const void *data, size_t bytes,
-                   cudaStream_t stream)
+                   size_t scratch, cudaStream_t stream)
 {
     const tfast_relaxed_scope relaxed;
-    tfast_status status = grow_device(table, bytes);
+    tfast_status status = grow_device(table, bytes + scratch);
 
     if (status == TFAST_OK) {
         status = next_pinned(table, bytes);
@@ -120,7 +120,7 @@ find_captured(const tfast_table *table, const void *data, size_t bytes)
 
 tfast_status
 tfast_table_capture(void **device, tfast_table *table, const void *data, size_t bytes,
-                    cudaStream_t stream)
+                    size_t scratch, cudaStream_t stream)
 {
     const tfast_relaxed_scope relaxed;
     tfast_table_kept *kept = find_captured(table, data, bytes);
@@ -131,7 +131,7 @@ tfast_table_capture(void **device, tfast_table *table, const void *data, size_t 
             return status;
         }
         kept = table->kept; /* whatever fails from here on, clear() frees it */
-        CUDA_TRY(cudaMalloc(&kept->device, bytes));
+        CUDA_TRY(cudaMalloc(&kept->device, bytes + scratch));
         CUDA_TRY(cudaHostAlloc(&kept->pinned, bytes, cudaHostAllocDefault));
         memcpy(kept->pinned, data, bytes);
         kept->bytes = bytes;

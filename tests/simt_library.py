@@ -6,6 +6,7 @@ import ctypes
 import numpy as np
 from arrays import DTYPES
 
+ABI = 2  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -22,6 +23,13 @@ class Slot(ctypes.Structure):
     ]
 
 
+class Extra(ctypes.Structure):
+    _fields_ = [
+        *[(name, POINTER) for name in ("ema", "copy")],
+        *[(f"{name}_dtype", ctypes.c_uint8) for name in ("ema", "copy")],
+    ]
+
+
 class Workspace(ctypes.Structure):
     _fields_ = [("backend", POINTER), ("data", POINTER)]
 
@@ -29,17 +37,58 @@ class Workspace(ctypes.Structure):
 class Args(ctypes.Structure):
     _fields_ = [
         ("slots", ctypes.POINTER(Slot)),
+        ("extras", ctypes.POINTER(Extra)),
         ("n_slots", ctypes.c_int64),
         ("device_type", ctypes.c_int32),
         ("device_index", ctypes.c_int32),
         ("workspace", ctypes.POINTER(Workspace)),
         ("step", ctypes.c_int64),
         *[(name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps")],
-        ("weight_decay", ctypes.c_double),
+        *[(name, ctypes.c_double) for name in ("weight_decay", "ema_decay")],
         ("maximize", ctypes.c_bool),
         ("decoupled_weight_decay", ctypes.c_bool),
-        ("write_back_grads", ctypes.c_bool),
+        *[(name, ctypes.c_bool) for name in ("write_back_grads", "zero_grad")],
         *[(name, POINTER) for name in ("lr_device", "grad_scale", "found_inf")],
+        *[(name, POINTER) for name in ("clip_coef", "stream")],
+    ]
+
+
+class AmpTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", POINTER),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_uint8),
+    ]
+
+
+RESULTS = ("found_inf", "total_norm", "total_norm_f64", "clip_coef")
+
+
+class AmpGradsArgs(ctypes.Structure):
+    _fields_ = [
+        ("tensors", ctypes.POINTER(AmpTensor)),
+        ("n_tensors", ctypes.c_int64),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("workspace", ctypes.POINTER(Workspace)),
+        *[(name, POINTER) for name in RESULTS],
+        *[(name, ctypes.c_double) for name in ("norm_type", "max_norm", "clip_value")],
+        ("rewrite", ctypes.c_int),
+        *[(name, POINTER) for name in ("grad_scale", "factor", "stream")],
+    ]
+
+
+class AmpUpdateArgs(ctypes.Structure):
+    _fields_ = [
+        *[(name, POINTER) for name in ("scale", "growth_tracker")],
+        ("hysteresis_tracker", POINTER),
+        ("found_infs", POINTER * 16),
+        *[(name, ctypes.c_int32) for name in ("n_found_infs", "growth_interval")],
+        ("hysteresis", ctypes.c_int32),
+        *[(name, ctypes.c_double) for name in ("growth_factor", "backoff_factor")],
+        *[(name, ctypes.c_double) for name in ("min_scale", "max_scale")],
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
         ("stream", POINTER),
     ]
 
@@ -52,6 +101,8 @@ class Backend(ctypes.Structure):
         ("unusable", ctypes.CFUNCTYPE(ctypes.c_char_p)),
         ("workspace_clear", ctypes.CFUNCTYPE(None, POINTER)),
         ("adamw", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Args))),
+        ("amp_grads", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpGradsArgs))),
+        ("amp_update", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpUpdateArgs))),
     ]
 
 
@@ -64,7 +115,7 @@ class Simt:
         self.failures = []
         self.fail = FAIL(self.note_failure)  # must outlive the library's use of it
         self.library.tfast_cuda_open.restype = ctypes.POINTER(Backend)
-        self.opened = self.library.tfast_cuda_open(1, self.fail)
+        self.opened = self.library.tfast_cuda_open(ABI, self.fail)
         self.backend = self.opened.contents
 
     def note_failure(self, status, text):
@@ -118,10 +169,11 @@ def aligned(values, dtype, offset):
 class Step:
     """A list of slots and the options of their steps."""
 
-    def __init__(self, simt, tensors, **options):
+    def __init__(self, simt, tensors, *, extras=None, **options):
         self.simt, self.tensors = simt, tensors
         self.slots = (Slot * len(tensors))(*[t.slot for t in tensors])
         self.workspace = Workspace()
+        self.extras = extras and (Extra * len(tensors))(*extras)
         self.keep = options  # the arrays among them must stay
         args = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
         args |= {"weight_decay": 0.1, "decoupled_weight_decay": True}
@@ -131,6 +183,7 @@ class Step:
         }
         self.args = Args(
             slots=self.slots,
+            extras=self.extras,
             n_slots=len(tensors),
             device_type=1,
             workspace=ctypes.pointer(self.workspace),
@@ -144,6 +197,36 @@ class Step:
         if self.workspace.data:
             self.simt.backend.workspace_clear(self.workspace.data)
         self.workspace.data = None
+
+
+READ, MULTIPLY, CLAMP = range(3)  # tfast_amp_rewrite
+
+
+class Pass:
+    """One tfast_amp_grads() over arrays; options that are arrays go by address."""
+
+    def __init__(self, simt, arrays, *, workspace=None, **options):
+        self.simt, self.arrays = simt, arrays
+        self.tensors = (AmpTensor * len(arrays))(
+            *[(a.ctypes.data, a.size, NUMBERS[a.dtype.name]) for a in arrays]
+        )
+        self.workspace = workspace or Workspace()
+        self.keep = options  # the arrays among them must stay
+        self.args = AmpGradsArgs(
+            tensors=self.tensors,
+            n_tensors=len(arrays),
+            device_type=1,
+            workspace=ctypes.pointer(self.workspace),
+            **{
+                name: value.ctypes.data if isinstance(value, np.ndarray) else value
+                for name, value in {"norm_type": 2.0, **options}.items()
+            },
+        )
+
+    def __call__(self):
+        return self.simt.backend.amp_grads(ctypes.byref(self.args))
+
+    clear = Step.clear
 
 
 class Capture:

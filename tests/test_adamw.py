@@ -186,7 +186,10 @@ def test_found_inf_changes_nothing(backend, device, rng, found):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grad_scale_divides_and_is_written_back(backend, device, rng, dtype):
+@pytest.mark.parametrize("back", [False, True])
+def test_grad_scale_divides_and_is_written_back_if_asked(
+    backend, device, rng, dtype, back
+):
     slot = Slot(rng, (500,), param=dtype, device=device, grad_factor=64.0)
     grad = slot.grad.get()
     scale = Framed(np.array([64.0]), device=device)
@@ -203,10 +206,11 @@ def test_grad_scale_divides_and_is_written_back(backend, device, rng, dtype):
         grad_scale=scale.array,
         found_inf=flag.array,
         maximize=True,
+        write_back_grads=back,
         **HYPER,
     )
     assert_slot(slot, exact)
-    np.testing.assert_array_equal(slot.grad.get(), grad / 64)
+    np.testing.assert_array_equal(slot.grad.get(), grad / 64 if back else grad)
 
 
 def test_lr_may_be_an_array(backend, device, rng):
@@ -345,7 +349,7 @@ class TestForNumPyUsers:
         before = optimizer.state_dict()
         for name, value in [
             ("exp_avgs", [np.zeros(6)]),
-            ("exp_avgs", [np.zeros(5, np.float32)]),
+            ("exp_avgs", [np.zeros(5, np.int32)]),
             ("exp_avg_sqs", []),
             ("max_exp_avg_sqs", [np.zeros(5)]),
         ]:

@@ -141,9 +141,9 @@ def test_read_only_outputs_are_refused_but_gradients_may_be(at, name):
     arrays = four()
     arrays[1][0].flags.writeable = False
     trainfast.adamw_step(*arrays, step=1, **HYPER)
-    scale = np.array(2.0, np.float32)
     message = r"grads\[0\] must be writable"
-    assert_four_refused(arrays, ValueError, message, grad_scale=scale)
+    for option in ("write_back_grads", "zero_grad"):
+        assert_four_refused(arrays, ValueError, message, **{option: True})
 
 
 def test_swapped_byte_order_is_refused():
@@ -179,11 +179,14 @@ def test_gaps_are_not_implemented_in_parameters_and_copied_in_gradients():
     assert np.isfinite(negative[0][0]).all()
 
 
-def test_a_scaled_gradient_with_gaps_is_written_back():
+def test_a_gradient_with_gaps_is_written_back():
     arrays, values = four(), np.arange(12, dtype=np.float32)
     arrays[1][0] = values[::2]
-    trainfast.adamw_step(*arrays, step=1, **HYPER, grad_scale=np.float32([2.0]))
+    options = dict(HYPER, grad_scale=np.float32([2.0]), write_back_grads=True)
+    trainfast.adamw_step(*arrays, step=1, **options)
     np.testing.assert_array_equal(values, [0, 1, 1, 3, 2, 5, 3, 7, 4, 9, 5, 11])
+    trainfast.adamw_step(*arrays, step=2, **HYPER, zero_grad=True)
+    np.testing.assert_array_equal(values, [0, 1, 0, 3, 0, 5, 0, 7, 0, 9, 0, 11])
 
 
 def test_overlapping_outputs_are_refused():

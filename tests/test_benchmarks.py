@@ -11,7 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import bench_adamw, floor, harness, machine, table  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_adamw,
+    bench_amp,
+    floor,
+    harness,
+    machine,
+    table,
+)
 from benchmarks.harness import Budget, Case, Contender  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -450,3 +457,48 @@ def test_smoke_run_writes_valid_json(tmp_path, extra):
 def used_backend() -> str:
     trainfast = importlib.import_module("trainfast")
     return next(row["name"] for row in trainfast.backends() if row["in_use"])
+
+
+def test_amp_smoke_run_writes_valid_json(tmp_path):
+    path = tmp_path / "amp.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench_amp", "--smoke", "--json", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    full = json.loads(path.read_text())
+    assert full["bench"] == "amp"
+    assert len(full["cases"]) == len(bench_amp.problems())
+    for case in full["cases"]:
+        assert {line["role"] for line in case["lines"]} == set(harness.ROLES)
+        assert case["best_rival"].startswith("torch"), "ours is no rival of ours"
+    assert "AMP, loss scaling" in table.table(full)
+
+
+def test_amp_contender_that_does_not_clip_is_refused():
+    problem = bench_amp.problems()[0].shrunk()
+    setup = bench_adamw.Setup(problem, "cpu", 1, fresh_grads=False)
+    with pytest.raises(RuntimeError, match="idle must clip its gradients to norm"):
+        bench_amp.make_clip(setup, "idle", lambda params, limit: None, "rival")
+
+
+def test_amp_floor_touches_what_it_is_given_and_nothing_else():
+    numels = (1, 63, 0, 64, 1000)
+    names = ("param", "grad", "exp_avg", "exp_avg_sq", "ema", "copy")
+    kinds = {
+        name: torch.bfloat16 if name == "copy" else torch.float32 for name in names
+    }
+    whole = {k: [torch.full((n + 32,), 7, dtype=d) for n in numels]
+             for k, d in kinds.items()}  # fmt: skip
+    inner = {k: [b[16 : b.numel() - 16] for b in row] for k, row in whole.items()}
+    for threads in (1, 2):
+        floor.make_amp_floor(inner, zero=True, threads=threads)()
+        for name, row in whole.items():
+            for buffer in row:
+                ends = torch.cat([buffer[:16], buffer[-16:]])
+                assert bool((ends == 7).all())
+                middle = buffer[16:-16]
+                assert bool((middle == (0 if name == "copy" else 7)).all())

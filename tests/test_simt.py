@@ -1,5 +1,5 @@
 """The SIMT runner runs what is right and finds what it promises to find: in kernels
-made for that and in AdamW's, which passes under every check as it is."""
+made for that and in AdamW's and AMP's, which pass under every check as they are."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ SPEC.loader.exec_module(build)
 @cache
 def program(name, mode):
     sources = [build.HERE / name]
-    if name == "adamw_harness.cpp":
+    if name.endswith("_harness.cpp"):
         sources += build.kernels()
     return compiled(mode, sources, build.BUILT / f"{Path(name).stem}_{mode}")
 
@@ -102,61 +102,137 @@ def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
     assert execute(program("selftest.cu", mode), case, 0)[0] == 1
 
 
-# ---- AdamW under the sanitizers ------------------------------------------------------
+# ---- AdamW and AMP under the sanitizers ----------------------------------------------
+
+LARGEST = {("adamw", "thread"): 5000, ("amp", "thread"): 600}  # 70001 elsewhere
 
 
-@pytest.mark.parametrize("mode, largest", [("address", 70001), ("thread", 5000)])
-def test_adamw_is_bit_equal_and_clean_under(mode, largest):
-    exe = program("adamw_harness.cpp", mode)
-    assert execute(exe, 1, largest) == (0, "")
+@pytest.mark.parametrize("mode", ["address", "thread"])
+@pytest.mark.parametrize("name", ["adamw", "amp"])
+def test_kernel_is_bit_equal_and_clean_under(name, mode):
+    exe = program(f"{name}_harness.cpp", mode)
+    assert execute(exe, 1, LARGEST.get((name, mode), 70001)) == (0, "")
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_adamw_is_bit_equal_in_any_order(seed):
-    assert execute(program("adamw_harness.cpp", "plain"), seed, 70001) == (0, "")
+@pytest.mark.parametrize("name", ["adamw", "amp"])
+def test_kernel_is_bit_equal_in_any_order(name, seed):
+    exe = program(f"{name}_harness.cpp", "plain")
+    assert execute(exe, seed, 70001) == (0, "")
 
 
-# Faults planted in the AdamW kernel: (text, replacement, the check, what it says).
+# Faults planted in the kernels: (the harness that runs, the file, text, replacement,
+# the check, what it says).
 MUTANTS = {
     "counters advanced without a fence before": (
+        *("adamw", "rows.cuh"),
         "__threadfence();\n        /* back",
         "/* back",
         "thread",
         RACE,
     ),
     "counters advanced without a fence after": (
+        *("adamw", "rows.cuh"),
         "gridDim.x - 1;\n        __threadfence();",
         "gridDim.x - 1;",
         "thread",
         RACE,
     ),
     "counters advanced by the first block": (
+        *("adamw", "rows.cuh"),
         "gridDim.x - 1) == gridDim.x - 1",
         "gridDim.x - 1) == 0",
         "thread",
         RACE,
     ),
     "row overwritten while lanes read it": (
+        *("adamw", "rows.cuh"),
         "__syncwarp(); /* all lanes are done with the row before */",
         "",
         "thread",
         RACE,
     ),
     "scalars used before they are there": (
+        *("adamw", "adamw_kernel.cuh"),
         "    __syncthreads();\n\n    for (int item",
         "    for (int item",
         "thread",
         RACE,
     ),
     "one element too many": (
+        *("adamw", "adamw_kernel.cuh"),
         "if (odd < (lane < 16 ? head : end))",
         "if (odd <= (lane < 16 ? head : end))",
         "address",
         BOUNDS,
     ),
     "last vector of an item left out": (
+        *("adamw", "adamw_kernel.cuh"),
         "limit = aligned + ITEM;",
         "limit = aligned + ITEM - 4;",
+        "plain",
+        "differs",
+    ),
+    "copy rounded from the old parameter": (
+        *("adamw", "adamw_kernel.cuh"),
+        "set_element(&copied, d.copy, e, p);",
+        "set_element(&copied, d.copy, e, g);",
+        "plain",
+        "differs",
+    ),
+    "sums over the chunks read without a fence before": (
+        *("amp", "rows.cuh"),
+        "__threadfence();\n        /* back",
+        "/* back",
+        "thread",
+        RACE,
+    ),
+    "blocks counted on from the launch before": (
+        *("amp", "rows.cuh"),
+        "atomicInc(blocks_done, gridDim.x - 1)",
+        "atomicAdd(blocks_done, 1u)",
+        "plain",
+        "differs",
+    ),
+    "sums over the chunks halved without a barrier": (
+        *("amp", "amp_kernel.cuh"),
+        "            __syncthreads();\n            if (k < half)",
+        "            if (k < half)",
+        "thread",
+        RACE,
+    ),
+    "multiplier used before it is there": (
+        *("amp", "amp_kernel.cuh"),
+        "    __syncthreads();\n    return number[0];",
+        "    return number[0];",
+        "thread",
+        RACE,
+    ),
+    "tail of a tensor read past its end": (
+        *("amp", "amp_kernel.cuh"),
+        "if (i + e < chunk.n) {\n                quad.set",
+        "if (i + e <= chunk.n) {\n                quad.set",
+        "address",
+        BOUNDS,
+    ),
+    "vector across the end of a tensor": (
+        *("amp", "amp_kernel.cuh"),
+        "if (chunk.vectors && i + QUAD <= chunk.n) {\n        quad.read",
+        "if (chunk.vectors && i < chunk.n) {\n        quad.read",
+        "address",
+        BOUNDS,
+    ),
+    "found kept for the next launch": (
+        *("amp", "amp_kernel.cuh"),
+        "    table->found = 0; /* for the next launch */\n",
+        "",
+        "plain",
+        "differs",
+    ),
+    "lanes halved in another order": (
+        *("amp", "amp_kernel.cuh"),
+        "for (int half = 16; half > 0; half /= 2) {",
+        "for (int half = 1; half < 32; half *= 2) {",
         "plain",
         "differs",
     ),
@@ -164,16 +240,18 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_planted_fault_in_adamw_is_seen(name, tmp_path):
-    text, replacement, mode, words = MUTANTS[name]
-    kernel = (ROOT / "cuda" / "adamw_kernel.cuh").read_text()
-    assert kernel.count(text) == 1
-    (tmp_path / "adamw_kernel.cuh").write_text(kernel.replace(text, replacement))
-    shutil.copy(ROOT / "cuda" / "adamw.cu", tmp_path)
-    others = [path for path in build.kernels() if path.name != "adamw.cu"]
-    sources = [build.HERE / "adamw_harness.cpp", tmp_path / "adamw.cu", *others]
+def test_planted_fault_in_a_kernel_is_seen(name, tmp_path):
+    harness, file, text, replacement, mode, words = MUTANTS[name]
+    for path in [*(ROOT / "cuda").glob("*.cuh"), ROOT / "cuda" / f"{harness}.cu"]:
+        shutil.copy(path, tmp_path)
+    header = (tmp_path / file).read_text()
+    assert header.count(text) == 1
+    (tmp_path / file).write_text(header.replace(text, replacement))
+    own = tmp_path / f"{harness}.cu"
+    others = [path for path in build.kernels() if path.name != own.name]
+    sources = [build.HERE / f"{harness}_harness.cpp", own, *others]
     exe = compiled(mode, sources, tmp_path / "harness")
-    status, said = execute(exe, 1, 5000)
+    status, said = execute(exe, 1, 5000 if harness == "adamw" else 9000)
     assert status != 0
     assert words in said
 

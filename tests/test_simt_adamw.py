@@ -7,8 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from arrays import DTYPES
 from reference import adamw
-from simt_library import WARM, Capture, Simt, Step, Tensors
+from simt_library import (
+    ABI,
+    BF16,
+    F32,
+    WARM,
+    Capture,
+    Extra,
+    Simt,
+    Step,
+    Tensors,
+    aligned,
+)
 
 HERE = Path(__file__).parent
 SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
@@ -101,6 +113,54 @@ def test_any_found_inf_leaves_everything(simt, rng, value):
     found_inf[...] = 0
     assert step() == 0
     assert [float(t.step) for t in tensors] == [4, 4]
+    step.clear()
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("mix", MIXES)
+def test_extras_get_the_new_parameter_before_it_is_rounded(simt, rng, mix, offset):
+    tensors = [Tensors(rng, n, MIXES[mix]) for n in SIZES]
+    emas = [aligned(rng.standard_normal(n), DTYPES["float32"], offset) for n in SIZES]
+    copies = [aligned(np.zeros(n), DTYPES["bfloat16"], offset) for n in SIZES]
+    extras = [
+        Extra(ema.ctypes.data, copy.ctypes.data, F32, BF16)
+        for ema, copy in zip(emas, copies)
+    ]
+    step = Step(simt, tensors, extras=extras, ema_decay=0.75)
+    before = [(t.copies(), ema.copy()) for t, ema in zip(tensors, emas)]
+    assert step() == 0, simt.failures
+    for t, (arrays, old), ema, copy in zip(tensors, before, emas, copies):
+        assert_step_is_exact(t, arrays, 1, {})
+        new = adamw(*arrays[:4], None, step=1, lr=0.01, weight_decay=0.1)[0]
+        np.testing.assert_allclose(ema, old + 0.25 * (new - old), rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(copy.astype(float), new, rtol=8e-3, atol=1e-3)
+    step.clear()
+
+
+@pytest.mark.parametrize("found", [0, 1])
+@pytest.mark.parametrize("mix", MIXES)
+def test_zero_grad_zeroes_also_where_the_step_is_skipped(simt, rng, mix, found):
+    tensors = [Tensors(rng, n, MIXES[mix], offsets=[1] * 5) for n in SIZES]
+    before = [t.copies() for t in tensors]
+    found_inf = np.array(found, np.float32)
+    step = Step(simt, tensors, zero_grad=True, found_inf=found_inf)
+    assert step() == 0
+    for t, arrays in zip(tensors, before):
+        assert (t.arrays[1] == 0).all()
+        assert t.step == 1 - found
+        for i in (0, 2, 3):
+            assert not found or (t.arrays[i] == arrays[i]).all()
+    step.clear()
+
+
+def test_clip_coef_multiplies_what_is_written_back(simt, rng):
+    tensors = [Tensors(rng, 5000, ["float32"] * 3)]
+    grad = tensors[0].arrays[1].copy()
+    scale, clip = np.array(4, np.float32), np.array(0.3)
+    options = {"grad_scale": scale, "clip_coef": clip, "write_back_grads": True}
+    step = Step(simt, tensors, **options)
+    assert step() == 0
+    assert (tensors[0].arrays[1] == grad * np.float32(0.3 / 4)).all()
     step.clear()
 
 
@@ -246,6 +306,7 @@ def test_capturing_again_takes_no_more_memory(simt, rng):
 
 
 def test_library_of_another_version_is_refused(simt):
-    assert not simt.library.tfast_cuda_open(2, simt.fail)
-    assert simt.backend.abi == 1 and simt.backend.name == b"simt"
+    assert not simt.library.tfast_cuda_open(ABI + 1, simt.fail)
+    assert not simt.library.tfast_cuda_open(ABI - 1, simt.fail)
+    assert simt.backend.abi == ABI and simt.backend.name == b"simt"
     assert simt.backend.unusable() is None

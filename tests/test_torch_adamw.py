@@ -14,6 +14,7 @@ from torch_loops import OURS, assert_same_state, make_params, set_grads, train
 
 import trainfast
 from trainfast.torch import AdamW
+from trainfast.torch.adamw_state import OPTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +246,7 @@ def test_names_and_types_are_torchs():
         assert cls.__name__ == name
         assert isinstance(optimizer, getattr(torch.optim, name))
         theirs = getattr(torch.optim, name)(params, fused=True)
-        mine = {k: v for k, v in optimizer.defaults.items() if k != "state_dtype"}
+        mine = {k: v for k, v in optimizer.defaults.items() if k not in OPTIONS}
         assert mine == theirs.defaults
         assert optimizer.param_groups[0]["fused"] is True
         assert "_step_supports_amp_scaling" in vars(optimizer)

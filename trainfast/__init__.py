@@ -10,11 +10,13 @@ from trainfast._core import backends as _backends
 from trainfast._core import use_backend
 from trainfast._core import version as __version__
 from trainfast.adamw import AdamW, adamw_step
+from trainfast.amp import LossScaler
 from trainfast.patching import PatchReport, patch, patched, unpatch
 from trainfast.stats import reset_stats, stats
 
 __all__ = [
     "AdamW",
+    "LossScaler",
     "PatchReport",
     "__version__",
     "adamw_step",

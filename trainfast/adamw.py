@@ -1,15 +1,14 @@
 """AdamW on lists of any arrays, in place."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from trainfast import _core
+from trainfast import _core, adamw_state
+from trainfast.arrays import Array, float_dtype, measure, new_like, number, scalar
 from trainfast.stats import count_call, count_fallback
-
-Array = Any  # whatever exports DLPack, a buffer, or is a NumPy array
 
 
 def adamw_step(
@@ -24,21 +23,29 @@ def adamw_step(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     max_exp_avg_sqs: Sequence[Array] | None = None,
+    emas: Sequence[Array] | None = None,
+    copies: Sequence[Array | None] | None = None,
+    ema_decay: float = 0.0,
     maximize: bool = False,
     decoupled_weight_decay: bool = True,
+    zero_grad: bool = False,
+    write_back_grads: bool = False,
     grad_scale: Array | None = None,
+    clip_coef: Array | None = None,
     found_inf: Array | None = None,
     workspace: "_core.Workspace | None" = None,
     stream: int = 0,
 ) -> None:
     """One AdamW step (Loshchilov and Hutter, arXiv:1711.05101), in place.
 
-    With g the gradient (negated for `maximize`) and t the step::
+    With g the gradient * clip_coef / grad_scale (negated for `maximize`) and t the
+    step::
 
         p = p * (1 - lr * weight_decay)
         m = m + (1 - betas[0]) * (g - m)
         v = betas[1] * v + (1 - betas[1]) * g**2
         p = p - lr / (1 - betas[0]**t) * m / (sqrt(v / (1 - betas[1]**t)) + eps)
+        ema = ema + (1 - ema_decay) * (p - ema)
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs: lists of as many arrays; those at the same
@@ -50,10 +57,18 @@ def adamw_step(
             the number of steps done; these are advanced.
         lr: a number, or an array of one float32 on the arrays' device.
         max_exp_avg_sqs: the running maxima of `exp_avg_sqs` (AMSGrad).
+        emas: moving averages of the parameters, of any of the four dtypes.
+        copies: arrays that become the new parameters, rounded to their own dtype, of
+            any of the four; None at a place where none is wanted. For half parameters
+            with float32 master weights, `params` are the masters and `copies` the
+            parameters.
+        ema_decay: in [0, 1], for `emas`.
         decoupled_weight_decay: False adds `weight_decay * p` to g instead (Adam).
-        grad_scale: an array of one float32; gradients are divided by it, and written
-            back so.
-        found_inf: an array of one float32; if it is not zero nothing changes.
+        zero_grad: sets the gradients to 0, also where `found_inf` skips the step.
+        write_back_grads: stores g (not negated) in the gradients; excludes `zero_grad`.
+        grad_scale: an array of one float32; gradients are divided by it.
+        clip_coef: an array of one float64; gradients are multiplied by it.
+        found_inf: an array of one float32; if it is not zero nothing else changes.
         workspace: a `trainfast._core.Workspace` to reuse between steps.
         stream: the cudaStream_t to launch on, as an integer; 0 is the default stream.
 
@@ -64,7 +79,7 @@ def adamw_step(
         NotImplementedError: another dtype or device, a parameter with gaps.
         Nothing has changed when it raises.
     """
-    copies: list[tuple[Array, Array]] = []
+    relaid: list[tuple[Array, Array]] = []
     _core.adamw(
         params,
         grads,
@@ -82,20 +97,32 @@ def adamw_step(
         decoupled_weight_decay=decoupled_weight_decay,
         grad_scale=grad_scale,
         found_inf=found_inf,
-        relayout=_relayout(copies),
+        relayout=_relayout(relaid),
         stream=stream,
+        emas=emas,
+        copies=copies,
+        ema_decay=ema_decay,
+        clip_coef=clip_coef,
+        zero_grad=zero_grad,
+        write_back_grads=write_back_grads,
     )
     count_call("adamw", _core.backend_in_use())
-    if grad_scale is not None:
-        for grad, copy in copies:
+    written = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, emas, copies)
+    if zero_grad or write_back_grads:
+        for grad, copy in relaid:
             grad[...] = copy
+        written = (*written, grads)
+    _tell_torch(array for arrays in written for array in arrays or ())
+
+
+def _tell_torch(written: Iterable[Array]) -> None:
     if "torch" in sys.modules:
         from trainfast.torch.adamw import bump_versions
 
-        bump_versions([*params, *exp_avgs, *exp_avg_sqs, *(max_exp_avg_sqs or ())])
+        bump_versions(written)
 
 
-def _relayout(copies: list[tuple[Array, Array]]) -> Callable[[Array, Array], Array]:
+def _relayout(relaid: list[tuple[Array, Array]]) -> Callable[[Array, Array], Array]:
     """A function that copies an array into another's layout, and remembers both."""
 
     def copy(like: Array, array: Array) -> Array:
@@ -107,7 +134,7 @@ def _relayout(copies: list[tuple[Array, Array]]) -> Callable[[Array, Array], Arr
             made = np.empty_like(like, dtype=array.dtype)
             made[...] = array
         count_fallback("adamw", "a gradient was copied to its parameter's layout")
-        copies.append((array, made))
+        relaid.append((array, made))
         return made
 
     return copy
@@ -122,12 +149,28 @@ class AdamW:
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW, with
             its defaults.
         decoupled_weight_decay: False makes it Adam with an L2 term.
+        state_dtype: dtype of the moments; None: each parameter's own.
+        max_grad_norm: clips the 2-norm over all gradients inside the step: one read of
+            the gradients, no write. > 0; infinity only measures. `grad_norm` is then
+            the norm before clipping, a float.
+        ema_decay: keeps `emas`, ema <- ema + (1 - ema_decay) * (param - ema), float32
+            for float16 and bfloat16 parameters.
+        weight_copy_dtype: keeps `weight_copies`, each parameter in this dtype.
+        master_weights: keeps `master_params`, float32 weights for float16 and bfloat16
+            parameters, which become their rounded copies.
+        zero_grad: leaves zeros in the gradients, also of a step that is skipped.
+        write_back_grads: leaves the gradients unscaled and clipped, as the step used
+            them; otherwise they are only read.
 
-    The state has each parameter's dtype; `lr` may be set between steps.
+    Contradictions: master_weights with weight_copy_dtype, zero_grad with
+    write_back_grads. The state is made with the optimizer, so values that are written
+    into the parameters afterwards do not reach their masters; `lr` may be set between
+    steps.
 
     Raises:
         TypeError: torch tensors, or not a list of arrays.
-        ValueError: a hyperparameter out of range (when stepping, too).
+        ValueError: a hyperparameter out of range (when stepping, too), or two options
+            that contradict.
     """
 
     def __init__(
@@ -141,129 +184,147 @@ class AdamW:
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
+        state_dtype: Any = None,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        weight_copy_dtype: Any = None,
+        master_weights: bool = False,
+        zero_grad: bool = False,
+        write_back_grads: bool = False,
     ) -> None:
-        if hasattr(params, "dtype"):
-            raise TypeError("params must be a list of arrays, got one array")
-        self.params = list(params)
-        for param in self.params:
-            if any(c.__module__.split(".")[0] == "torch" for c in type(param).__mro__):
-                raise TypeError(
-                    "params must not be torch tensors here: use trainfast.torch.AdamW"
-                )
-            if not hasattr(param, "dtype") or not hasattr(param, "shape"):
-                raise TypeError(f"params must be arrays, got {type(param).__name__}")
+        self.params = adamw_state.check_params(params)
         self.lr = lr
         self.betas = betas
         self.eps = eps
         self.weight_decay = weight_decay
         self.maximize = maximize
         self.decoupled_weight_decay = decoupled_weight_decay
+        self.state_dtype = float_dtype("state_dtype", state_dtype)
+        self.max_grad_norm = max_grad_norm
+        self.ema_decay = ema_decay
+        self.weight_copy_dtype = float_dtype("weight_copy_dtype", weight_copy_dtype)
+        self.master_weights = master_weights
+        self.zero_grad = zero_grad
+        self.write_back_grads = write_back_grads
+        adamw_state.check_options(self)
         self.step_count = 0
-        self.exp_avgs = [_zeros_like(p) for p in self.params]
-        self.exp_avg_sqs = [_zeros_like(p) for p in self.params]
-        self.max_exp_avg_sqs = (
-            [_zeros_like(p) for p in self.params] if amsgrad else None
-        )
+        self.grad_norm: float | None = None
+        self.exp_avgs = self._moments()
+        self.exp_avg_sqs = self._moments()
+        self.max_exp_avg_sqs = self._moments() if amsgrad else None
+        self.master_params = adamw_state.new_masters(self) if master_weights else None
+        self.weight_copies = adamw_state.new_copies(self)
+        self.emas = None if ema_decay is None else adamw_state.new_emas(self)
         self._workspace = _core.Workspace()
+        self._grads_workspace = _core.Workspace()
         if not self.params:
             return
         # No elements: checks the hyperparameters, changes nothing.
         empty = [np.empty(0, np.float32)]
-        self._step(empty, empty[:], [np.empty(0)], [np.empty(0)], None, 1)
+        adamw_step(
+            empty, empty[:], [np.empty(0)], [np.empty(0)], step=1, **self._options()
+        )
 
-    def step(self, grads: Sequence[Array]) -> None:
+    def step(
+        self,
+        grads: Sequence[Array],
+        *,
+        grad_scale: float | Array | None = None,
+        found_inf: float | Array | None = None,
+    ) -> None:
         """Updates the parameters by their gradients, one array for each.
+
+        `grad_scale` is what the loss was multiplied by; with a `found_inf` that is not
+        zero the step is skipped and does not count. Both are numbers, or arrays of one
+        float32 where the parameters are. See also `trainfast.LossScaler`.
 
         Raises what `adamw_step` raises; nothing has changed then.
         """
-        self._step(
-            self.params,
+        self.step_checked(grads, grad_scale, found_inf, find_inf=False)
+
+    def step_checked(
+        self,
+        grads: Sequence[Array],
+        grad_scale: float | Array | None = None,
+        found_inf: float | Array | None = None,
+        *,
+        find_inf: bool = True,
+    ) -> bool:
+        """`step` for loss scalers: skipped, too, where a gradient is not finite.
+
+        Returns False if it was skipped. With find_inf=False the gradients are not
+        looked through.
+        """
+        grads = list(grads)
+        clip = norm = None
+        if self.params:
+            grad_scale = scalar(self.params[0], grad_scale)
+            found_inf = scalar(self.params[0], found_inf)
+            find_inf = find_inf and found_inf is None
+        if grads and self.params and (find_inf or self.max_grad_norm is not None):
+            measured = measure(
+                grads,
+                self.params[0],
+                self._grads_workspace,
+                max_norm=self.max_grad_norm,
+                grad_scale=grad_scale,
+                find_inf=find_inf,
+            )
+            clip, norm = measured.clip_coef, measured.total_norm
+            found_inf = measured.found_inf if find_inf else found_inf
+        adamw_step(
+            self.params if self.master_params is None else self.master_params,
             grads,
             self.exp_avgs,
             self.exp_avg_sqs,
-            self.max_exp_avg_sqs,
-            self.step_count + 1,
-        )
-        self.step_count += 1
-
-    def _step(self, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step):
-        adamw_step(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            step=step,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            max_exp_avg_sqs=max_exp_avg_sqs,
-            maximize=self.maximize,
-            decoupled_weight_decay=self.decoupled_weight_decay,
+            step=self.step_count + 1,
+            max_exp_avg_sqs=self.max_exp_avg_sqs,
+            emas=self.emas,
+            copies=adamw_state.written_copies(self),
+            grad_scale=grad_scale,
+            clip_coef=clip,
+            found_inf=found_inf,
             workspace=self._workspace,
+            **self._options(),
         )
+        if norm is not None:
+            self.grad_norm = number(norm)
+        stepped = found_inf is None or number(found_inf) == 0
+        self.step_count += stepped
+        return stepped
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "lr": self.lr,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "ema_decay": 0.0 if self.ema_decay is None else self.ema_decay,
+            "maximize": self.maximize,
+            "decoupled_weight_decay": self.decoupled_weight_decay,
+            "zero_grad": self.zero_grad,
+            "write_back_grads": self.write_back_grads,
+        }
+
+    def _moments(self) -> list[Array]:
+        return [new_like(p, self.state_dtype or p.dtype) for p in self.params]
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyperparameters, the step count, and copies of the state arrays."""
-        copies = {
-            name: None if arrays is None else [a.copy() for a in arrays]
-            for name, arrays in self._arrays().items()
-        }
-        return {**{n: getattr(self, n) for n in _SCALARS}, **copies}
+        """Hyperparameters, the step count, and copies of the state arrays.
+
+        The parameters are not among them, and the options from `state_dtype` on are
+        not: they are what the optimizer was made with.
+        """
+        return adamw_state.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave.
+        """Takes what `state_dict` gave, also where other options gave it.
 
-        Raises ValueError where names, numbers of arrays, shapes or dtypes do not fit;
-        nothing has changed then.
+        Arrays become the dtypes of this optimizer. EMAs, copies and masters that the
+        state lacks start from the parameters, and what it has beyond is dropped.
+
+        Raises ValueError where names, numbers of arrays or shapes do not fit, a dtype
+        is not a float, or only one of the two has AMSGrad's maxima, which cannot be
+        made from the rest; nothing has changed then.
         """
-        arrays = self._arrays()
-        wanted = {*_SCALARS, *arrays}
-        if set(state) != wanted:
-            raise ValueError(
-                f"state must have the keys {sorted(wanted)}, got {sorted(state)}"
-            )
-        for name, mine in arrays.items():
-            _check_state(name, mine, state[name])
-        for name, mine in arrays.items():
-            for to, new in zip(mine or (), state[name] or (), strict=True):
-                to[...] = new
-        for name in _SCALARS:
-            setattr(self, name, state[name])
-
-    def _arrays(self) -> dict[str, list[Array] | None]:
-        return {
-            "exp_avgs": self.exp_avgs,
-            "exp_avg_sqs": self.exp_avg_sqs,
-            "max_exp_avg_sqs": self.max_exp_avg_sqs,
-        }
-
-
-_SCALARS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "maximize",
-    "decoupled_weight_decay",
-    "step_count",
-)
-
-
-def _zeros_like(param: Array) -> Array:
-    if isinstance(param, np.ndarray):
-        return np.zeros_like(param, subok=False)
-    return param.__array_namespace__().zeros_like(param)  # CuPy and others
-
-
-def _check_state(name: str, mine: list[Array] | None, new: Any) -> None:
-    if (mine is None) != (new is None) or (mine and len(mine) != len(new)):
-        have = "None" if new is None else f"{len(new)} arrays"
-        want = "None" if mine is None else f"{len(mine)} arrays"
-        raise ValueError(f"{name} must be {want}, got {have}")
-    for i, (a, b) in enumerate(zip(mine or (), new or (), strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            raise ValueError(
-                f"{name}[{i}] must be {a.dtype} of shape {a.shape}, "
-                f"got {b.dtype} of shape {b.shape}"
-            )
+        adamw_state.load_state_dict(self, state)

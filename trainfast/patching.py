@@ -254,3 +254,17 @@ register(
         ("torch.optim.Adam", "trainfast.torch.Adam"),
     ],
 )
+register(
+    "amp",
+    [
+        ("torch.amp.GradScaler", "trainfast.torch.GradScaler"),
+        ("torch.cuda.amp.GradScaler", "trainfast.torch.amp.CudaGradScaler"),
+    ],
+)
+register(
+    "clip",
+    [
+        (f"torch.nn.utils.{name}", f"trainfast.torch.{name}")
+        for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm")
+    ],
+)

@@ -6,12 +6,14 @@
 /* The step's scalars, rounded to REAL. */
 typedef struct {
     REAL unscale, sign, l2, decay, rest1, beta2, rest2, step_size, inv_root_bias, eps;
+    REAL ema_rest;
     bool from_grad; /* beta1 <= 0.5: m = g - beta1 * (g - m), so that beta1 = 0 gives m
                        = g */
-    bool write_back;
+    bool write_back, zero_grad;
 } R(adamw_scalars);
 
-static R(adamw_scalars) R(adamw_round)(const tfast_adamw_coef *coef, bool write_back)
+static R(adamw_scalars)
+    R(adamw_round)(const tfast_adamw_coef *coef, const tfast_adamw_args *args)
 {
     const bool from_grad = coef->beta1 <= 0.5;
 
@@ -26,24 +28,54 @@ static R(adamw_scalars) R(adamw_round)(const tfast_adamw_coef *coef, bool write_
         .step_size = (REAL)coef->step_size,
         .inv_root_bias = (REAL)coef->inv_root_bias,
         .eps = (REAL)coef->eps,
+        .ema_rest = (REAL)coef->ema_rest,
         .from_grad = from_grad,
-        .write_back = write_back,
+        .write_back = args->write_back_grads,
+        .zero_grad = args->zero_grad,
     };
 }
 
-/* n elements from `first` on, a multiple of VR_WIDTH. The last three are compile-time
- * constants: the dtype of parameter and gradient, that of the state, and `plain`, true
- * where there is no amsgrad, L2 term, write-back or beta1 <= 0.5, so that the usual
- * loops have no branches. */
+/* The moving average of p: exactly p without decay. */
+static inline __attribute__((always_inline)) vr
+R(adamw_average)(vr ema, vr p, REAL rest)
+{
+    return rest == 1 ? p : vr_fma(vr_set1(rest), vr_sub(p, ema), ema);
+}
+
+/* A copy's dtype is known at run time only. */
 static inline __attribute__((always_inline)) void
-R(adamw_loop)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
-              const R(adamw_scalars) * s, tfast_dtype dtype, tfast_dtype state,
-              bool plain)
+R(adamw_copy)(void *copy, tfast_dtype dtype, int64_t i, vr p)
+{
+#if REAL_IS_F32
+    if (dtype == TFAST_BF16) {
+        R(vector_write)(copy, TFAST_BF16, i, p);
+        return;
+    }
+    if (dtype == TFAST_F16) {
+        R(vector_write)(copy, TFAST_F16, i, p);
+        return;
+    }
+#endif
+    (void)dtype;
+    R(vector_write)(copy, REAL_DTYPE, i, p);
+}
+
+/* n elements from `first` on, a multiple of VR_WIDTH. The last four are compile-time
+ * constants: the dtypes of parameter, gradient and state, and `plain`, true where there
+ * is no amsgrad, L2 term, beta1 <= 0.5, extra, or writing of gradients, so that the
+ * usual loops have no branches. */
+static inline __attribute__((always_inline)) void
+R(adamw_loop)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+              int64_t first, int64_t n, const R(adamw_scalars) * s, tfast_dtype dtype,
+              tfast_dtype grad_dtype, tfast_dtype state, bool plain)
 {
     /* in locals, since a store through them might change the slot */
     void *const param = slot->param, *const grad = slot->grad;
     void *const exp_avg = slot->exp_avg, *const exp_avg_sq = slot->exp_avg_sq;
     void *const top = plain ? NULL : slot->max_exp_avg_sq;
+    void *const ema = plain ? NULL : extra->ema, *const copy =
+                                                     plain ? NULL : extra->copy;
+    const tfast_dtype copy_dtype = plain ? REAL_DTYPE : extra->copy_dtype;
     const vr unscale = vr_set1(s->unscale), sign = vr_set1(s->sign);
     const vr l2 = vr_set1(s->l2), decay = vr_set1(s->decay);
     const vr rest1 = vr_set1(s->rest1), rest2 = vr_set1(s->rest2);
@@ -52,19 +84,22 @@ R(adamw_loop)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
     const vr inv_root_bias = vr_set1(s->inv_root_bias);
 
     for (int64_t i = first; i < first + n; i += VR_WIDTH) {
-        if (plain && i + PREFETCH < first + n) {
+        if (i + PREFETCH < first + n) {
             R(prefetch)(param, dtype, i + PREFETCH);
-            R(prefetch)(grad, dtype, i + PREFETCH);
+            R(prefetch)(grad, grad_dtype, i + PREFETCH);
             R(prefetch)(exp_avg, state, i + PREFETCH);
             R(prefetch)(exp_avg_sq, state, i + PREFETCH);
+            if (ema != NULL) {
+                R(prefetch)(ema, REAL_DTYPE, i + PREFETCH);
+            }
         }
         vr p = R(vector_read)(param, dtype, i);
-        vr g = vr_mul(R(vector_read)(grad, dtype, i), unscale);
+        vr g = vr_mul(R(vector_read)(grad, grad_dtype, i), unscale);
         vr m = R(vector_read)(exp_avg, state, i);
         vr v = R(vector_read)(exp_avg_sq, state, i);
 
-        if (!plain && s->write_back) {
-            R(vector_write)(grad, dtype, i, g);
+        if (!plain && (s->write_back || s->zero_grad)) {
+            R(vector_write)(grad, grad_dtype, i, s->zero_grad ? vr_set1(0) : g);
         }
         g = vr_mul(g, sign);
         if (!plain && s->l2 != 0) {
@@ -82,57 +117,72 @@ R(adamw_loop)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
         const vr denom = vr_fma(vr_sqrt(v), inv_root_bias, eps);
         p = vr_sub(p, vr_div(vr_mul(step_size, m), denom));
         R(vector_write)(param, dtype, i, p);
+        if (ema != NULL) {
+            const vr old = R(vector_read)(ema, REAL_DTYPE, i);
+            R(vector_write)(ema, REAL_DTYPE, i, R(adamw_average)(old, p, s->ema_rest));
+        }
+        if (copy != NULL) {
+            R(adamw_copy)(copy, copy_dtype, i, p);
+        }
     }
 }
 
-/* The same where there is a loop for these dtypes: all REAL, or plain steps of the half
- * types that people train in. False where there is none. */
+/* Whether the loops below take what else is to be written. */
 static bool
-R(adamw_vectors)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
-                 const R(adamw_scalars) * s)
+R(adamw_takes)(const tfast_adamw_extra *extra)
 {
-    const tfast_dtype dtype = slot->param_dtype, state = slot->state_dtype;
-    const bool plain =
-        slot->max_exp_avg_sq == NULL && !s->write_back && s->l2 == 0 && !s->from_grad;
+    const bool half = extra->copy_dtype == TFAST_BF16 || extra->copy_dtype == TFAST_F16;
 
-    if (slot->grad_dtype != dtype) {
+    return (extra->ema == NULL || extra->ema_dtype == REAL_DTYPE) &&
+           (extra->copy == NULL || extra->copy_dtype == REAL_DTYPE ||
+            (REAL_IS_F32 && half));
+}
+
+/* The same where there is a loop for these dtypes: all REAL, or the half types that
+ * people train in, or their gradients for float32 master weights. False where there is
+ * none. */
+static bool
+R(adamw_vectors)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+                 int64_t first, int64_t n, const R(adamw_scalars) * s)
+{
+    const tfast_dtype dtype = slot->param_dtype, grad = slot->grad_dtype;
+    const tfast_dtype state = slot->state_dtype;
+    const bool plain = slot->max_exp_avg_sq == NULL && !s->write_back &&
+                       !s->zero_grad && s->l2 == 0 && !s->from_grad &&
+                       extra->ema == NULL && extra->copy == NULL;
+
+#define LOOPS(PARAM, GRAD, STATE)                                                      \
+    if (dtype == PARAM && grad == GRAD && state == STATE) {                            \
+        if (plain) {                                                                   \
+            R(adamw_loop)(slot, extra, first, n, s, PARAM, GRAD, STATE, true);         \
+        } else {                                                                       \
+            R(adamw_loop)(slot, extra, first, n, s, PARAM, GRAD, STATE, false);        \
+        }                                                                              \
+        return true;                                                                   \
+    }
+
+    if (!R(adamw_takes)(extra)) {
         return false;
     }
-    if (dtype == REAL_DTYPE && state == REAL_DTYPE) {
-        if (plain) {
-            R(adamw_loop)(slot, first, n, s, REAL_DTYPE, REAL_DTYPE, true);
-        } else {
-            R(adamw_loop)(slot, first, n, s, REAL_DTYPE, REAL_DTYPE, false);
-        }
-        return true;
-    }
+    LOOPS(REAL_DTYPE, REAL_DTYPE, REAL_DTYPE)
 #if REAL_IS_F32
-    if (plain && dtype == TFAST_BF16 && state == TFAST_BF16) {
-        R(adamw_loop)(slot, first, n, s, TFAST_BF16, TFAST_BF16, true);
-        return true;
-    }
-    if (plain && dtype == TFAST_BF16 && state == TFAST_F32) {
-        R(adamw_loop)(slot, first, n, s, TFAST_BF16, TFAST_F32, true);
-        return true;
-    }
-    if (plain && dtype == TFAST_F16 && state == TFAST_F16) {
-        R(adamw_loop)(slot, first, n, s, TFAST_F16, TFAST_F16, true);
-        return true;
-    }
-    if (plain && dtype == TFAST_F16 && state == TFAST_F32) {
-        R(adamw_loop)(slot, first, n, s, TFAST_F16, TFAST_F32, true);
-        return true;
-    }
+    LOOPS(TFAST_BF16, TFAST_BF16, TFAST_BF16)
+    LOOPS(TFAST_BF16, TFAST_BF16, TFAST_F32)
+    LOOPS(TFAST_F16, TFAST_F16, TFAST_F16)
+    LOOPS(TFAST_F16, TFAST_F16, TFAST_F32)
+    LOOPS(TFAST_F32, TFAST_BF16, TFAST_F32)
+    LOOPS(TFAST_F32, TFAST_F16, TFAST_F32)
 #endif
     return false;
+#undef LOOPS
 }
 
 /* n elements from `first` on, of any dtypes, tile by tile. */
 static void
-R(adamw_tiles)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
-               const R(adamw_scalars) * s)
+R(adamw_tiles)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+               int64_t first, int64_t n, const R(adamw_scalars) * s)
 {
-    _Alignas(64) REAL tile[5][TILE];
+    _Alignas(64) REAL tile[7][TILE];
     const tfast_dtype param_dtype = slot->param_dtype, grad_dtype = slot->grad_dtype;
     const tfast_dtype state_dtype = slot->state_dtype;
     void *top = slot->max_exp_avg_sq;
@@ -144,23 +194,32 @@ R(adamw_tiles)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
         REAL *g = R(tile_open)(tile[1], slot->grad, grad_dtype, first, count);
         REAL *m = R(tile_open)(tile[2], slot->exp_avg, state_dtype, first, count);
         REAL *v = R(tile_open)(tile[3], slot->exp_avg_sq, state_dtype, first, count);
-        REAL *t = NULL;
+        REAL *t = NULL, *e = NULL, *c = extra->copy != NULL ? tile[6] : NULL;
 
         if (top != NULL) {
             t = R(tile_open)(tile[4], top, state_dtype, first, count);
         }
+        if (extra->ema != NULL) {
+            e = R(tile_open)(tile[5], extra->ema, extra->ema_dtype, first, count);
+        }
         R(adamw_vectors)
         (&(tfast_adamw_slot){p, g, m, v, t, NULL, padded, REAL_DTYPE, REAL_DTYPE,
                              REAL_DTYPE},
-         0, padded, s);
+         &(tfast_adamw_extra){e, c, REAL_DTYPE, REAL_DTYPE}, 0, padded, s);
         R(tile_close)(p, tile[0], slot->param, param_dtype, first, count);
         R(tile_close)(m, tile[2], slot->exp_avg, state_dtype, first, count);
         R(tile_close)(v, tile[3], slot->exp_avg_sq, state_dtype, first, count);
         if (top != NULL) {
             R(tile_close)(t, tile[4], top, state_dtype, first, count);
         }
-        if (s->write_back) {
+        if (s->write_back || s->zero_grad) {
             R(tile_close)(g, tile[1], slot->grad, grad_dtype, first, count);
+        }
+        if (e != NULL) {
+            R(tile_close)(e, tile[5], extra->ema, extra->ema_dtype, first, count);
+        }
+        if (c != NULL) {
+            R(tile_write)(extra->copy, c, extra->copy_dtype, first, count);
         }
     }
 }
@@ -168,16 +227,17 @@ R(adamw_tiles)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
 /* n elements from `first` on: in place where there is a loop for it, but for a last
  * vector that is not full. */
 static void
-R(adamw_span)(const tfast_adamw_slot *slot, int64_t first, int64_t n,
-              const tfast_adamw_coef *coef, bool write_back)
+R(adamw_span)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+              int64_t first, int64_t n, const tfast_adamw_coef *coef,
+              const tfast_adamw_args *args)
 {
-    const R(adamw_scalars) s = R(adamw_round)(coef, write_back);
+    const R(adamw_scalars) s = R(adamw_round)(coef, args);
     int64_t whole = n / VR_WIDTH * VR_WIDTH;
 
-    if (!R(adamw_vectors)(slot, first, whole, &s)) {
+    if (!R(adamw_vectors)(slot, extra, first, whole, &s)) {
         whole = 0;
     }
     if (whole < n) {
-        R(adamw_tiles)(slot, first + whole, n - whole, &s);
+        R(adamw_tiles)(slot, extra, first + whole, n - whole, &s);
     }
 }

@@ -10,16 +10,33 @@ enum {
 typedef struct {
     const tfast_adamw_args *args;
     int64_t cost; /* of all slots */
+    bool skip;    /* only the gradients are zeroed */
 } adamw_job;
 
-/* Where a cut at `at`, counted from the slot's start, falls among its elements. */
-static int64_t
-adamw_cut(int64_t at, int64_t numel)
+static const tfast_adamw_extra no_extra;
+
+/* Elements first .. first + n - 1 of slot i. */
+static void
+adamw_slot_span(const tfast_adamw_args *args, int64_t i, int64_t first, int64_t n,
+                const tfast_adamw_coef *coef)
 {
-    if (at <= 0) {
-        return 0;
+    const tfast_adamw_slot *slot = &args->slots[i];
+    const tfast_adamw_extra *extra =
+        args->extras != NULL ? &args->extras[i] : &no_extra;
+
+    if (slot->param_dtype == TFAST_F64 || slot->state_dtype == TFAST_F64) {
+        adamw_span_f64(slot, extra, first, n, coef, args);
+    } else {
+        adamw_span_f32(slot, extra, first, n, coef, args);
     }
-    return at >= numel ? numel : at / CUT * CUT;
+}
+
+static void
+adamw_zero(const tfast_adamw_slot *slot, int64_t first, int64_t n)
+{
+    const size_t size = tfast_dtype_size(slot->grad_dtype);
+
+    memset((char *)slot->grad + (size_t)first * size, 0, (size_t)n * size);
 }
 
 static void
@@ -29,31 +46,31 @@ adamw_part(void *context, int part, int parts)
     const tfast_adamw_args *args = job->args;
     const double lr = args->lr_device != NULL ? *args->lr_device : args->lr;
     const double scale = args->grad_scale != NULL ? *args->grad_scale : 1.0;
-    /* 128 bits: cost * parts may pass 2^63 */
-    const int64_t from = (int64_t)((__int128)job->cost * part / parts);
-    const int64_t to = (int64_t)((__int128)job->cost * (part + 1) / parts);
+    const double clip = args->clip_coef != NULL ? *args->clip_coef : 1.0;
+    const int64_t from = part_begin(job->cost, part, parts);
+    const int64_t to = part_begin(job->cost, part + 1, parts);
     tfast_adamw_coef coef = {0};
     int64_t coef_step = 0, at = 0;
 
     for (int64_t i = 0; i < args->n_slots && at < to; i++) {
         const tfast_adamw_slot *slot = &args->slots[i];
-        const int64_t first = adamw_cut(from - at, slot->numel);
-        const int64_t end = adamw_cut(to - at, slot->numel);
+        const int64_t first = part_cut(from - at, slot->numel, CUT);
+        const int64_t end = part_cut(to - at, slot->numel, CUT);
         const int64_t step = slot->step != NULL ? (int64_t)*slot->step : args->step;
 
         at += slot->numel + SLOT_COST;
         if (first >= end) {
             continue;
         }
+        if (job->skip) {
+            adamw_zero(slot, first, end - first);
+            continue;
+        }
         if (step != coef_step) {
-            coef = tfast_adamw_coef_at(args, step, lr, scale);
+            coef = tfast_adamw_coef_at(args, step, lr, scale, clip);
             coef_step = step;
         }
-        if (slot->param_dtype == TFAST_F64 || slot->state_dtype == TFAST_F64) {
-            adamw_span_f64(slot, first, end - first, &coef, args->write_back_grads);
-        } else {
-            adamw_span_f32(slot, first, end - first, &coef, args->write_back_grads);
-        }
+        adamw_slot_span(args, i, first, end - first, &coef);
     }
 }
 
@@ -61,20 +78,17 @@ static tfast_status
 adamw_step(const tfast_adamw_args *args)
 {
     adamw_job job = {.args = args};
-    int64_t parts = tfast_num_threads();
 
-    if (args->found_inf != NULL && *args->found_inf != 0) {
+    job.skip = args->found_inf != NULL && *args->found_inf != 0;
+    if (job.skip && !args->zero_grad) {
         return TFAST_OK;
     }
     for (int64_t i = 0; i < args->n_slots; i++) {
         job.cost += args->slots[i].numel + SLOT_COST;
-        if (args->slots[i].step != NULL) {
+        if (args->slots[i].step != NULL && !job.skip) {
             *args->slots[i].step += 1;
         }
     }
-    if (parts > job.cost / PART_COST) {
-        parts = job.cost / PART_COST;
-    }
-    tfast_parallel(parts < 1 ? 1 : (int)parts, adamw_part, &job);
+    tfast_parallel(parts_worth(job.cost, PART_COST), adamw_part, &job);
     return TFAST_OK;
 }

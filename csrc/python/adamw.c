@@ -1,84 +1,33 @@
 /* A call of the AdamW step, and _core.adamw: lists of any arrays. */
 #include "adamw_call.h"
 
-#define STATE_COLUMNS                                                                  \
-    [EXP_AVG] = {.name = "exp_avgs", .write = true, .keep = true},                     \
-    [EXP_AVG_SQ] = {.name = "exp_avg_sqs",                                             \
-                    .write = true,                                                     \
-                    .keep = true,                                                      \
-                    .same_dtype = EXP_AVG},                                            \
-    [MAX_EXP_AVG_SQ] = {.name = "max_exp_avg_sqs",                                     \
+#define COLUMNS(PARAMS, COPIES, write_grads, own_copy)                                 \
+    {                                                                                  \
+        [PARAM] = {.name = PARAMS, .write = true},                                     \
+        [GRAD] = {.name = "grads", .write = write_grads, .any_layout = true},          \
+        [EXP_AVG] = {.name = "exp_avgs", .write = true, .keep = true},                 \
+        [EXP_AVG_SQ] = {.name = "exp_avg_sqs",                                         \
                         .write = true,                                                 \
                         .keep = true,                                                  \
                         .same_dtype = EXP_AVG},                                        \
-    [STEP] = {.name = "step", .write = true, .scalar = true, .keep = true}
+        [MAX_EXP_AVG_SQ] = {.name = "max_exp_avg_sqs",                                 \
+                            .write = true,                                             \
+                            .keep = true,                                              \
+                            .same_dtype = EXP_AVG},                                    \
+        [STEP] = {.name = "step", .write = true, .scalar = true, .keep = true},        \
+        [EMA] = {.name = "emas", .write = true, .keep = true},                         \
+        [COPY] = {.name = COPIES, .write = true, .keep = own_copy},                    \
+    }
 
-static const py_column read_grads[N_COLUMNS] = {
-    [PARAM] = {.name = "params", .write = true},
-    [GRAD] = {.name = "grads", .any_layout = true},
-    STATE_COLUMNS,
-};
-
-static const py_column write_grads[N_COLUMNS] = {
-    [PARAM] = {.name = "params", .write = true},
-    [GRAD] = {.name = "grads", .write = true, .any_layout = true},
-    STATE_COLUMNS,
+/* By whether the gradients are written, and whether there are master weights. */
+static const py_column columns[2][2][N_COLUMNS] = {
+    {COLUMNS("params", "copies", false, true),
+     COLUMNS("master_params", "params", false, false)},
+    {COLUMNS("params", "copies", true, true),
+     COLUMNS("master_params", "params", true, false)},
 };
 
 /* ---- Shared ---------------------------------------------------------------------- */
-
-static int
-borrow_scalar(py_state *state, PyObject *object, const char *name, tfast_device device,
-              py_array *array, const float **value)
-{
-    const py_argument argument = {name, -1};
-
-    if (object == NULL || object == Py_None) {
-        return 0;
-    }
-    if (py_borrow(state, object, argument, false, array) < 0) {
-        return -1;
-    }
-    if (array->numel != 1 || array->dtype != TFAST_F32) {
-        return py_argument_error(PyExc_ValueError, argument,
-                                 "must hold one float32, got %lld elements of %s",
-                                 (long long)array->numel,
-                                 tfast_dtype_name(array->dtype));
-    }
-    if (array->device.type != device.type || array->device.index != device.index) {
-        return py_argument_error(PyExc_ValueError, argument,
-                                 "must be on the parameters' device");
-    }
-    *value = array->data;
-    return 0;
-}
-
-/* lr is a number, or an array of one float32 where the parameters are. */
-static int
-take_scalars(py_state *state, py_adamw_call *call)
-{
-    tfast_adamw_args *args = &call->args;
-
-    args->maximize = call->maximize != 0;
-    args->decoupled_weight_decay = call->decoupled != 0;
-    args->stream = (void *)(uintptr_t)call->stream;
-    args->device = call->workspace->table.device;
-    if (PyFloat_Check(call->lr) || PyLong_Check(call->lr)) {
-        args->lr = PyFloat_AsDouble(call->lr);
-        if (args->lr == -1.0 && PyErr_Occurred()) {
-            return -1;
-        }
-    } else if (borrow_scalar(state, call->lr, "lr", args->device, &call->scalars[0],
-                             &args->lr_device) < 0) {
-        return -1;
-    }
-    if (borrow_scalar(state, call->grad_scale, "grad_scale", args->device,
-                      &call->scalars[1], &args->grad_scale) < 0) {
-        return -1;
-    }
-    return borrow_scalar(state, call->found_inf, "found_inf", args->device,
-                         &call->scalars[2], &args->found_inf);
-}
 
 static void
 fill_slots(py_workspace *workspace)
@@ -101,54 +50,81 @@ fill_slots(py_workspace *workspace)
     }
 }
 
-int
-py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
-               Py_ssize_t rows, bool keep)
+static void
+fill_extras(py_workspace *workspace)
 {
-    const bool write_back = call->grad_scale != NULL && call->grad_scale != Py_None;
+    for (Py_ssize_t i = 0; i < workspace->table.n_rows; i++) {
+        const py_row *row = &workspace->table.rows[i];
 
-    if (Py_TYPE(workspace) != state->workspace_type) {
-        PyErr_SetString(PyExc_TypeError, "workspace must be a Workspace");
+        workspace->extras[i] = (tfast_adamw_extra){
+            .ema = row->data[EMA],
+            .copy = row->data[COPY],
+            .ema_dtype = row->dtype[EMA],
+            .copy_dtype = row->dtype[COPY],
+        };
+    }
+}
+
+/* lr is a number, or an array of one float32 where the parameters are. */
+static int
+take_lr(py_adamw_call *call, py_state *state)
+{
+    void *value = NULL;
+
+    if (PyFloat_Check(call->lr) || PyLong_Check(call->lr)) {
+        call->args.lr = PyFloat_AsDouble(call->lr);
+        return call->args.lr == -1.0 && PyErr_Occurred() ? -1 : 0;
+    }
+    if (py_borrow_scalar(state, call->lr, "lr", TFAST_F32, call->args.device, false,
+                         &call->lr_array, &value) < 0) {
         return -1;
     }
-    call->workspace = (py_workspace *)workspace;
-    if (py_table_begin(&call->workspace->table, write_back ? write_grads : read_grads,
-                       N_COLUMNS, rows, keep) < 0) {
-        return -1;
-    }
-    call->args.write_back_grads = write_back;
-    call->workspace->table.relayout = call->relayout == Py_None ? NULL : call->relayout;
+    call->args.lr_device = value;
     return 0;
 }
 
-PyObject *
-py_adamw_run(py_adamw_call *call, py_state *state)
+int
+py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
+               PyObject *relayout, Py_ssize_t rows, bool keep)
+{
+    const bool write = call->args.write_back_grads || call->args.zero_grad;
+
+    call->workspace = py_workspace_of(state, workspace);
+    if (call->workspace == NULL ||
+        py_table_begin(&call->workspace->table, columns[write][call->master],
+                       call->extras ? N_COLUMNS : N_PLAIN, rows, keep) < 0) {
+        return -1;
+    }
+    call->workspace->table.relayout = relayout == Py_None ? NULL : relayout;
+    return 0;
+}
+
+int
+py_adamw_prepare(py_adamw_call *call, py_state *state)
 {
     py_workspace *workspace = call->workspace;
     tfast_adamw_args *args = &call->args;
-    tfast_status status;
 
-    if (py_table_check(&workspace->table) < 0 || take_scalars(state, call) < 0 ||
-        py_workspace_reserve(workspace, workspace->table.n_rows) < 0) {
-        return NULL;
+    args->device = workspace->table.device;
+    if (py_table_check(&workspace->table) < 0 || take_lr(call, state) < 0 ||
+        py_workspace_reserve(workspace, workspace->table.n_rows, call->extras) < 0) {
+        return -1;
     }
     fill_slots(workspace);
+    if (call->extras) {
+        fill_extras(workspace);
+        args->extras = workspace->extras;
+    }
     args->slots = workspace->slots;
     args->n_slots = workspace->table.n_rows;
     args->workspace = &workspace->backend;
-
-    Py_BEGIN_ALLOW_THREADS
-    status = tfast_adamw(args);
-    Py_END_ALLOW_THREADS
-    return py_result(status);
+    return 0;
 }
 
 void
 py_adamw_end(py_adamw_call *call)
 {
-    for (int i = 0; i < 3; i++) {
-        py_release(&call->scalars[i]);
-    }
+    py_release(&call->lr_array);
     py_table_end(&call->workspace->table);
 }
 
@@ -174,24 +150,26 @@ as_list(PyObject *object, const char *name, Py_ssize_t want)
     return list;
 }
 
-/* Reads the six columns as lists; `step` may be a number. */
+/* Reads the columns as lists; `step` may be a number, and some may be None. */
 static int
-take_lists(PyObject *const *columns, PyObject **lists, int64_t *step)
+take_lists(PyObject *const *objects, PyObject **lists, int64_t *step)
 {
     Py_ssize_t n = -1;
 
     for (int c = 0; c < N_COLUMNS; c++) {
-        if (c == STEP && PyLong_Check(columns[c])) {
-            *step = PyLong_AsLongLong(columns[c]);
+        const bool optional = c == MAX_EXP_AVG_SQ || c == EMA || c == COPY;
+
+        if (c == STEP && PyLong_Check(objects[c])) {
+            *step = PyLong_AsLongLong(objects[c]);
             if (*step == -1 && PyErr_Occurred()) {
                 return -1;
             }
             continue;
         }
-        if (c == MAX_EXP_AVG_SQ && columns[c] == Py_None) {
+        if (optional && objects[c] == Py_None) {
             continue;
         }
-        lists[c] = as_list(columns[c], read_grads[c].name, n);
+        lists[c] = as_list(objects[c], columns[0][0][c].name, n);
         if (lists[c] == NULL) {
             return -1;
         }
@@ -211,6 +189,9 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
 
         for (int c = 0; c < N_COLUMNS; c++) {
             objects[c] = lists[c] == NULL ? NULL : PyList_GetItem(lists[c], i);
+            if ((c == EMA || c == COPY) && objects[c] == Py_None) {
+                objects[c] = NULL; /* not wanted for this parameter */
+            }
         }
         status = py_table_add(state, table, objects, i);
         if (status > 0) {
@@ -224,49 +205,102 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
     return 0;
 }
 
+/* Borrows the scalars in arrays and runs the step on the rows that were added. */
+static PyObject *
+run_lists(py_state *state, py_adamw_call *call, PyObject *const *scalars)
+{
+    tfast_adamw_args *args = &call->args;
+    const struct {
+        const char *name;
+        tfast_dtype dtype;
+    } wanted[] = {
+        {"grad_scale", TFAST_F32}, {"found_inf", TFAST_F32}, {"clip_coef", TFAST_F64}};
+    py_array arrays[3] = {0};
+    void *values[3] = {NULL};
+    tfast_status status = TFAST_OK;
+    int ready = py_adamw_prepare(call, state);
+
+    for (int i = 0; i < 3 && ready == 0; i++) {
+        if (scalars[i] != NULL && scalars[i] != Py_None) {
+            ready = py_borrow_scalar(state, scalars[i], wanted[i].name, wanted[i].dtype,
+                                     args->device, false, &arrays[i], &values[i]);
+        }
+    }
+    if (ready == 0) {
+        args->grad_scale = values[0];
+        args->found_inf = values[1];
+        args->clip_coef = values[2];
+        Py_BEGIN_ALLOW_THREADS
+        status = tfast_adamw(args);
+        Py_END_ALLOW_THREADS
+    }
+    for (int i = 0; i < 3; i++) {
+        py_release(&arrays[i]);
+    }
+    return ready < 0 ? NULL : py_result(status);
+}
+
+static char *adamw_names[] = {"params",
+                              "grads",
+                              "exp_avgs",
+                              "exp_avg_sqs",
+                              "max_exp_avg_sqs",
+                              "step",
+                              "workspace",
+                              "lr",
+                              "beta1",
+                              "beta2",
+                              "eps",
+                              "weight_decay",
+                              "maximize",
+                              "decoupled_weight_decay",
+                              "grad_scale",
+                              "found_inf",
+                              "relayout",
+                              "stream",
+                              "emas",
+                              "copies",
+                              "ema_decay",
+                              "clip_coef",
+                              "zero_grad",
+                              "write_back_grads",
+                              NULL};
+
 PyObject *
 py_adamw(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"params",
-                            "grads",
-                            "exp_avgs",
-                            "exp_avg_sqs",
-                            "max_exp_avg_sqs",
-                            "step",
-                            "workspace",
-                            "lr",
-                            "beta1",
-                            "beta2",
-                            "eps",
-                            "weight_decay",
-                            "maximize",
-                            "decoupled_weight_decay",
-                            "grad_scale",
-                            "found_inf",
-                            "relayout",
-                            "stream",
-                            NULL};
-    PyObject *columns[N_COLUMNS], *lists[N_COLUMNS] = {NULL}, *result = NULL,
-                                  *workspace;
+    PyObject *objects[N_COLUMNS], *lists[N_COLUMNS] = {NULL}, *result = NULL;
+    PyObject *workspace, *relayout = NULL, *scalars[3] = {NULL};
     py_state *state = PyModule_GetState(module);
-    py_adamw_call call = {.decoupled = 1};
+    int maximize = 0, decoupled = 1, zero_grad = 0, write_back = 0;
+    unsigned long long stream = 0;
+    py_adamw_call call = {0};
 
+    objects[EMA] = objects[COPY] = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOO|$OddddppOOOK:adamw", names, &columns[PARAM],
-            &columns[GRAD], &columns[EXP_AVG], &columns[EXP_AVG_SQ],
-            &columns[MAX_EXP_AVG_SQ], &columns[STEP], &workspace, &call.lr,
+            args, kwargs, "OOOOOOO|$OddddppOOOKOOdOpp:adamw", adamw_names,
+            &objects[PARAM], &objects[GRAD], &objects[EXP_AVG], &objects[EXP_AVG_SQ],
+            &objects[MAX_EXP_AVG_SQ], &objects[STEP], &workspace, &call.lr,
             &call.args.beta1, &call.args.beta2, &call.args.eps, &call.args.weight_decay,
-            &call.maximize, &call.decoupled, &call.grad_scale, &call.found_inf,
-            &call.relayout, &call.stream)) {
+            &maximize, &decoupled, &scalars[0], &scalars[1], &relayout, &stream,
+            &objects[EMA], &objects[COPY], &call.args.ema_decay, &scalars[2],
+            &zero_grad, &write_back)) {
         return NULL;
     }
-    if (take_lists(columns, lists, &call.args.step) == 0 &&
-        py_adamw_begin(&call, state, workspace, PyList_Size(lists[PARAM]), false) ==
-            0) {
-        if (add_lists(state, &call.workspace->table, lists) == 0) {
-            result = py_adamw_run(&call, state);
+    call.args.maximize = maximize != 0;
+    call.args.decoupled_weight_decay = decoupled != 0;
+    call.args.zero_grad = zero_grad != 0;
+    call.args.write_back_grads = write_back != 0;
+    call.args.stream = (void *)(uintptr_t)stream;
+    if (take_lists(objects, lists, &call.args.step) == 0) {
+        call.extras = lists[EMA] != NULL || lists[COPY] != NULL;
+        if (py_adamw_begin(&call, state, workspace, relayout, PyList_Size(lists[PARAM]),
+                           false) == 0) {
+            if (add_lists(state, &call.workspace->table, lists) == 0) {
+                result = run_lists(state, &call, scalars);
+            }
+            py_adamw_end(&call);
         }
-        py_adamw_end(&call);
     }
     for (int c = 0; c < N_COLUMNS; c++) {
         Py_XDECREF(lists[c]);

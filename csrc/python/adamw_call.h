@@ -5,24 +5,37 @@
 
 #include "core.h"
 
-enum { PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, STEP, N_COLUMNS };
+enum {
+    PARAM,
+    GRAD,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MAX_EXP_AVG_SQ,
+    STEP,
+    N_PLAIN, /* columns of a step without extras */
+    EMA = N_PLAIN,
+    COPY,
+    N_COLUMNS
+};
 
-/* The scalars of a call; those in arrays are borrowed until it ends. */
+/* The step of one list of parameters. */
 typedef struct {
     tfast_adamw_args args;
-    PyObject *lr, *grad_scale, *found_inf, *relayout;
+    PyObject *lr; /* a number, or an array of one float32 */
+    py_array lr_array;
     py_workspace *workspace;
-    py_array scalars[3];
-    unsigned long long stream;
-    int maximize, decoupled;
+    bool master; /* column PARAM is the master weights, and COPY the parameters */
+    bool extras; /* there is an EMA or a COPY */
 } py_adamw_call;
 
-/* Starts a call of up to `rows` rows; see py_table_begin(). Returns 0 or -1. */
+/* Starts a call of up to `rows` rows; `relayout` as in the table, NULL or None: none.
+ * Returns 0 or -1. */
 int py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
-                   Py_ssize_t rows, bool keep);
+                   PyObject *relayout, Py_ssize_t rows, bool keep);
 
-/* Runs the step on the rows added since. Returns None, or NULL with an exception. */
-PyObject *py_adamw_run(py_adamw_call *call, py_state *state);
+/* Makes the arguments of the rows added since, but for the scalars that groups share.
+ * Returns 0 or -1 with an exception. */
+int py_adamw_prepare(py_adamw_call *call, py_state *state);
 
 /* Ends a call that began. */
 void py_adamw_end(py_adamw_call *call);

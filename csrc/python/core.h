@@ -12,7 +12,9 @@ typedef struct {
     PyObject_HEAD
     py_table table;
     tfast_adamw_slot *slots;
-    Py_ssize_t n_slots;
+    tfast_adamw_extra *extras;
+    tfast_amp_tensor *tensors;
+    Py_ssize_t n_slots, n_extras, n_tensors; /* room for */
     tfast_workspace backend;
     /* positions in the optimizer's state dict: of a group's first parameter, and during
      * a call of its next one and of two looks ahead */
@@ -22,10 +24,22 @@ typedef struct {
 
 extern PyType_Spec py_workspace_spec;
 
-/* Room for n slots. Returns 0, or -1 with MemoryError. */
-int py_workspace_reserve(py_workspace *workspace, Py_ssize_t n);
+/* The object as a workspace, or NULL with TypeError. Borrowed. */
+py_workspace *py_workspace_of(const py_state *state, PyObject *object);
+
+/* Room for n slots, and their extras. Returns 0, or -1 with MemoryError. */
+int py_workspace_reserve(py_workspace *workspace, Py_ssize_t n, bool extras);
+
+/* Room for n tensors of a pass over gradients. Returns 0, or -1 with MemoryError. */
+int py_workspace_reserve_tensors(py_workspace *workspace, Py_ssize_t n);
+
+/* Appends the arrays in one column of a table to `tensors`, and returns the end. */
+tfast_amp_tensor *py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table,
+                                 int column);
 
 PyObject *py_adamw(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_adamw_group(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs);
 
 #endif

@@ -6,7 +6,7 @@
 #include "tensor.h"
 
 enum {
-    PY_MAX_COLUMNS = 6,
+    PY_MAX_COLUMNS = 8,
     PY_KEPT_DIMS = 5 /* arrays of more dimensions are resolved every time */
 };
 

@@ -60,11 +60,18 @@ py_thread_runtime(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 static PyMethodDef methods[] = {
     {"adamw", WITH_KEYWORDS(py_adamw), METH_VARARGS | METH_KEYWORDS,
      "One AdamW step on lists of arrays; see trainfast.adamw_step."},
-    {"adamw_group", WITH_KEYWORDS(py_adamw_group), METH_VARARGS | METH_KEYWORDS,
-     "One AdamW step on a torch param group. Returns None, or the place of a "
-     "parameter\n"
-     "whose state is missing or which is on another device (nothing has changed "
-     "then)."},
+    {"adamw_groups", WITH_KEYWORDS(py_adamw_groups), METH_VARARGS | METH_KEYWORDS,
+     "One AdamW step on torch param groups, with the pass over their gradients where\n"
+     "it is asked for. Returns how many parameters had gradients, or (group, place) "
+     "of\n"
+     "a parameter whose state is missing or which is on another device (nothing has\n"
+     "changed then)."},
+    {"amp_grads", WITH_KEYWORDS(py_amp_grads), METH_VARARGS | METH_KEYWORDS,
+     "One pass over gradients: infinities, norm, rewriting; see csrc/tfast.h."},
+    {"amp_update", WITH_KEYWORDS(py_amp_update), METH_VARARGS | METH_KEYWORDS,
+     "The loss scale at the end of an iteration; see csrc/tfast.h. The trackers are "
+     "one\n"
+     "int32 each, as a float32 view of its bits."},
     {"backends", py_backends, METH_NOARGS,
      "[(name, why it cannot run here or None, in use)], best first."},
     {"use_backend", py_use_backend, METH_O,
@@ -87,11 +94,15 @@ module_exec(PyObject *module)
     state->s_exp_avg = PyUnicode_InternFromString("exp_avg");
     state->s_exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
     state->s_max_exp_avg_sq = PyUnicode_InternFromString("max_exp_avg_sq");
+    state->s_ema = PyUnicode_InternFromString("ema");
+    state->s_master_param = PyUnicode_InternFromString("master_param");
+    state->s_weight_copy = PyUnicode_InternFromString("weight_copy");
     workspace = PyType_FromModuleAndSpec(module, &py_workspace_spec, NULL);
     state->workspace_type = (PyTypeObject *)workspace;
     if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
         state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||
-        workspace == NULL ||
+        state->s_ema == NULL || state->s_master_param == NULL ||
+        state->s_weight_copy == NULL || workspace == NULL ||
         PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
         PyModule_AddStringConstant(module, "version", TRAINFAST_VERSION) < 0) {
         return -1;
@@ -129,6 +140,9 @@ module_clear(PyObject *module)
     Py_CLEAR(state->s_exp_avg);
     Py_CLEAR(state->s_exp_avg_sq);
     Py_CLEAR(state->s_max_exp_avg_sq);
+    Py_CLEAR(state->s_ema);
+    Py_CLEAR(state->s_master_param);
+    Py_CLEAR(state->s_weight_copy);
     return 0;
 }
 

@@ -233,6 +233,32 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
     return status;
 }
 
+int
+py_borrow_scalar(py_state *state, PyObject *object, const char *name, tfast_dtype dtype,
+                 tfast_device device, bool write, py_array *array, void **value)
+{
+    const py_argument argument = {name, -1};
+
+    if (py_borrow(state, object, argument, write, array) < 0) {
+        return -1;
+    }
+    if (array->numel != 1 || array->dtype != dtype) {
+        py_argument_error(PyExc_ValueError, argument,
+                          "must hold one %s, got %lld elements of %s",
+                          tfast_dtype_name(dtype), (long long)array->numel,
+                          tfast_dtype_name(array->dtype));
+    } else if (array->device.type != device.type ||
+               array->device.index != device.index) {
+        py_argument_error(PyExc_ValueError, argument,
+                          "must be on the parameters' device");
+    } else {
+        *value = array->data;
+        return 0;
+    }
+    py_release(array);
+    return -1;
+}
+
 void
 py_release(py_array *array)
 {

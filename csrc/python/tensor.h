@@ -21,8 +21,8 @@ typedef struct {
     int numpy_bfloat16; /* NumPy's type number of ml_dtypes.bfloat16, or -1 */
     bool numpy_ready;
     PyTypeObject *workspace_type;
-    PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq,
-        *s_max_exp_avg_sq; /* interned */
+    PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
+        *s_master_param, *s_weight_copy; /* interned */
 } py_state;
 
 /* One borrowed array. Valid while the object it came from and `owner` are held. */
@@ -56,6 +56,12 @@ int py_argument_error(PyObject *type, py_argument argument, const char *format, 
  * sparse, tensor subclasses). */
 int py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
               py_array *array);
+
+/* Borrows an array of one element of that dtype on that device, and sets *value to it.
+ * Returns 0 or -1 with an exception. */
+int py_borrow_scalar(py_state *state, PyObject *object, const char *name,
+                     tfast_dtype dtype, tfast_device device, bool write,
+                     py_array *array, void **value);
 
 /* Gives back what py_borrow() took; accepts a zeroed array. */
 void py_release(py_array *array);

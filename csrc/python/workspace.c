@@ -3,22 +3,52 @@
 
 #include <unistd.h>
 
-int
-py_workspace_reserve(py_workspace *workspace, Py_ssize_t n)
+/* Makes room for n elements of `size` bytes, leaving what is there. */
+static int
+reserve(void **array, Py_ssize_t *room, Py_ssize_t n, size_t size)
 {
-    tfast_adamw_slot *slots = workspace->slots;
+    void *larger;
 
-    if (n <= workspace->n_slots) {
+    if (n <= *room) {
         return 0;
     }
-    slots = PyMem_Realloc(slots, (size_t)n * sizeof *slots);
-    if (slots == NULL) {
+    larger = PyMem_Realloc(*array, (size_t)n * size);
+    if (larger == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    workspace->slots = slots;
-    workspace->n_slots = n;
+    *array = larger;
+    *room = n;
     return 0;
+}
+
+int
+py_workspace_reserve(py_workspace *workspace, Py_ssize_t n, bool extras)
+{
+    if (reserve((void **)&workspace->slots, &workspace->n_slots, n,
+                sizeof *workspace->slots) < 0) {
+        return -1;
+    }
+    return !extras ? 0
+                   : reserve((void **)&workspace->extras, &workspace->n_extras, n,
+                             sizeof *workspace->extras);
+}
+
+int
+py_workspace_reserve_tensors(py_workspace *workspace, Py_ssize_t n)
+{
+    return reserve((void **)&workspace->tensors, &workspace->n_tensors, n,
+                   sizeof *workspace->tensors);
+}
+
+py_workspace *
+py_workspace_of(const py_state *state, PyObject *object)
+{
+    if (Py_TYPE(object) != state->workspace_type) {
+        PyErr_SetString(PyExc_TypeError, "workspace must be a Workspace");
+        return NULL;
+    }
+    return (py_workspace *)object;
 }
 
 static PyObject *
@@ -59,6 +89,8 @@ workspace_dealloc(py_workspace *workspace)
     PyObject_GC_UnTrack(workspace);
     py_table_clear(&workspace->table);
     PyMem_Free(workspace->slots);
+    PyMem_Free(workspace->extras);
+    PyMem_Free(workspace->tensors);
     if (workspace->process == getpid()) {
         tfast_workspace_clear(&workspace->backend);
     }

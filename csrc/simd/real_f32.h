@@ -16,6 +16,7 @@
 #undef vr_fma
 #undef vr_sqrt
 #undef vr_max
+#undef vr_min
 
 #define REAL float
 #define REAL_DTYPE TFAST_F32
@@ -33,3 +34,4 @@
 #define vr_fma vf_fma
 #define vr_sqrt vf_sqrt
 #define vr_max vf_max
+#define vr_min vf_min

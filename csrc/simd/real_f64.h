@@ -16,6 +16,7 @@
 #undef vr_fma
 #undef vr_sqrt
 #undef vr_max
+#undef vr_min
 
 #define REAL double
 #define REAL_DTYPE TFAST_F64
@@ -33,3 +34,4 @@
 #define vr_fma vd_fma
 #define vr_sqrt vd_sqrt
 #define vr_max vd_max
+#define vr_min vd_min

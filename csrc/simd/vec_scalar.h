@@ -1,6 +1,6 @@
 /* The vector vocabulary on one lane: what every other instruction set must equal. vf is a
  * vector of float32, vd of float64; loads and stores need no alignment; vX_max(a, b) is
- * a > b ? a : b, so b where either is NaN. */
+ * a > b ? a : b and vX_min(a, b) a < b ? a : b, so b where either is NaN. */
 // clang-format off
 #include "../half.h"
 
@@ -21,6 +21,7 @@ static inline vf vf_div(vf a, vf b) { return a / b; }
 static inline vf vf_fma(vf a, vf b, vf c) { return fmaf(a, b, c); }
 static inline vf vf_sqrt(vf a) { return sqrtf(a); }
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
+static inline vf vf_min(vf a, vf b) { return a < b ? a : b; }
 static inline vf vf_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
 static inline void vf_store_f16(uint16_t *p, vf a) { *p = tfast_to_f16(a); }
 static inline vf vf_load_bf16(const uint16_t *p) { return tfast_from_bf16(*p); }
@@ -36,3 +37,4 @@ static inline vd vd_div(vd a, vd b) { return a / b; }
 static inline vd vd_fma(vd a, vd b, vd c) { return fma(a, b, c); }
 static inline vd vd_sqrt(vd a) { return sqrt(a); }
 static inline vd vd_max(vd a, vd b) { return a > b ? a : b; }
+static inline vd vd_min(vd a, vd b) { return a < b ? a : b; }

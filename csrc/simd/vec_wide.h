@@ -28,6 +28,7 @@ static inline vf vf_div(vf a, vf b) { return a / b; }
 static inline vf vf_fma(vf a, vf b, vf c) { EACH_LANE(vf, 16, fmaf(a[i], b[i], c[i])); }
 static inline vf vf_sqrt(vf a) { EACH_LANE(vf, 16, sqrtf(a[i])); }
 static inline vf vf_max(vf a, vf b) { EACH_LANE(vf, 16, a[i] > b[i] ? a[i] : b[i]); }
+static inline vf vf_min(vf a, vf b) { EACH_LANE(vf, 16, a[i] < b[i] ? a[i] : b[i]); }
 static inline vf vf_load_f16(const uint16_t *p) { EACH_LANE(vf, 16, tfast_from_f16(p[i])); }
 static inline vf vf_load_bf16(const uint16_t *p) { EACH_LANE(vf, 16, tfast_from_bf16(p[i])); }
 static inline void vf_store_f16(uint16_t *p, vf a)
@@ -49,4 +50,5 @@ static inline vd vd_div(vd a, vd b) { return a / b; }
 static inline vd vd_fma(vd a, vd b, vd c) { EACH_LANE(vd, 8, fma(a[i], b[i], c[i])); }
 static inline vd vd_sqrt(vd a) { EACH_LANE(vd, 8, sqrt(a[i])); }
 static inline vd vd_max(vd a, vd b) { EACH_LANE(vd, 8, a[i] > b[i] ? a[i] : b[i]); }
+static inline vd vd_min(vd a, vd b) { EACH_LANE(vd, 8, a[i] < b[i] ? a[i] : b[i]); }
 #undef EACH_LANE

@@ -3,99 +3,27 @@
  * of the order and the largest slot's elements. Every array is an allocation of its own
  * that ends where the array does. */
 #include "adamw_coef.h"
-#include "half.h"
-#include "runtime.h"
-#include "tfast.h"
+#include "harness.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
-
-extern "C" const tfast_backend *tfast_cuda_open(uint32_t abi, tfast_fail_function fail);
 
 namespace {
 
 /* ---- Arrays ---------------------------------------------------------------------- */
 
-uint32_t random_state = 1;
-
-/* In [-1, 1), from a linear congruential generator. */
-float
-random_value()
-{
-    random_state = random_state * 1664525 + 1013904223;
-    return (float)(int32_t)random_state * 0x1p-31f;
-}
-
-double
-get(const void *array, int dtype, int64_t i)
-{
-    switch (dtype) {
-    case TFAST_F32:
-        return static_cast<const float *>(array)[i];
-    case TFAST_F64:
-        return static_cast<const double *>(array)[i];
-    case TFAST_F16:
-        return tfast_from_f16(static_cast<const uint16_t *>(array)[i]);
-    default:
-        return tfast_from_bf16(static_cast<const uint16_t *>(array)[i]);
-    }
-}
-
-void
-set(void *array, int dtype, int64_t i, double value)
-{
-    switch (dtype) {
-    case TFAST_F32:
-        static_cast<float *>(array)[i] = (float)value;
-        break;
-    case TFAST_F64:
-        static_cast<double *>(array)[i] = value;
-        break;
-    case TFAST_F16:
-        static_cast<uint16_t *>(array)[i] = tfast_to_f16((float)value);
-        break;
-    default:
-        static_cast<uint16_t *>(array)[i] = tfast_to_bf16((float)value);
-    }
-}
-
-/* numel elements, the first of them `offset` elements from an aligned address. */
-struct array {
-    std::vector<char> bytes;
-    size_t size, offset;
-    int dtype;
-
-    array(int dtype, int64_t numel, int offset, double low)
-        : bytes((size_t)(numel + offset) * tfast_dtype_size((tfast_dtype)dtype)),
-          size((size_t)numel), offset(offset * tfast_dtype_size((tfast_dtype)dtype)),
-          dtype(dtype)
-    {
-        for (int64_t i = 0; i < numel; i++) {
-            const float value = random_value();
-            set(start(), dtype, i, low < 0 ? value : std::fabs(value) * 0.1f);
-        }
-    }
-
-    void *start() { return bytes.data() + offset; }
-};
-
 struct tensors {
-    array param, grad, exp_avg, exp_avg_sq, top;
+    array param, grad, exp_avg, exp_avg_sq, top, ema, copy;
     float step;
     bool amsgrad, counted;
 
-    tensors(const int dtypes[3], int64_t numel, const int offsets[5], float step,
+    tensors(const int dtypes[5], int64_t numel, const int offsets[7], float step,
             bool amsgrad, bool counted)
         : param(dtypes[0], numel, offsets[0], -1),
           grad(dtypes[1], numel, offsets[1], -1),
           exp_avg(dtypes[2], numel, offsets[2], -1),
           exp_avg_sq(dtypes[2], numel, offsets[3], 0),
-          top(dtypes[2], numel, offsets[4], 0), step(step), amsgrad(amsgrad),
+          top(dtypes[2], numel, offsets[4], 0), ema(dtypes[3], numel, offsets[5], -1),
+          copy(dtypes[4], numel, offsets[6], -1), step(step), amsgrad(amsgrad),
           counted(counted)
     {
     }
@@ -115,6 +43,17 @@ struct tensors {
         s.state_dtype = (uint8_t)exp_avg.dtype;
         return s;
     }
+
+    /* The i-th of a list: both, either or none. */
+    tfast_adamw_extra extra(int64_t i)
+    {
+        tfast_adamw_extra e = {};
+        e.ema = i % 4 != 1 && i % 4 != 3 ? ema.start() : nullptr;
+        e.copy = i % 4 != 2 && i % 4 != 3 ? copy.start() : nullptr;
+        e.ema_dtype = (uint8_t)ema.dtype;
+        e.copy_dtype = (uint8_t)copy.dtype;
+        return e;
+    }
 };
 
 bool
@@ -123,6 +62,7 @@ same(const tensors &a, const tensors &b)
     return a.param.bytes == b.param.bytes && a.grad.bytes == b.grad.bytes &&
            a.exp_avg.bytes == b.exp_avg.bytes &&
            a.exp_avg_sq.bytes == b.exp_avg_sq.bytes && a.top.bytes == b.top.bytes &&
+           a.ema.bytes == b.ema.bytes && a.copy.bytes == b.copy.bytes &&
            a.step == b.step;
 }
 
@@ -130,20 +70,22 @@ same(const tensors &a, const tensors &b)
 
 template <typename REAL>
 void
-update(const tfast_adamw_slot &s, const tfast_adamw_coef &c, bool write_back)
+update(const tfast_adamw_slot &s, const tfast_adamw_extra &extra,
+       const tfast_adamw_coef &c, const tfast_adamw_args &args)
 {
     const REAL unscale = (REAL)c.unscale, sign = (REAL)c.sign, l2 = (REAL)c.l2;
     const REAL decay = (REAL)c.decay, beta1 = (REAL)c.beta1, rest1 = (REAL)c.rest1;
     const REAL beta2 = (REAL)c.beta2, rest2 = (REAL)c.rest2, eps = (REAL)c.eps;
     const REAL step_size = (REAL)c.step_size, inv_root_bias = (REAL)c.inv_root_bias;
+    const REAL ema_rest = (REAL)c.ema_rest;
 
     for (int64_t i = 0; i < s.numel; i++) {
         REAL p = (REAL)get(s.param, s.param_dtype, i);
         REAL g = (REAL)get(s.grad, s.grad_dtype, i) * unscale;
         REAL m = (REAL)get(s.exp_avg, s.state_dtype, i);
         REAL v = (REAL)get(s.exp_avg_sq, s.state_dtype, i);
-        if (write_back) {
-            set(s.grad, s.grad_dtype, i, g);
+        if (args.write_back_grads || args.zero_grad) {
+            set(s.grad, s.grad_dtype, i, args.zero_grad ? 0 : g);
         }
         g = g * sign;
         g = l2 != 0 ? std::fma(l2, p, g) : g;
@@ -159,6 +101,14 @@ update(const tfast_adamw_slot &s, const tfast_adamw_coef &c, bool write_back)
         }
         p = p - step_size * m / std::fma(std::sqrt(v), inv_root_bias, eps);
         set(s.param, s.param_dtype, i, p);
+        if (extra.ema != nullptr) {
+            const REAL e = (REAL)get(extra.ema, extra.ema_dtype, i);
+            set(extra.ema, extra.ema_dtype, i,
+                args.ema_decay == 0 ? p : std::fma(ema_rest, p - e, e));
+        }
+        if (extra.copy != nullptr) {
+            set(extra.copy, extra.copy_dtype, i, p);
+        }
     }
 }
 
@@ -167,18 +117,25 @@ plain_step(const tfast_adamw_args &args)
 {
     const double lr = args.lr_device != nullptr ? *args.lr_device : args.lr;
     const double scale = args.grad_scale != nullptr ? *args.grad_scale : 1;
+    const double clip = args.clip_coef != nullptr ? *args.clip_coef : 1;
+    const bool skip = args.found_inf != nullptr && *args.found_inf != 0;
 
-    if (args.found_inf != nullptr && *args.found_inf != 0) {
-        return;
-    }
     for (int64_t i = 0; i < args.n_slots; i++) {
         const tfast_adamw_slot &s = args.slots[i];
+        for (int64_t k = 0; skip && args.zero_grad && k < s.numel; k++) {
+            set(s.grad, s.grad_dtype, k, 0);
+        }
+        if (skip) {
+            continue;
+        }
         const int64_t step = s.step != nullptr ? (int64_t)(*s.step += 1) : args.step;
-        const tfast_adamw_coef coef = tfast_adamw_coef_at(&args, step, lr, scale);
+        const tfast_adamw_coef coef = tfast_adamw_coef_at(&args, step, lr, scale, clip);
+        const tfast_adamw_extra extra =
+            args.extras != nullptr ? args.extras[i] : tfast_adamw_extra{};
         if (s.param_dtype == TFAST_F64 || s.state_dtype == TFAST_F64) {
-            update<double>(s, coef, args.write_back_grads);
+            update<double>(s, extra, coef, args);
         } else {
-            update<float>(s, coef, args.write_back_grads);
+            update<float>(s, extra, coef, args);
         }
     }
 }
@@ -187,17 +144,6 @@ plain_step(const tfast_adamw_args &args)
 
 const tfast_backend *backend;
 int64_t largest; /* slots are cut to this many elements */
-
-tfast_status
-fail(tfast_status status, const char *format, ...)
-{
-    va_list arguments;
-
-    va_start(arguments, format);
-    vfprintf(stderr, format, arguments);
-    va_end(arguments);
-    return status;
-}
 
 std::vector<tfast_adamw_slot>
 slots_of(std::vector<tensors> &list)
@@ -210,11 +156,22 @@ slots_of(std::vector<tensors> &list)
     return slots;
 }
 
+std::vector<tfast_adamw_extra>
+extras_of(std::vector<tensors> &list)
+{
+    std::vector<tfast_adamw_extra> extras;
+
+    for (size_t i = 0; i < list.size(); i++) {
+        extras.push_back(list[i].extra((int64_t)i));
+    }
+    return extras;
+}
+
 /* Three steps of a list of every size, each array offset as `skew` says: 0 not at all,
  * 1 all alike, 2 each in its own way. */
 bool
-run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[3], int n_dtypes,
-         int skew)
+run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[5], int n_dtypes,
+         int skew, bool extras = false)
 {
     static const int64_t sizes[] = {1,  7,   8,   9,   0,    15,   16,
                                     17, 255, 256, 257, 2049, 5000, 70001};
@@ -223,8 +180,8 @@ run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[3], int n_
     tfast_workspace workspace = {};
 
     for (int i = 0; i < 14 + many; i++) {
-        int offsets[5] = {};
-        for (int k = 0; k < 5; k++) {
+        int offsets[7] = {};
+        for (int k = 0; k < 7; k++) {
             offsets[k] = skew == 0 ? 0 : skew == 1 ? i % 8 : (i * 3 + k * k) % 8;
         }
         ours.emplace_back(dtypes[i % n_dtypes],
@@ -234,14 +191,18 @@ run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[3], int n_
     std::vector<tensors> theirs = ours;
     const std::vector<tfast_adamw_slot> our_slots = slots_of(ours);
     const std::vector<tfast_adamw_slot> their_slots = slots_of(theirs);
+    const std::vector<tfast_adamw_extra> our_extras = extras_of(ours);
+    const std::vector<tfast_adamw_extra> their_extras = extras_of(theirs);
     for (args.step = 1; args.step <= 3; args.step++) {
         args.n_slots = (int64_t)ours.size();
         args.workspace = args.step < 3 ? &workspace : nullptr;
         args.slots = our_slots.data();
+        args.extras = extras ? our_extras.data() : nullptr;
         if (backend->adamw(&args) != TFAST_OK) {
             return false;
         }
         args.slots = their_slots.data();
+        args.extras = extras ? their_extras.data() : nullptr;
         plain_step(args);
         for (size_t i = 0; i < ours.size(); i++) {
             if (!same(ours[i], theirs[i])) {
@@ -259,17 +220,24 @@ run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[3], int n_
 bool
 run_all()
 {
-    static const int f32[][3] = {{TFAST_F32, TFAST_F32, TFAST_F32}};
-    static const int bf16[][3] = {{TFAST_BF16, TFAST_BF16, TFAST_BF16}};
-    static const int narrow[][3] = {
-        {TFAST_BF16, TFAST_BF16, TFAST_F32}, {TFAST_F32, TFAST_F32, TFAST_BF16},
-        {TFAST_F16, TFAST_F16, TFAST_F16},   {TFAST_F32, TFAST_F16, TFAST_F32},
-        {TFAST_F16, TFAST_F64, TFAST_F32},   {TFAST_BF16, TFAST_F32, TFAST_F16}};
-    static const int wide[][3] = {{TFAST_F64, TFAST_F64, TFAST_F64},
-                                  {TFAST_F32, TFAST_F32, TFAST_F32},
-                                  {TFAST_F32, TFAST_BF16, TFAST_F64},
-                                  {TFAST_F64, TFAST_F16, TFAST_BF16}};
+    static const int f32[][5] = {
+        {TFAST_F32, TFAST_F32, TFAST_F32, TFAST_F32, TFAST_BF16}};
+    static const int bf16[][5] = {
+        {TFAST_BF16, TFAST_BF16, TFAST_BF16, TFAST_F32, TFAST_F32}};
+    static const int narrow[][5] = {
+        {TFAST_BF16, TFAST_BF16, TFAST_F32, TFAST_BF16, TFAST_F16},
+        {TFAST_F32, TFAST_F32, TFAST_BF16, TFAST_F32, TFAST_F32},
+        {TFAST_F16, TFAST_F16, TFAST_F16, TFAST_F64, TFAST_F32},
+        {TFAST_F32, TFAST_F16, TFAST_F32, TFAST_F16, TFAST_F16},
+        {TFAST_F16, TFAST_F64, TFAST_F32, TFAST_F32, TFAST_BF16},
+        {TFAST_BF16, TFAST_F32, TFAST_F16, TFAST_BF16, TFAST_F64}};
+    static const int wide[][5] = {
+        {TFAST_F64, TFAST_F64, TFAST_F64, TFAST_F64, TFAST_F32},
+        {TFAST_F32, TFAST_F32, TFAST_F32, TFAST_F32, TFAST_BF16},
+        {TFAST_F32, TFAST_BF16, TFAST_F64, TFAST_F16, TFAST_F64},
+        {TFAST_F64, TFAST_F16, TFAST_BF16, TFAST_BF16, TFAST_BF16}};
     const float lr = 0.02f, scale = 8.0f, inf = 2.0f, none = 0.0f, nan = NAN;
+    const double clip = 0.3;
     tfast_adamw_args usual = {};
     bool right = true;
 
@@ -280,11 +248,13 @@ run_all()
     usual.eps = 1e-8;
     usual.weight_decay = 0.1;
     usual.decoupled_weight_decay = true;
+    usual.ema_decay = 0.99;
     tfast_adamw_args scaled = usual, other = usual, skipped = usual;
     scaled.grad_scale = &scale;
     scaled.write_back_grads = true;
     scaled.lr_device = &lr;
     scaled.found_inf = &none;
+    scaled.clip_coef = &clip;
     other.maximize = true;
     other.decoupled_weight_decay = false;
     other.beta1 = 0.3;
@@ -301,6 +271,19 @@ run_all()
     right &= run_case("mixed other", other, narrow, 6, 1);
     right &= run_case("wide scaled", scaled, wide, 4, 1);
     right &= run_case("skipped", skipped, narrow, 6, 0);
+    for (int skew = 0; skew < 3; skew++) {
+        right &= run_case("float32 with extras", scaled, f32, 1, skew, true);
+        right &= run_case("mixed with extras", usual, narrow, 6, skew, true);
+        right &= run_case("wide with extras", usual, wide, 4, skew, true);
+    }
+    right &= run_case("skipped with extras", skipped, narrow, 6, 1, true);
+    other.ema_decay = 0;
+    other.zero_grad = skipped.zero_grad = true;
+    right &= run_case("bfloat16 zeroed", other, bf16, 1, 2);
+    right &= run_case("float32 zeroed", other, f32, 1, 0);
+    right &= run_case("bfloat16 with extras", other, bf16, 1, 1, true);
+    right &= run_case("wide zeroed", other, wide, 4, 2, true);
+    right &= run_case("skipped and zeroed", skipped, wide, 4, 2);
     skipped.found_inf = &nan;
     return right & run_case("skipped by NaN", skipped, f32, 1, 0);
 }

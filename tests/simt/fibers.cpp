@@ -70,7 +70,9 @@ enum state { READY, AT_WARP, AT_BLOCK, DONE };
 
 struct fiber : thread {
     state now;
-    char *stack; /* of the host: its lowest address, as the sanitizer tells it */
+    char *stack;       /* of the host: its lowest address, as the sanitizer tells it */
+    char *other_stack; /* of the ThreadSanitizer fiber that runs every other block */
+    unsigned parity;   /* block_parity when `stack` was in use */
     size_t stack_bytes;
     void *context; /* its saved stack pointer, or its ucontext_t */
     void *fake;    /* AddressSanitizer's second stack */
@@ -299,6 +301,17 @@ run_fiber()
     yield();
 }
 
+static char *
+new_stack()
+{
+    void *stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    require(stack != MAP_FAILED, "no memory for a thread's stack");
+    mprotect(stack, 4096, PROT_NONE);
+    return static_cast<char *>(stack);
+}
+
 static void
 prepare_fiber(int i)
 {
@@ -306,16 +319,20 @@ prepare_fiber(int i)
 
     if (f.stack == nullptr) {
         f.stack_bytes = STACK;
-        f.stack = static_cast<char *>(mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                                           -1, 0));
-        require(f.stack != MAP_FAILED, "no memory for a thread's stack");
-        mprotect(f.stack, 4096, PROT_NONE);
+        f.stack = new_stack();
 #ifdef SIMT_THREAD
+        /* one each, since a stack that changed hands would look like a race */
+        f.other_stack = new_stack();
         f.tsan[0] = __tsan_create_fiber(0);
         f.tsan[1] = __tsan_create_fiber(0);
 #endif
     }
+#ifdef SIMT_THREAD
+    if (f.parity != block_parity) {
+        std::swap(f.stack, f.other_stack);
+        f.parity = block_parity;
+    }
+#endif
 #ifdef SIMT_ADDRESS
     /* run_fiber never returned, and so never unpoisoned its frames */
     __asan_unpoison_memory_region(f.stack + 4096, STACK - 4096);

@@ -31,7 +31,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -121,16 +121,19 @@ void collective(const char *what, uint32_t mask, void *argument, warp_function e
 uint32_t exchange(const char *what, uint32_t mask, uint32_t word, int from);
 uint32_t ballot(uint32_t mask, bool vote);
 
+/* A double goes as two words. */
 template <typename T>
 T
 shuffle(const char *what, uint32_t mask, T value, int from)
 {
-    static_assert(sizeof(T) == 4, "only words are exchanged");
-    uint32_t word;
+    static_assert(sizeof(T) % 4 == 0, "only words are exchanged");
+    uint32_t words[sizeof(T) / 4];
 
-    memcpy(&word, &value, sizeof word);
-    word = exchange(what, mask, word, from);
-    memcpy(&value, &word, sizeof value);
+    memcpy(words, &value, sizeof value);
+    for (uint32_t &word : words) {
+        word = exchange(what, mask, word, from);
+    }
+    memcpy(&value, words, sizeof value);
     return value;
 }
 

@@ -268,6 +268,7 @@ def _adamw_error(
         exp_avg_sqs,
         max_exp_avg_sqs=maxima if amsgrad else None,
         step=step,
+        write_back_grads=True,
         **scalars,
         **device,
     )

@@ -1,5 +1,18 @@
 """Adapters for torch: the same names, arguments and state as torch's own."""
 
+from trainfast.torch.accumulator import Accumulator
 from trainfast.torch.adamw import Adam, AdamW
+from trainfast.torch.amp import GradScaler
+from trainfast.torch.clip import clip_grad_norm_, clip_grad_value_, get_total_norm
+from trainfast.torch.scheduler import SkipAwareScheduler
 
-__all__ = ["Adam", "AdamW"]
+__all__ = [
+    "Accumulator",
+    "Adam",
+    "AdamW",
+    "GradScaler",
+    "SkipAwareScheduler",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_total_norm",
+]

@@ -1,6 +1,7 @@
 """torch.optim.AdamW and Adam on trainfast's kernel."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,43 +9,55 @@ from torch import Tensor
 
 from trainfast import _core
 from trainfast.stats import count_call, count_fallback
+from trainfast.torch import adamw_state
+from trainfast.torch.adamw_state import OPTIONS, bump_versions, relayout
 
-__all__ = ["Adam", "AdamW", "bump_versions"]
-
-_STATE = ("step", "exp_avg", "exp_avg_sq")
-
-
-def bump_versions(tensors: Iterable[Any]) -> None:
-    """Tells autograd that the tensors among these were written in place."""
-    written = [t for t in tensors if isinstance(t, Tensor)]
-    if written:
-        torch.autograd.graph.increment_version(written)
+__all__ = ["Adam", "AdamW", "bump_versions", "relayout"]
 
 
 class _FusedStep:
-    """A torch Adam whose step() is one call into the core for each param group."""
+    """A torch Adam whose step() is one call into the core."""
 
     # torch's class of the same name: its step() is the fallback
     _torch_class: type[torch.optim.Optimizer]
 
-    def _finish_init(self, state_dtype: torch.dtype | None) -> None:
-        if state_dtype not in _STATE_DTYPES:
-            raise ValueError(
-                "state_dtype must be None or a floating dtype of torch, "
-                f"got {state_dtype}"
-            )
-        self.defaults["state_dtype"] = state_dtype
+    def _finish_init(
+        self, max_grad_norm: float | None, amp_scaling: bool, options: tuple[Any, ...]
+    ) -> None:
+        self.defaults.update(zip(OPTIONS, options, strict=True))
+        adamw_state.check_max_grad_norm(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
+        self._step_supports_amp_scaling = amp_scaling
+        self._reset()
+
+    def _reset(self) -> None:
+        """Completes the groups; forgets what is kept between steps."""
         for group in self.param_groups:
-            group.setdefault("state_dtype", state_dtype)
-        self._step_supports_amp_scaling = True
+            for name, plain in OPTIONS.items():
+                group.setdefault(name, self.defaults.get(name, plain))
+            adamw_state.check_options(group)
+        self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
+        self._before_ema: list[tuple[Tensor, Tensor]] = []  # while the EMA is in place
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("max_grad_norm", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{n: self.__dict__[n] for n in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("_step_supports_amp_scaling", True)
-        self._workspaces = {}
-        for group in self.param_groups:
-            group.setdefault("state_dtype", None)
+        self._reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if "_workspaces" in self.__dict__:  # else torch's constructor is running
+            try:
+                adamw_state.check_options(self.param_groups[-1])
+            except ValueError:
+                del self.param_groups[-1]
+                raise
 
     # ---- The step ------------------------------------------------------------------
 
@@ -61,188 +74,285 @@ class _FusedStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            if group["params"]:
-                self._step_group(index, group)
+        if self._before_ema:
+            raise RuntimeError("step() must not run while the EMA is in the parameters")
+        groups = [group for group in self.param_groups if group["params"]]
+        if groups:
+            self._step_groups(groups)
         return loss
 
-    def _step_group(self, index: int, group: dict[str, Any]) -> None:
-        if group["differentiable"]:
-            self._fall_back(group, "differentiable=True")
-            return
-        try:
-            if not self._step_params(index, group, group["params"]):
-                self._step_devices(index, group)
-        except NotImplementedError as reason:
-            self._fall_back(group, str(reason))
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Steps all groups in one call, or apart where that cannot be."""
+        if not any(group["differentiable"] for group in groups):
+            try:
+                stopped = self._call_core("all", groups)
+                if type(stopped) is tuple:
+                    for group in groups:
+                        adamw_state.make_state(group, self.state)
+                    stopped = self._call_core("all", groups)
+                if type(stopped) is not tuple:
+                    return
+            except NotImplementedError:
+                pass  # found again, and counted, with the group that it is about
+        scalars = self._measure_apart(groups)
+        for index, group in enumerate(groups):
+            self._step_apart(index, group, scalars)
 
-    def _step_devices(self, index: int, group: dict[str, Any]) -> None:
-        """Steps a group whose parameters are on several devices, one after another."""
+    def _measure_apart(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Pass 1 over gradients of any kind; what _call_core then needs no more do."""
+        found = self.__dict__.get("found_inf")
+        find_inf = found is None and self.__dict__.get("_measure_inf", False)
+        scalars = {"found_inf": found, "clip_coef": None}
+        if not find_inf and self.max_grad_norm is None:
+            return scalars
+        grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
+        if grads:
+            from trainfast.torch.amp import measure
+
+            measured = measure(
+                grads,
+                max_norm=self.max_grad_norm,
+                grad_scale=self.__dict__.get("grad_scale"),
+                find_inf=find_inf,
+            )
+            if find_inf:
+                scalars["found_inf"] = self.found_inf = measured.found_inf
+            if self.max_grad_norm is not None:
+                scalars["clip_coef"] = measured.clip_coef
+                self.grad_norm = measured.total_norm
+        return scalars
+
+    def _step_apart(
+        self, index: int, group: dict[str, Any], scalars: dict[str, Any]
+    ) -> None:
+        """Steps one group, device by device."""
+        if group["differentiable"]:
+            self._fall_back(group, "differentiable=True", scalars)
+            return
+        adamw_state.make_state(group, self.state)
         devices: dict[torch.device, list[Tensor]] = {}
         for param in group["params"]:
             devices.setdefault(param.device, []).append(param)
         for device, params in devices.items():
-            if not self._step_params((index, device), group, params):
-                raise RuntimeError(f"params on {device} cannot be stepped together")
-
-    def _step_params(
-        self, key: Any, group: dict[str, Any], params: list[Tensor]
-    ) -> bool:
-        """Steps the parameters; False if they are on several devices."""
-        if self._call_core(key, group, params) is None:
-            return True
-        self._make_state(group)
-        return self._call_core(key, group, params) is None
+            part = {**group, "params": params}
+            try:
+                if type(self._call_core((index, device), [part], scalars)) is tuple:
+                    raise RuntimeError(f"params on {device} cannot be stepped together")
+            except NotImplementedError as reason:
+                self._fall_back(part, str(reason), scalars)
 
     def _call_core(
-        self, key: Any, group: dict[str, Any], params: list[Tensor], retry: bool = True
-    ) -> int | None:
+        self,
+        key: Any,
+        groups: list[dict[str, Any]],
+        measured: dict[str, Any] | None = None,
+        retry: bool = True,
+    ) -> int | tuple[int, int]:
+        """Both passes over the groups; `measured` is what stands for the first.
+
+        Returns the number of gradients, or where state is missing or on another device
+        (then nothing has changed).
+        """
+        first = groups[0]["params"][0]
+        own = self.__dict__
+        scale = own.get("grad_scale")
+        found = own.get("found_inf") if measured is None else measured["found_inf"]
+        clip = norm = norm_f64 = None
+        find_inf = measured is None and found is None and "_measure_inf" in own
+        find_norm = measured is None and self.max_grad_norm is not None
+        if find_inf:
+            found = torch.empty((), dtype=torch.float32, device=first.device)
+        if find_norm:
+            clip = torch.empty((), dtype=torch.float64, device=first.device)
+            norm = torch.empty((), dtype=torch.float32, device=first.device)
+            if any(group["params"][0].dtype == torch.float64 for group in groups):
+                norm_f64 = torch.empty_like(clip)
+        elif measured is not None:
+            clip = measured["clip_coef"]
+        copies: list[tuple[Tensor, Tensor]] = []
+        try:
+            done = _core.adamw_groups(
+                [self._core_group(key, i, group) for i, group in enumerate(groups)],
+                self.state,
+                torch._C._increment_version,
+                _recording_relayout(copies),
+                self._workspace((key, "grads")),
+                find_inf,
+                find_norm,
+                self.max_grad_norm or 0.0,
+                _scalar_on(scale, first),
+                _scalar_on(found, first),
+                norm,
+                norm_f64,
+                _scalar_on(clip, first, torch.float64),
+                _current_stream(first),
+            )
+        except ValueError:
+            if retry and adamw_state.mend_layouts(
+                [p for group in groups for p in group["params"]], self.state
+            ):
+                return self._call_core(key, groups, measured, retry=False)
+            raise
+        if type(done) is tuple:
+            return done
+        if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
+            for grad, copy in copies:
+                grad.copy_(copy)
+        if done:
+            count_call("adamw", "cuda" if first.is_cuda else _core.backend_in_use())
+            if find_inf:
+                self.found_inf = found
+            if find_norm:
+                self.grad_norm = norm if norm_f64 is None else norm_f64
+        return done
+
+    def _core_group(self, key: Any, index: int, group: dict[str, Any]) -> tuple:
+        """A group as _core.adamw_groups takes it."""
+        beta1, beta2 = group["betas"]
+        lr, first = group["lr"], group["params"][0]
+        if isinstance(lr, Tensor):
+            lr = _scalar_on(lr, first) if first.is_cuda else float(lr)
+        return (
+            group["params"],
+            self._workspace((key, index)),
+            lr,
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            group["amsgrad"],
+            group["maximize"],
+            group["decoupled_weight_decay"],
+            group["ema_decay"],
+            group["master_weights"],
+            group["weight_copy_dtype"] is not None,
+            group["zero_grad"],
+            group["write_back_grads"],
+        )
+
+    def _workspace(self, key: Any) -> _core.Workspace:
         workspace = self._workspaces.get(key)
         if workspace is None:
             workspace = self._workspaces[key] = _core.Workspace()
-        beta1, beta2 = group["betas"]
-        lr, scale, found = group["lr"], *_amp_scalars(self, params[0])
-        stream, backend = 0, None
-        if params[0].is_cuda:
-            stream = torch._C._cuda_getCurrentRawStream(params[0].device.index)
-            backend = "cuda"
-        if isinstance(lr, Tensor):
-            lr = _scalar_on(lr, params[0]) if params[0].is_cuda else float(lr)
-        copies: list[tuple[Tensor, Tensor]] = []
-        try:
-            stopped = _core.adamw_group(
-                params,
-                self.state,
-                workspace,
-                torch._C._increment_version,
-                relayout if scale is None else _recording_relayout(copies),
-                lr,
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-                group["amsgrad"],
-                group["maximize"],
-                group["decoupled_weight_decay"],
-                scale,
-                found,
-                stream,
-            )
-        except ValueError:
-            if retry and self._mend_layouts(params):
-                return self._call_core(key, group, params, retry=False)
-            raise
-        for grad, copy in copies:
-            grad.copy_(copy)
-        if stopped is None:
-            count_call("adamw", backend or _core.backend_in_use())
-        return stopped
+        return workspace
 
     # ---- State ---------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _make_state(self, group: dict[str, Any]) -> None:
-        """Makes the state of the group's parameters that have none, as torch does."""
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            state = self.state[param]
-            if not state:
-                dtype = group["state_dtype"] or param.dtype
-                state["step"] = _new_step(param.device)
-                state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
-                state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
-                if group["amsgrad"]:
-                    state["max_exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
-            for name in (*_STATE, *(["max_exp_avg_sq"] * group["amsgrad"])):
-                if name not in state:
-                    raise KeyError(f"state of a parameter has no {name!r}")
-
-    @torch.no_grad()
-    def _mend_layouts(self, params: list[Tensor]) -> bool:
-        """Copies state that is laid out differently from its parameter."""
-        mended = False
-        for param in params:
-            for name, value in self.state.get(param, {}).items():
-                if (
-                    name != "step"
-                    and isinstance(value, Tensor)
-                    and value.shape == param.shape
-                    and value.stride() != param.stride()
-                ):
-                    self.state[param][name] = relayout(param, value)
-                    mended = True
-        return mended
-
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class or of torch's, keeping `state_dtype`.
+        """Loads a state of this class or of torch's, keeping this optimizer's layout.
 
-        torch casts all state to the parameter's dtype; here it takes the group's
-        `state_dtype`, else the parameter's dtype, and `step` becomes a float32 on the
-        parameter's device. The optimizer's own `state_dtype` stays.
+        torch casts all state to the parameter's dtype; here the moments take the
+        group's `state_dtype`, else the parameter's, and `step` becomes a float32 on the
+        parameter's device. The options of this class stay as they were given, not as
+        they were saved: what the state lacks for them starts from the parameter at the
+        next step (a master weight, a copy, an EMA), and what it has beyond is dropped.
         """
-        own = [group["state_dtype"] for group in self.param_groups]
-        loaded: dict[str, Any] = {}
+        if self._before_ema:
+            raise RuntimeError(
+                "load_state_dict() must not run while the EMA is in the parameters"
+            )
+        adamw_state.load_state_dict(self, state_dict, super().load_state_dict)
 
-        def note(_: Any, final: dict[str, Any]) -> None:
-            loaded.update(final)
-
-        def cast(_: Any) -> None:
-            for group, dtype in zip(self.param_groups, own, strict=True):
-                group["state_dtype"] = dtype
-            self._cast_state(loaded)
-
-        before = self.register_load_state_dict_pre_hook(note)
-        after = self.register_load_state_dict_post_hook(cast, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
+    # ---- The EMA -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _cast_state(self, loaded: dict[str, Any]) -> None:
-        saved = [i for group in loaded["param_groups"] for i in group["params"]]
-        mine = [(p, g) for g in self.param_groups for p in g["params"]]
-        for place, (param, group) in zip(saved, mine, strict=True):
-            for name, value in loaded["state"].get(place, {}).items():
-                if name == "step":
-                    self.state[param][name] = torch.as_tensor(
-                        value, dtype=torch.float32, device=param.device
-                    ).reshape(())
-                elif isinstance(value, Tensor) and value.is_floating_point():
-                    dtype = group["state_dtype"] or param.dtype
-                    cast = value.to(device=param.device, dtype=dtype)
-                    if cast.shape == param.shape and cast.stride() != param.stride():
-                        cast = relayout(param, cast)
-                    self.state[param][name] = cast
+    def swap_ema(self) -> None:
+        """Puts the EMA into the parameters; called again, puts back what was there.
+
+        Takes a copy of the parameters in between, in which step() refuses to run.
+        Parameters without an EMA (no step yet) stay as they are.
+        """
+        if self._before_ema:
+            for param, value in self._before_ema:
+                param.copy_(value)
+            self._before_ema = []
+            return
+        for param, ema in self._emas():
+            self._before_ema.append((param, param.detach().clone()))
+            param.copy_(ema)
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """The EMA is in the parameters inside the with block: for evaluation."""
+        self.swap_ema()
+        try:
+            yield
+        finally:
+            self.swap_ema()
+
+    @torch.no_grad()
+    def copy_ema_to(self, params: Iterable[Tensor] | None = None) -> None:
+        """Copies the EMA into `params`, in the order of the optimizer's parameters.
+
+        None: into the optimizer's own parameters, for good, and their master weights.
+        Raises ValueError where there are not as many.
+        """
+        own = [p for group in self.param_groups for p in group["params"]]
+        targets = own if params is None else list(params)
+        if len(targets) != len(own):
+            raise ValueError(f"params must be {len(own)} tensors, got {len(targets)}")
+        for param, target in zip(own, targets, strict=True):
+            state = self.state.get(param, {})
+            if "ema" in state:
+                target.copy_(state["ema"])
+                if target is param and "master_param" in state:
+                    state["master_param"].copy_(state["ema"])
+
+    def _emas(self) -> Iterator[tuple[Tensor, Tensor]]:
+        found = False
+        for group in self.param_groups:
+            for param in group["params"]:
+                found = found or group["ema_decay"] is not None
+                if "ema" in self.state.get(param, {}):
+                    yield param, self.state[param]["ema"]
+        if not found:
+            raise RuntimeError("there is no EMA: give AdamW an ema_decay")
 
     # ---- Falling back --------------------------------------------------------------
 
-    def _fall_back(self, group: dict[str, Any], reason: str) -> None:
-        """Runs torch's own step on one group, unscaling first if a scaler asks."""
+    @torch.no_grad()
+    def _fall_back(
+        self, group: dict[str, Any], reason: str, scalars: dict[str, Any]
+    ) -> None:
+        """Runs torch's own step on one group, with what a scaler and clipping ask."""
         count_fallback("adamw", reason)
-        scale = getattr(self, "grad_scale", None)
-        found = getattr(self, "found_inf", None)
-        if found is not None and float(found) != 0:
-            return
-        if scale is not None:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.detach().div_(scale.to(param.grad.device))
-        groups, fused = self.param_groups, group["fused"]
-        hidden = {
-            name: self.__dict__.pop(name)
-            for name in ("grad_scale", "found_inf")
-            if name in self.__dict__
-        }
+        if group["master_weights"]:
+            raise RuntimeError(
+                f"torch, to fall back on, has no master weights: {reason}"
+            )
+        grads = [p.grad.detach() for p in group["params"] if p.grad is not None]
+        found, clip = scalars["found_inf"], scalars["clip_coef"]
+        scale = self.__dict__.get("grad_scale")
+        if found is None or float(found) == 0:
+            for grad in grads:
+                if scale is not None:
+                    grad.div_(scale.to(grad.device))
+                if clip is not None:
+                    grad.mul_(clip.to(grad.device))
+            self._step_by_torch(group)
+        if group["zero_grad"]:
+            for grad in grads:
+                grad.zero_()
+
+    def _step_by_torch(self, group: dict[str, Any]) -> None:
+        groups, hidden = self.param_groups, {}
+        for name in ("grad_scale", "found_inf"):
+            if name in self.__dict__:
+                hidden[name] = self.__dict__.pop(name)
         try:
-            self.param_groups, group["fused"] = [group], None
+            self.param_groups = [{**group, "fused": None}]
             self._torch_step(None)
         finally:
-            self.param_groups, group["fused"] = groups, fused
+            self.param_groups = groups
             self.__dict__.update(hidden)
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            if param.grad is not None and group["ema_decay"] is not None:
+                ema = state.setdefault("ema", param.detach().clone())
+                ema.lerp_(param.to(ema.dtype), 1 - group["ema_decay"])
+            if param.grad is not None and "weight_copy" in state:
+                state["weight_copy"].copy_(param)
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
         step = self._torch_class.step
@@ -251,39 +361,17 @@ class _FusedStep:
         return step(self, closure)
 
 
-def _new_step(device: torch.device) -> Tensor:
-    """A step counter at 0, without a copy from the host to a GPU."""
-    if device.type == "cpu":
-        return torch.tensor(0.0, dtype=torch.float32)  # fake tensors know its value
-    return torch.zeros((), dtype=torch.float32, device=device)
+def _current_stream(param: Tensor) -> int:
+    index = param.device.index
+    return torch._C._cuda_getCurrentRawStream(index) if param.is_cuda else 0
 
 
-_STATE_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def _amp_scalars(optimizer: Any, param: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What a gradient scaler has set on the optimizer, on the parameter's device."""
-    scale = getattr(optimizer, "grad_scale", None)
-    found = getattr(optimizer, "found_inf", None)
-    return (
-        None if scale is None else _scalar_on(scale, param),
-        None if found is None else _scalar_on(found, param),
-    )
-
-
-def _scalar_on(value: Tensor, param: Tensor) -> Tensor:
-    if value.device == param.device and value.dtype == torch.float32:
+def _scalar_on(
+    value: Tensor | None, param: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    if value is None or (value.device == param.device and value.dtype == dtype):
         return value
-    return value.to(device=param.device, dtype=torch.float32)
-
-
-@torch.no_grad()
-def relayout(like: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` with the strides of `like`, which must be dense."""
-    copy = torch.empty_strided(
-        like.shape, like.stride(), dtype=value.dtype, device=value.device
-    )
-    return copy.copy_(value)
+    return value.to(device=param.device, dtype=dtype)
 
 
 def _recording_relayout(
@@ -309,6 +397,27 @@ class AdamW(_FusedStep, torch.optim.AdamW):
         foreach, fused: stored, and otherwise ignored.
         state_dtype: dtype of exp_avg, exp_avg_sq and max_exp_avg_sq (float64, float32,
             float16 or bfloat16); None: each parameter's own. Kept by load_state_dict.
+        max_grad_norm: clips the 2-norm over all groups' gradients, as clip_grad_norm_
+            does, inside the step: one read of the gradients, no write. > 0; infinity
+            only measures. The norm before clipping is then in `grad_norm`, a tensor of
+            no dimensions on the device: reading it waits, the step does not.
+        ema_decay: keeps `ema <- ema + (1 - ema_decay) * (param - ema)` of each
+            parameter in its state, from its value before the first step on; float32
+            for float16 and bfloat16. See swap_ema, ema_weights and copy_ema_to.
+        weight_copy_dtype: keeps a copy of each parameter in this dtype in its state,
+            `weight_copy`.
+        master_weights: keeps float32 weights (`master_param`) for float16 and bfloat16
+            parameters, which become their rounded copies.
+        zero_grad: leaves zeros in the gradients, also of a step that a scaler skips.
+        write_back_grads: leaves the gradients unscaled and clipped, as the step used
+            them; otherwise they stay as backward() left them.
+        amp_scaling: False tells gradient scalers that this optimizer does not unscale:
+            they then do it themselves, and wait for the GPU. For frameworks that refuse
+            to clip otherwise (Lightning).
+
+    All but max_grad_norm and amp_scaling can be set for a param group alone, and work
+    together, but for master_weights with weight_copy_dtype, and zero_grad with
+    write_back_grads: ValueError. Both passes run without waiting for the GPU.
 
     The state is torch's (`step`, `exp_avg`, `exp_avg_sq`, with amsgrad
     `max_exp_avg_sq`), but `step` is always a float32 on the parameter's device.
@@ -338,6 +447,13 @@ class AdamW(_FusedStep, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        weight_copy_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        zero_grad: bool = False,
+        write_back_grads: bool = False,
+        amp_scaling: bool = True,
     ) -> None:
         super().__init__(
             params,
@@ -352,7 +468,9 @@ class AdamW(_FusedStep, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._finish_init(state_dtype)
+        options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)
+        options += (zero_grad, write_back_grads)
+        self._finish_init(max_grad_norm, amp_scaling, options)
 
 
 class Adam(_FusedStep, torch.optim.Adam):
@@ -379,6 +497,13 @@ class Adam(_FusedStep, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        weight_copy_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        zero_grad: bool = False,
+        write_back_grads: bool = False,
+        amp_scaling: bool = True,
     ) -> None:
         super().__init__(
             params,
@@ -394,4 +519,6 @@ class Adam(_FusedStep, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._finish_init(state_dtype)
+        options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)
+        options += (zero_grad, write_back_grads)
+        self._finish_init(max_grad_norm, amp_scaling, options)

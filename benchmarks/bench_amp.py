@@ -1,0 +1,331 @@
+"""AMP: loss scaling, clipping, step and update, as a user calls them.
+
+    python -m benchmarks.bench_amp                        every case, on the CPU
+    python -m benchmarks.bench_amp --case 300x40k --seconds 20
+    python -m benchmarks.bench_amp --json auto            into benchmarks/results/
+
+Every contender has parameters, gradients and state of its own with the same values.
+Rivals unscale and clip in place, or zero the gradients, so before each call, outside
+the clock, the gradients of the contender whose turn it is are written anew, the floor's
+too: all find them as warm in the caches as backward() would have left them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks import bench_adamw, floor, harness, machine
+from benchmarks.bench_adamw import (
+    LR,
+    RESULTS,
+    SECONDS,
+    WEIGHT_DECAY,
+    Problem,
+    Setup,
+    gpt2_shapes,
+)
+from benchmarks.harness import Budget, Contender
+
+SCALE, MAX_NORM, EMA_DECAY = 1024.0, 0.1, 0.999
+CLIP_BYTES = 12  # a read for the norm, then a read and a write
+STEP_BYTES = 32  # a read of g, then reads p, g, m, v and writes p, m, v
+
+
+@dataclass(frozen=True)
+class AmpProblem(Problem):
+    """One case: the tensors, all float32, and what is done with them."""
+
+    step: bool = True  # False: clip_grad_norm_ alone
+    zero_grad: bool = False
+    ema_copy: bool = False  # an EMA in float32 and a copy in bfloat16
+
+    def nbytes(self, state_dtype: torch.dtype | None = None) -> int:
+        """Return what must be moved; see the constants above."""
+        if not self.step:
+            return self.params * CLIP_BYTES
+        each = STEP_BYTES + 4 * self.zero_grad + 10 * self.ema_copy
+        return self.params * each
+
+    def resident(self) -> int:
+        """Return the bytes that one contender holds, with the gradients' values."""
+        return self.params * (20 + 6 * self.ema_copy)
+
+
+def problems() -> list[AmpProblem]:
+    """Return the cases, in the order of the table."""
+    many, gpt2 = 300 * ((40_000,),), tuple(gpt2_shapes())
+    small = 10_000 * ((64,),)
+    return [
+        AmpProblem("300x40k", "300 x 40,000", many),
+        AmpProblem("300x40k-zero", "300 x 40,000, zero-grad", many, zero_grad=True),
+        AmpProblem(
+            "300x40k-ema-copy",
+            "300 x 40,000, zero-grad, EMA, bf16 copy",
+            many,
+            zero_grad=True,
+            ema_copy=True,
+        ),
+        AmpProblem("10000x64", "10,000 x 64", small),
+        AmpProblem("gpt2", "GPT-2 small", gpt2),
+        AmpProblem(
+            "gpt2-clip", "GPT-2 small, `clip_grad_norm_` alone", gpt2, step=False
+        ),
+    ]
+
+
+# ---- Contenders ----------------------------------------------------------------------
+
+
+def make_contender(
+    setup: Setup,
+    name: str,
+    params: Sequence[torch.nn.Parameter],
+    run: Callable[[], object],
+    optimizer: torch.optim.Optimizer | None = None,
+    role: str = "rival",
+) -> Contender:
+    """Return a contender whose first iteration has been done and checked."""
+    scale = SCALE if optimizer else 1.0
+    grads = [param.grad for param in params]
+    values = [grad * scale for grad in grads]
+    total = torch.nn.utils.get_total_norm(grads)
+    coef = float(MAX_NORM / (total + 1e-6))
+    expected = coef * grads[-1]
+    before = params[-1].detach().clone()
+
+    def prepare() -> None:
+        torch._foreach_copy_(grads, values)
+
+    prepare()
+    run()
+    got = grads[-1]
+    if optimizer is not None:
+        bench_adamw.check_first_step(name, params[-1].detach(), before, expected)
+        got = optimizer.state[params[-1]]["exp_avg"] / 0.1
+    wanted = coef * values[-1] / scale
+    if not torch.allclose(got, wanted, rtol=1e-3, atol=1e-12):
+        raise RuntimeError(f"{name} must clip its gradients to norm {MAX_NORM}")
+    return Contender(name, run, role, prepare=prepare)
+
+
+def make_two_passes(setup: Setup) -> Contender:
+    """AdamW(max_grad_norm=...) with trainfast's scaler."""
+    from trainfast.torch import AdamW, GradScaler
+
+    problem, params = setup.problem, setup.parameters()
+    options = {"max_grad_norm": MAX_NORM, "zero_grad": problem.zero_grad}
+    if problem.ema_copy:
+        options |= {"ema_decay": EMA_DECAY, "weight_copy_dtype": torch.bfloat16}
+    optimizer = AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, **options)
+    scaler = GradScaler(setup.device, SCALE, growth_interval=10**9)
+    loss = torch.ones((), device=setup.device)
+
+    def run() -> None:
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return make_contender(setup, "trainfast", params, run, optimizer, "ours")
+
+
+def make_loop(
+    setup: Setup, name: str, kinds: tuple, role: str = "rival", **options: bool
+) -> Contender:
+    """The usual loop: unscale, clip, step, update, and the rest by hand."""
+    adamw, scaler_class, clip = kinds
+    problem, params = setup.problem, setup.parameters()
+    optimizer = adamw(params, lr=LR, weight_decay=WEIGHT_DECAY, **options)
+    scaler = scaler_class(setup.device, SCALE, growth_interval=10**9)
+    loss = torch.ones((), device=setup.device)
+    weights = [param.detach() for param in params]
+    emas = copies = None
+    if problem.ema_copy:
+        emas = [weight.clone() for weight in weights]
+        copies = [weight.bfloat16() for weight in weights]
+
+    def run() -> None:
+        scaler.scale(loss)
+        scaler.unscale_(optimizer)
+        clip(params, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        if emas is not None:
+            torch._foreach_lerp_(emas, weights, 1 - EMA_DECAY)
+            torch._foreach_copy_(copies, weights)
+        if problem.zero_grad:
+            optimizer.zero_grad(set_to_none=False)
+
+    return make_contender(setup, name, params, run, optimizer, role)
+
+
+def make_clip(setup: Setup, name: str, clip: Callable, role: str) -> Contender:
+    params = setup.parameters()
+    return make_contender(
+        setup, name, params, lambda: clip(params, MAX_NORM), role=role
+    )
+
+
+def make_ours(setup: Setup) -> Contender:
+    from trainfast.torch import clip_grad_norm_
+
+    if setup.problem.step:
+        return make_two_passes(setup)
+    return make_clip(setup, "trainfast", clip_grad_norm_, "ours")
+
+
+def make_unchanged(setup: Setup) -> Contender:
+    from trainfast.torch import AdamW, GradScaler, clip_grad_norm_
+
+    kinds = (AdamW, GradScaler, clip_grad_norm_)
+    return make_loop(setup, "trainfast, unchanged loop", kinds, "ours")
+
+
+TORCH = (torch.optim.AdamW, torch.amp.GradScaler, torch.nn.utils.clip_grad_norm_)
+
+
+def make_fused(setup: Setup) -> Contender:
+    return make_loop(setup, "torch fused", TORCH, fused=True)
+
+
+def make_foreach(setup: Setup) -> Contender:
+    if setup.problem.step:
+        return make_loop(setup, "torch foreach", TORCH, foreach=True)
+    return make_clip(setup, "torch foreach", TORCH[2], "rival")
+
+
+def make_bound(setup: Setup) -> Contender:
+    """The same bytes in as many passes, moved as plainly as possible."""
+    problem = setup.problem
+    columns = {"grad": setup.tensors(1, 0.01)}
+    values = [grad.clone() for grad in columns["grad"]]
+    if problem.step:
+        columns["param"] = setup.tensors(0, 0.02)
+        for name in ("exp_avg", "exp_avg_sq"):
+            columns[name] = [torch.zeros_like(p) for p in columns["param"]]
+    if problem.ema_copy:
+        columns["ema"] = [torch.zeros_like(p) for p in columns["param"]]
+        columns["copy"] = [p.bfloat16() for p in columns["param"]]
+    run = floor.make_amp_floor(columns, problem.zero_grad, setup.threads)
+    note = "a read of g and one pass over the same bytes in C, same threads"
+    return Contender(
+        "floor",
+        run,
+        "bound",
+        prepare=lambda: torch._foreach_copy_(columns["grad"], values),
+        note=note,
+    )
+
+
+CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
+    "ours": make_ours,
+    "unchanged": make_unchanged,
+    "fused": make_fused,
+    "foreach": make_foreach,
+    "floor": make_bound,
+}
+
+
+def choose(args: argparse.Namespace, problem: AmpProblem) -> list[str]:
+    """Return the contenders that a case has."""
+    chosen = list(args.contender or CONTENDERS)
+    if not problem.step:
+        chosen = [name for name in chosen if name not in ("unchanged", "fused")]
+    if args.device == "cuda":
+        chosen = [name for name in chosen if name != "floor"]
+    return chosen
+
+
+def run_problem(args: argparse.Namespace, problem: AmpProblem) -> dict | None:
+    """Build a case's contenders, measure them, and return the case's report."""
+    names = choose(args, problem)
+    lacking = bench_adamw.enough_memory(problem, len(names), args.device)
+    if lacking:
+        print(f"{problem.title}: not run, {lacking}\n", flush=True)
+        return None
+    setup = Setup(problem, args.device, args.threads, fresh_grads=False)
+    contenders, skipped = [], {}
+    for name in names:
+        try:
+            contenders.append(CONTENDERS[name](setup))
+        except RuntimeError as error:
+            if name != "floor":  # a machine may lack a C compiler
+                raise
+            skipped[name] = str(error)[:200]
+    budget = Budget(args.seconds)
+    if args.smoke:
+        budget = Budget(0.02, warmup=1, min_rounds=3, max_rounds=50)
+    clock = harness.cuda_clock if args.device == "cuda" else harness.cpu_clock
+    return harness.run_case(problem.case(), contenders, budget, clock, skipped)
+
+
+# ---- Command line --------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    cases = [problem.name for problem in problems()]
+    summary = (__doc__ or "").split("\n", maxsplit=1)[0]
+    parser = argparse.ArgumentParser("python -m benchmarks.bench_amp", None, summary)
+    add = parser.add_argument
+    add("--case", nargs="+", choices=cases, metavar="NAME", help=", ".join(cases))
+    add("--contender", nargs="+", choices=list(CONTENDERS), metavar="NAME",
+        help=", ".join(CONTENDERS))  # fmt: skip
+    add("--threads", type=int, default=2, help="torch.set_num_threads (default 2)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--json", help="write the report to this file; auto: benchmarks/results/")
+    add("--seconds", type=float, help="per case (default 10, on a GPU 3)")
+    add("--smoke", action="store_true", help="tiny cases: does it run, not how fast")
+    args = parser.parse_args(argv)
+    if args.threads < 1:
+        parser.error(f"--threads must be at least 1, got {args.threads}")
+    if args.seconds is None:
+        args.seconds = SECONDS[args.device]
+    if not args.seconds >= 0:
+        parser.error(f"--seconds must be at least 0, got {args.seconds}")
+    if args.json == "auto" and (args.smoke or args.case or args.contender):
+        parser.error("--json must be a path unless everything runs, got auto")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device must be usable, got cuda without a GPU that torch sees")
+    return args
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Run the chosen cases, printing each as it is done; return the report."""
+    torch.set_num_threads(args.threads)
+    about = machine.describe(args.device)
+    how = machine.describe_run(args.threads, bench_adamw.backend_in_use(args.device))
+    how["conditions"] = "gradients written anew before each call, untimed"
+    how["conditions"] += ", SMOKE: sizes without meaning" * args.smoke
+    how["smoke"], how["device"] = args.smoke, args.device
+    print(harness.heading("AMP", about, how) + "\n", flush=True)
+    cases = []
+    for problem in problems():
+        if args.case and problem.name not in args.case:
+            continue
+        case = run_problem(args, problem.shrunk() if args.smoke else problem)
+        if case is not None:
+            cases.append(case)
+            print(harness.case_text(case) + "\n", flush=True)
+    how["openmp"] = [Path(path).name for path in floor.openmp_runtimes()]
+    return harness.make_report("amp", about, how, cases)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the process's exit status."""
+    args = parse(argv)
+    report = run(args)
+    if args.json:
+        path = Path(args.json)
+        if args.json == "auto":
+            path = RESULTS / f"{machine.slug(report['machine'])}_amp.json"
+        harness.write_json(report, path)
+        print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

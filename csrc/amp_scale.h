@@ -1,0 +1,68 @@
+/* How the loss scale changes at the end of an iteration: the rule at tfast_amp_update()
+ * in tfast.h. Included by csrc/kernels/amp_step.h and by cuda/amp.cu. */
+#ifndef TFAST_AMP_SCALE_H
+#define TFAST_AMP_SCALE_H
+
+#include "amp_sum.h"
+
+/* `scale` after an overflow: never up, even where it is below min_scale already. */
+TFAST_AMP_BOTH static inline float
+tfast_amp_backed_off(float scale, double backoff_factor, double min_scale)
+{
+    float next = (float)((double)scale * backoff_factor);
+
+    if (next < (float)min_scale) {
+        next = (float)min_scale;
+    }
+    return isfinite(next) && next < scale ? next : scale;
+}
+
+/* `scale` after growth_interval steps without one: never down. */
+TFAST_AMP_BOTH static inline float
+tfast_amp_grown(float scale, double growth_factor, double max_scale)
+{
+    float next = (float)((double)scale * growth_factor);
+
+    if (!isfinite(next)) {
+        return scale;
+    }
+    if (next > (float)max_scale) {
+        next = (float)max_scale;
+    }
+    return next > scale ? next : scale;
+}
+
+/* By one thread. An interval that was shortened below the tracker ends at once. */
+TFAST_AMP_BOTH static inline void
+tfast_amp_update_scale(const tfast_amp_update_args *args)
+{
+    int32_t overflows_left = 0;
+    bool overflow = false;
+
+    for (int32_t i = 0; i < args->n_found_infs; i++) {
+        overflow = overflow || *args->found_infs[i] != 0; /* also where it is NaN */
+    }
+    if (!overflow) {
+        const int32_t steps = *args->growth_tracker;
+
+        if (steps >= args->growth_interval - 1) {
+            *args->scale =
+                tfast_amp_grown(*args->scale, args->growth_factor, args->max_scale);
+        }
+        *args->growth_tracker = steps >= args->growth_interval - 1 ? 0 : steps + 1;
+        if (args->hysteresis_tracker != NULL) {
+            *args->hysteresis_tracker = args->hysteresis;
+        }
+        return;
+    }
+    *args->growth_tracker = 0;
+    if (args->hysteresis_tracker != NULL && *args->hysteresis_tracker > 0) {
+        overflows_left = *args->hysteresis_tracker -= 1;
+    }
+    if (overflows_left == 0) {
+        *args->scale =
+            tfast_amp_backed_off(*args->scale, args->backoff_factor, args->min_scale);
+    }
+}
+
+#endif

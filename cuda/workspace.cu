@@ -1,0 +1,79 @@
+/* What workspaces hold: see workspace.cuh. */
+#include "workspace.cuh"
+
+#include <stdlib.h>
+
+void
+tfast_held_clear(void *data)
+{
+    tfast_held *held = (tfast_held *)data;
+    tfast_device_scope scope;
+
+    if (scope.enter(held->device) == TFAST_OK) {
+        tfast_table_clear(&held->table);
+    }
+    free(held->host);
+    free(held);
+}
+
+tfast_status
+tfast_held_open(tfast_held **out, tfast_workspace *workspace, tfast_held_kind kind,
+                size_t bytes, int device)
+{
+    tfast_held *held = (tfast_held *)workspace->data;
+
+    if (held != nullptr && (held->kind != kind || held->device != device)) {
+        tfast_held_clear(held);
+        *workspace = {};
+        held = nullptr;
+    }
+    if (held == nullptr) {
+        held = (tfast_held *)calloc(1, bytes);
+        if (held == nullptr) {
+            return tfast_cuda_fail(TFAST_ENOMEM, "out of memory");
+        }
+        held->kind = kind;
+        held->device = device;
+        workspace->backend = &tfast_cuda_backend;
+        workspace->data = held;
+    }
+    *out = held;
+    return TFAST_OK;
+}
+
+tfast_status
+tfast_held_resize(tfast_held *held, size_t bytes)
+{
+    held->uploaded = false;
+    if (bytes > held->capacity) {
+        free(held->host);
+        held->host = malloc(bytes);
+        held->capacity = held->host == nullptr ? 0 : bytes;
+        if (held->host == nullptr) {
+            return tfast_cuda_fail(TFAST_ENOMEM, "out of memory for a table");
+        }
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+tfast_held_place(void **device, tfast_held *held, size_t bytes, size_t scratch,
+                 cudaStream_t stream)
+{
+    cudaStreamCaptureStatus capture;
+    tfast_status status;
+
+    CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone) {
+        return tfast_table_capture(device, &held->table, held->host, bytes, scratch,
+                                   stream);
+    }
+    if (held->uploaded) {
+        *device = held->table.device;
+        return TFAST_OK;
+    }
+    status =
+        tfast_table_upload(device, &held->table, held->host, bytes, scratch, stream);
+    held->uploaded = status == TFAST_OK;
+    return status;
+}

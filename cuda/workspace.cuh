@@ -1,0 +1,51 @@
+/* What a tfast_workspace holds for one kind of call: the call's table, on the host and
+ * in device memory, kept as long as the arrays stay the same, so that a warm call is
+ * one launch. */
+#ifndef TFAST_WORKSPACE_CUH
+#define TFAST_WORKSPACE_CUH
+
+#include "table.cuh"
+
+enum tfast_held_kind { TFAST_HELD_ADAMW, TFAST_HELD_AMP };
+
+/* How the data of every kind begins, and all of it that needs to be freed. */
+struct tfast_held {
+    tfast_held_kind kind;
+    int device;
+    tfast_table table;
+    void *host;      /* what the next call's table must be */
+    size_t capacity; /* bytes of it */
+    bool uploaded;   /* the device's is the same */
+};
+
+/* The workspace's data if it is of this kind and for this device, otherwise that many
+ * fresh bytes of zeros behind a tfast_held; what it held before is cleared. */
+tfast_status tfast_held_open(tfast_held **held, tfast_workspace *workspace,
+                             tfast_held_kind kind, size_t bytes, int device);
+
+/* Makes `host` that large, for a table that is about to change. */
+tfast_status tfast_held_resize(tfast_held *held, size_t bytes);
+
+/* Where the table lies in device memory by the time a kernel launched next on the
+ * stream runs, with `scratch` bytes behind it. */
+tfast_status tfast_held_place(void **device, tfast_held *held, size_t bytes,
+                              size_t scratch, cudaStream_t stream);
+
+/* Asks once how many blocks of a kernel fill the device: `*blocks` is 0 before. */
+template <typename KERNEL>
+static inline tfast_status
+tfast_full_grid(int *blocks, KERNEL kernel, int threads, int device)
+{
+    if (*blocks == 0) {
+        const tfast_relaxed_scope relaxed; /* loads the kernel, if nothing has yet */
+        int multiprocessors, resident;
+        CUDA_TRY(cudaDeviceGetAttribute(&multiprocessors,
+                                        cudaDevAttrMultiProcessorCount, device));
+        CUDA_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
+                                                               threads, 0));
+        *blocks = multiprocessors * resident;
+    }
+    return TFAST_OK;
+}
+
+#endif

@@ -1,0 +1,263 @@
+"""trainfast.LossScaler: its scale against torch's, its order of calls, its steps."""
+
+import numpy as np
+import pytest
+from arrays import DTYPES
+
+import trainfast
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+HYPER = dict(lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(autouse=True)
+def host_only(device):
+    if device == "cuda":
+        pytest.skip("NumPy arrays")
+
+
+def make(dtype="float32", **options):
+    params = [np.ones(5, DTYPES[dtype]), np.ones((2, 3), DTYPES[dtype])]
+    return trainfast.AdamW(params, **HYPER, **options)
+
+
+def grads_of(optimizer, scale=1.0, bad=None):
+    rng = np.random.default_rng(optimizer.step_count)
+    grads = [
+        (scale * rng.standard_normal(p.shape)).astype(p.dtype) for p in optimizer.params
+    ]
+    if bad is not None:
+        grads[-1].flat[-1] = bad
+    return grads
+
+
+# ---- A step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clip", [None, 0.25])
+def test_a_scaled_step_is_the_unscaled_one(dtype, clip):
+    scaler = trainfast.LossScaler(1024.0)
+    optimizer, plain = make(dtype, max_grad_norm=clip), make(dtype, max_grad_norm=clip)
+    for _ in range(3):
+        grads = grads_of(optimizer, 1024.0)
+        before = [g.tobytes() for g in grads]
+        plain.step(grads_of(plain))
+        assert scaler.step(optimizer, grads) is True
+        assert [g.tobytes() for g in grads] == before
+        scaler.update()
+    # a power of 2 loses nothing
+    for a, b in zip(optimizer.params, plain.params, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if clip:
+        assert optimizer.grad_norm == plain.grad_norm > clip
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_overflow_skips_the_step_and_halves_the_scale(bad, unscale, dtype):
+    scaler, optimizer = trainfast.LossScaler(8.0), make(dtype, ema_decay=0.5)
+    scaler.step(optimizer, grads_of(optimizer))
+    scaler.update()
+    before = [a.tobytes() for a in (*optimizer.params, *optimizer.emas)]
+    grads = grads_of(optimizer, bad=bad)
+    if unscale:
+        assert scaler.unscale_(grads) is False
+    assert scaler.step(optimizer, grads) is False
+    assert [a.tobytes() for a in (*optimizer.params, *optimizer.emas)] == before
+    assert optimizer.step_count == 1
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_read_only_gradients_are_stepped_with_but_not_unscaled():
+    scaler, optimizer = trainfast.LossScaler(8.0), make(max_grad_norm=1.0)
+    grads = grads_of(optimizer)
+    for grad in grads:
+        grad.flags.writeable = False
+    with pytest.raises(ValueError, match=r"grads\[0\] must be writable"):
+        scaler.unscale_(grads)
+    assert scaler.step(optimizer, grads)
+    scaler.update()
+
+
+def test_unscaled_gradients_are_not_scaled_again():
+    scaler, optimizer, plain = trainfast.LossScaler(64.0), make(), make()
+    grads = grads_of(optimizer, 64.0)
+    assert scaler.unscale_(grads) is True
+    np.testing.assert_array_equal(grads[0], grads_of(optimizer)[0])
+    assert scaler.step(optimizer, grads)
+    plain.step(grads_of(plain))
+    np.testing.assert_array_equal(optimizer.params[0], plain.params[0])
+
+
+def test_gradients_with_gaps_are_unscaled_in_place():
+    values = np.arange(12, dtype=np.float32)
+    assert trainfast.LossScaler(2.0).unscale_([values[::2]])
+    np.testing.assert_array_equal(values, [0, 1, 1, 3, 2, 5, 3, 7, 4, 9, 5, 11])
+
+
+def test_another_optimizer_gets_unscaled_gradients_and_no_bad_ones():
+    seen = []
+
+    class Descent:
+        def step(self, grads):
+            seen.append([g.copy() for g in grads])
+
+    scaler, other = trainfast.LossScaler(4.0), Descent()
+    assert scaler.step(other, [np.float32([4, 8])])
+    scaler.update()
+    assert not scaler.step(other, [np.float32([4, np.nan])])
+    scaler.update()
+    assert len(seen) == 1
+    np.testing.assert_array_equal(seen[0][0], [1, 2])
+    assert scaler.get_scale() == 2.0
+
+
+def test_one_overflow_among_two_optimizers_backs_off_once():
+    scaler, one, two = trainfast.LossScaler(8.0), make(), make()
+    assert scaler.step(one, grads_of(one))
+    assert not scaler.step(two, grads_of(two, bad=np.inf))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert (one.step_count, two.step_count) == (1, 0)
+
+
+def test_a_refused_step_can_be_repeated():
+    scaler, optimizer = trainfast.LossScaler(8.0), make()
+    with pytest.raises(ValueError, match="grads must hold 2 arrays"):
+        scaler.step(optimizer, grads_of(optimizer)[:1])
+    with pytest.raises(AssertionError, match="prior to update"):
+        scaler.update()
+    assert scaler.step(optimizer, grads_of(optimizer))
+
+
+def test_scale_multiplies_numbers_arrays_and_lists():
+    scaler = trainfast.LossScaler(4.0)
+    assert scaler.scale(1.5) == 6.0
+    assert scaler.scale((1.0, [2.0])) == (4.0, [8.0])
+    for dtype in DTYPES.values():
+        scaled = scaler.scale(np.ones(3, dtype))
+        assert scaled.dtype == dtype
+        assert (scaled == 4).all()
+    assert trainfast.LossScaler().scale(np.float16([0.5])) == 32768
+
+
+# ---- The order of calls --------------------------------------------------------------
+
+
+def test_calls_out_of_order_raise_as_torchs_do():
+    scaler, optimizer = trainfast.LossScaler(), make()
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to"):
+        scaler.update()
+    grads = grads_of(optimizer)
+    scaler.unscale_(grads)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        scaler.unscale_(grads)
+    with pytest.raises(RuntimeError, match="only some are unscaled"):
+        scaler.step(optimizer, [grads[0], grads[1].copy()])
+    scaler.step(optimizer, grads)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer, grads)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
+        scaler.unscale_(grads)
+    scaler.update()
+    scaler.unscale_(grads)
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this"):
+        scaler.step(optimizer, [])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(init_scale=0.0), "init_scale must be"),
+        (dict(init_scale=1e39), "init_scale must be"),
+        (dict(init_scale=float("nan")), "init_scale must be"),
+        (dict(growth_factor=1.0), "growth_factor must be > 1"),
+        (dict(backoff_factor=1.0), "backoff_factor must be in"),
+        (dict(growth_interval=0), "growth_interval must be at least 1"),
+        (dict(min_scale=-1.0), "min_scale must be"),
+        (dict(hysteresis=0), "hysteresis must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        trainfast.LossScaler(**options)
+    with pytest.raises(ValueError, match="new_scale must be"):
+        trainfast.LossScaler().update(float("inf"))
+
+
+# ---- The scale -----------------------------------------------------------------------
+
+
+def run(scaler, overflows):
+    """The scales after iterations that overflow or do not."""
+    optimizer, scales = make(), []
+    for overflow in overflows:
+        scaler.step(optimizer, grads_of(optimizer, bad=np.inf if overflow else None))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_the_scale_follows_torchs():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        arguments = dict(
+            init_scale=float(2.0 ** rng.integers(-3, 100)),
+            growth_factor=float(rng.choice([1.5, 2.0, 1e9])),
+            backoff_factor=float(rng.choice([0.5, 0.3])),
+            growth_interval=int(rng.integers(1, 4)),
+        )
+        overflows = rng.random(30) < 0.3
+        theirs = torch.amp.GradScaler("cpu", **arguments)
+        param = torch.nn.Parameter(torch.ones(2))
+        descent, scales = torch.optim.SGD([param], lr=0.0), []
+        for overflow in overflows:
+            theirs.scale(torch.ones(()))
+            param.grad = torch.full((2,), float("inf") if overflow else 1.0)
+            theirs.step(descent)
+            theirs.update()
+            scales.append(theirs.get_scale())
+        mine = trainfast.LossScaler(**arguments)
+        assert run(mine, overflows) == scales
+        assert mine.state_dict() == theirs.state_dict()
+        theirs.load_state_dict(mine.state_dict())
+        again = trainfast.LossScaler()
+        again.load_state_dict(theirs.state_dict())
+        assert again.state_dict() == mine.state_dict()
+
+
+def test_the_scale_stays_within_its_bounds():
+    scaler = trainfast.LossScaler(4.0, growth_interval=1, min_scale=3.0, max_scale=10.0)
+    assert run(scaler, [1, 1, 0, 0, 0]) == [3.0, 3.0, 6.0, 10.0, 10.0]
+
+
+def test_hysteresis_waits_for_several_overflows():
+    scaler = trainfast.LossScaler(8.0, growth_interval=100, hysteresis=3)
+    assert run(scaler, [1, 1, 0, 1, 1, 1, 0, 1]) == [8, 8, 8, 8, 8, 4, 4, 4]
+    state = scaler.state_dict()
+    again = trainfast.LossScaler(hysteresis=3)
+    again.load_state_dict(state)
+    assert run(again, [1, 1]) == run(scaler, [1, 1]) == [4, 2]
+
+
+def test_a_new_scale_is_taken_as_it_is():
+    scaler = trainfast.LossScaler()
+    scaler.update(3.0)
+    assert scaler.get_scale() == 3.0
+
+
+def test_states_that_do_not_fit_change_nothing():
+    scaler = trainfast.LossScaler(8.0)
+    before = scaler.state_dict()
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        scaler.load_state_dict({})
+    with pytest.raises(KeyError, match="_growth_tracker"):
+        scaler.load_state_dict({k: v for k, v in before.items() if k[0] != "_"})
+    with pytest.raises(ValueError, match="growth_factor"):
+        scaler.load_state_dict({**before, "growth_factor": 0.5})
+    assert scaler.state_dict() == before

@@ -1,0 +1,123 @@
+"""trainfast.torch.Accumulator against the same batches in one."""
+
+import copy
+
+import pytest
+import torch
+
+from trainfast.torch import Accumulator, AdamW, GradScaler
+
+
+def make(dtype=torch.float32):
+    gen = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=gen))
+    data = [torch.randn(4, 8, generator=gen).to(dtype) for _ in range(7)]
+    return model.to(dtype), data
+
+
+def loss_of(model, x):
+    return model(x).float().square().mean()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("clip", ["no", "apart", "inside"])
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.AdamW])
+def test_groups_are_means_also_the_short_last_one(cls, clip, scaled):
+    if cls is not AdamW and clip == "inside":
+        return
+    model, data = make()
+    inside = {"max_grad_norm": 0.5} if clip == "inside" else {}
+    optimizer = cls(model.parameters(), lr=0.1, **inside)
+    scaler = GradScaler("cpu", init_scale=64.0) if scaled else None
+    accumulator = Accumulator(
+        optimizer,
+        3,
+        scaler=scaler,
+        max_grad_norm=0.5 if clip == "apart" else None,
+    )
+    stepped = [
+        accumulator.backward(loss_of(model, x)) for x in accumulator.batches(data)
+    ]
+    assert stepped == [False, False, True, False, False, True, False]
+    assert accumulator.steps_done == 3
+
+    truth, data = make()
+    theirs = torch.optim.AdamW(truth.parameters(), lr=0.1)
+    for group in (data[:3], data[3:6], data[6:]):
+        theirs.zero_grad()
+        loss_of(truth, torch.cat(group)).backward()
+        if clip != "no":
+            norm = torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
+        theirs.step()
+    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        assert p.grad is None
+    if clip != "no":
+        torch.testing.assert_close(accumulator.grad_norm, norm, rtol=1e-4, atol=1e-5)
+
+
+def test_half_gradients_accumulate_in_float32():
+    model, data = make(torch.bfloat16)
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has gradients of the parameter's dtype only")
+    exact = copy.deepcopy(model).float()
+    optimizer = AdamW(model.parameters(), master_weights=True)
+    accumulator = Accumulator(optimizer, 8)
+    for x in data:
+        accumulator.backward(loss_of(model, x))
+        (loss_of(exact, x.float()) / 8).backward()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05)
+    assert accumulator.flush()
+    assert not accumulator.flush()
+
+
+def test_scheduler_does_not_advance_with_a_skipped_step():
+    model, data = make()
+    optimizer = AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    accumulator = Accumulator(optimizer, 1, scaler=scaler, scheduler=scheduler)
+    rates = []
+    for i, x in enumerate(data[:4]):
+        accumulator.backward(loss_of(model, x) * (float("inf") if i == 1 else 1.0))
+        rates.append(accumulator.scheduler.get_last_lr()[0])
+    assert rates == [0.5, 0.5, 0.25, 0.125]
+
+
+def test_zeroed_gradients_stay():
+    model, data = make()
+    optimizer = AdamW(model.parameters(), zero_grad=True)
+    accumulator = Accumulator(optimizer, 2)
+    for x in data[:2]:
+        accumulator.backward(loss_of(model, x))
+    for p in model.parameters():
+        assert not p.grad.any()
+
+
+def test_state_is_saved_between_steps_only():
+    model, data = make()
+    accumulator = Accumulator(AdamW(model.parameters()), 2)
+    accumulator.backward(loss_of(model, data[0]))
+    with pytest.raises(RuntimeError, match="got 1 backward passes since the last one"):
+        accumulator.state_dict()
+    accumulator.flush()
+    other = Accumulator(AdamW(model.parameters()), 2)
+    other.load_state_dict(accumulator.state_dict())
+    assert other.steps_done == 1
+
+
+def test_bad_arguments_are_refused():
+    model, _ = make()
+    optimizer = AdamW(model.parameters(), max_grad_norm=1.0)
+    for steps in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="steps must be a whole number >= 1"):
+            Accumulator(optimizer, steps)
+    with pytest.raises(ValueError, match="must not be given to the optimizer as well"):
+        Accumulator(optimizer, 2, max_grad_norm=1.0)
+    with pytest.raises(NotImplementedError, match="float32_grads needs"):
+        Accumulator(torch.optim.SGD(model.parameters()), 2, float32_grads=True)

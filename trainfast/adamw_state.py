@@ -1,0 +1,149 @@
+"""The options and the state of trainfast.AdamW: checked, made, saved and loaded."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainfast.arrays import FLOATS, HALVES, Array, dtype_name, new_like
+
+if TYPE_CHECKING:
+    from trainfast.adamw import AdamW
+
+_SCALARS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "maximize",
+    "decoupled_weight_decay",
+    "step_count",
+)
+_MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+_EXTRAS = ("master_params", "weight_copies", "emas")  # an EMA may start from a master
+
+# ---- Options -------------------------------------------------------------------------
+
+
+def check_params(params: Sequence[Array]) -> list[Array]:
+    """The list of parameters; raises TypeError for what is none."""
+    if hasattr(params, "dtype"):
+        raise TypeError("params must be a list of arrays, got one array")
+    params = list(params)
+    for param in params:
+        if any(c.__module__.split(".")[0] == "torch" for c in type(param).__mro__):
+            raise TypeError(
+                "params must not be torch tensors here: use trainfast.torch.AdamW"
+            )
+        if not hasattr(param, "dtype") or not hasattr(param, "shape"):
+            raise TypeError(f"params must be arrays, got {type(param).__name__}")
+    return params
+
+
+def check_options(optimizer: "AdamW") -> None:
+    """Raises ValueError for an option out of range, and for two that contradict."""
+    decay, limit = optimizer.ema_decay, optimizer.max_grad_norm
+    if decay is not None and not 0.0 <= decay < 1.0:
+        raise ValueError(f"ema_decay must be None or in [0, 1), got {decay}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"max_grad_norm must be None or > 0, got {limit}")
+    if optimizer.master_weights and optimizer.weight_copy_dtype is not None:
+        raise ValueError(
+            "master_weights and weight_copy_dtype must not be given together: with "
+            "master weights the parameter is the copy"
+        )
+    if optimizer.zero_grad and optimizer.write_back_grads:
+        raise ValueError(
+            "zero_grad and write_back_grads must not be given together: one gradient "
+            "cannot be both zeroed and kept"
+        )
+
+
+# ---- Making it -----------------------------------------------------------------------
+
+
+def _wide(param: Array) -> Any:
+    return "float32" if dtype_name(param) in HALVES else param.dtype
+
+
+def new_masters(optimizer: "AdamW") -> list[Array]:
+    """Float32 weights of half parameters; any other parameter is its own master."""
+    return [
+        new_like(p, "float32", p) if dtype_name(p) in HALVES else p
+        for p in optimizer.params
+    ]
+
+
+def new_copies(optimizer: "AdamW") -> list[Array] | None:
+    """The parameters in `weight_copy_dtype`."""
+    dtype = optimizer.weight_copy_dtype
+    return None if dtype is None else [new_like(p, dtype, p) for p in optimizer.params]
+
+
+def new_emas(optimizer: "AdamW") -> list[Array]:
+    """The EMAs before the first step: the weights as they are."""
+    masters = optimizer.master_params or optimizer.params
+    return [
+        new_like(p, _wide(p), m) for p, m in zip(optimizer.params, masters, strict=True)
+    ]
+
+
+def written_copies(optimizer: "AdamW") -> list[Array | None] | None:
+    """What the step writes rounded weights to; with masters that is the parameters."""
+    if optimizer.master_params is None:
+        return optimizer.weight_copies
+    pairs = zip(optimizer.params, optimizer.master_params, strict=True)
+    return [None if param is master else param for param, master in pairs]
+
+
+# ---- Saving and loading it -----------------------------------------------------------
+
+
+def state_dict(optimizer: "AdamW") -> dict[str, Any]:
+    """See AdamW.state_dict."""
+    arrays = {name: getattr(optimizer, name) for name in (*_MOMENTS, *_EXTRAS)}
+    copies = {
+        name: None if own is None else [a.copy() for a in own]
+        for name, own in arrays.items()
+    }
+    return {**{name: getattr(optimizer, name) for name in _SCALARS}, **copies}
+
+
+def load_state_dict(optimizer: "AdamW", state: dict[str, Any]) -> None:
+    """See AdamW.load_state_dict."""
+    needed = {*_SCALARS, *_MOMENTS}
+    if not needed <= set(state) <= needed | set(_EXTRAS):
+        raise ValueError(
+            f"state must have the keys {sorted(needed)} and may have "
+            f"{sorted(_EXTRAS)}, got {sorted(state)}"
+        )
+    for name in _MOMENTS:
+        _check_arrays(name, getattr(optimizer, name), state[name])
+    for name in _EXTRAS:
+        if getattr(optimizer, name) is not None and state.get(name) is not None:
+            _check_arrays(name, getattr(optimizer, name), state[name])
+    makers = {
+        "master_params": new_masters,
+        "weight_copies": new_copies,
+        "emas": new_emas,
+    }
+    for name in (*_MOMENTS, *_EXTRAS):
+        mine, new = getattr(optimizer, name), state.get(name)
+        if mine is not None and new is None:
+            new = makers[name](optimizer)
+        for i, to in enumerate(mine or ()):
+            if to is not optimizer.params[i]:
+                to[...] = new[i]
+    for name in _SCALARS:
+        setattr(optimizer, name, state[name])
+
+
+def _check_arrays(name: str, mine: list[Array] | None, new: Any) -> None:
+    if (mine is None) != (new is None) or (mine and len(mine) != len(new)):
+        have = "None" if new is None else f"{len(new)} arrays"
+        want = "None" if mine is None else f"{len(mine)} arrays"
+        raise ValueError(f"{name} must be {want}, got {have}")
+    for i, (a, b) in enumerate(zip(mine or (), new or (), strict=True)):
+        if a.shape != b.shape or dtype_name(b) not in FLOATS:
+            raise ValueError(
+                f"{name}[{i}] must be floats of shape {a.shape}, "
+                f"got {b.dtype} of shape {b.shape}"
+            )

@@ -1,0 +1,156 @@
+"""Gradient accumulation in a loop that stays the user's own."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainfast.torch.adamw import _FusedStep
+from trainfast.torch.clip import clip_grad_norm_
+from trainfast.torch.scheduler import SkipAwareScheduler
+
+Batch = TypeVar("Batch")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Accumulator:
+    """Steps an optimizer once for every `steps` backward passes.
+
+        accumulator = Accumulator(optimizer, steps=4, scaler=scaler, max_grad_norm=1.0)
+        for x, y in accumulator.batches(loader):
+            accumulator.backward(loss_of(model(x), y))
+
+    The gradient of a step is the mean over its backward passes, also in the last group
+    of `batches`, which may be shorter. Scaler, clipping, step, zero_grad and scheduler
+    are called here, in the right order, and nowhere else.
+
+    Args:
+        optimizer: any of torch's or trainfast's.
+        steps: backward passes to a step, at least 1.
+        scaler: a GradScaler, or None.
+        scheduler: a learning rate scheduler to advance with each step, but not with one
+            that the scaler skips (exactly so with trainfast.torch.GradScaler), or None.
+        max_grad_norm: clips the 2-norm over all gradients; None: not. With trainfast's
+            optimizers better given to them, which saves a pass.
+        float32_grads: accumulates gradients of float16 and bfloat16 parameters in
+            float32. None: where optimizer and torch (from 2.10 on) can.
+
+    Attributes:
+        steps_done: how many steps there were, skipped ones included.
+        grad_norm: of the last step, before clipping, on the device; None without.
+
+    Raises:
+        ValueError: steps below 1, or clipping asked for in two places.
+        NotImplementedError: float32_grads=True where they cannot be had.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        float32_grads: bool | None = None,
+    ) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be a whole number >= 1, got {steps!r}")
+        if max_grad_norm is not None and getattr(optimizer, "max_grad_norm", None):
+            raise ValueError("max_grad_norm must not be given to the optimizer as well")
+        self.optimizer = optimizer
+        self.steps = steps
+        self.scaler = scaler
+        self.scheduler = scheduler
+        if hasattr(scaler, "_flags_of") and scaler.is_enabled() and scheduler:
+            self.scheduler = SkipAwareScheduler(scheduler, scaler, optimizer)
+        self.max_grad_norm = max_grad_norm
+        self.steps_done = 0
+        self.grad_norm: Tensor | None = None
+        self._waiting = 0  # backward passes since the last step
+        self._use_float32_grads(float32_grads)
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _use_float32_grads(self, wanted: bool | None) -> None:
+        possible = isinstance(self.optimizer, _FusedStep) and hasattr(
+            Tensor, "grad_dtype"
+        )
+        if wanted and not possible:
+            raise NotImplementedError(
+                "float32_grads needs trainfast's optimizer and torch 2.10 or newer"
+            )
+        if possible and wanted is not False and self.steps > 1:
+            for param in self._params():
+                if param.dtype in _HALF and param.grad is None and param.is_leaf:
+                    param.grad_dtype = torch.float32
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields what the loader yields, and ends with a step if one is due."""
+        yield from loader
+        self.flush()
+
+    def backward(self, loss: Tensor) -> bool:
+        """One backward pass of a batch's mean loss; True if it led to a step."""
+        share = loss / self.steps
+        if self.scaler is not None:
+            share = self.scaler.scale(share)
+        share.backward()
+        self._waiting += 1
+        if self._waiting < self.steps:
+            return False
+        self._step()
+        return True
+
+    def flush(self) -> bool:
+        """Steps with the backward passes since the last step; False if there are none.
+
+        For loops that do not use `batches`, at their end.
+        """
+        if self._waiting == 0:
+            return False
+        self._step()
+        return True
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        grads = [p.grad for p in self._params() if p.grad is not None]
+        if self._waiting < self.steps and grads:  # a mean over fewer
+            torch._foreach_mul_(grads, self.steps / self._waiting)
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            self.grad_norm = clip_grad_norm_(self._params(), self.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.max_grad_norm is None:
+            self.grad_norm = getattr(self.optimizer, "grad_norm", None)
+        if not all(g.get("zero_grad", False) for g in self.optimizer.param_groups):
+            self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._waiting = 0
+        self.steps_done += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """What is needed to go on, beside the states of what is accumulated for.
+
+        RuntimeError between the backward passes of one step: gradients are not saved.
+        """
+        if self._waiting:
+            raise RuntimeError(
+                f"state_dict() must come after a step, got {self._waiting} backward "
+                "passes since the last one (see flush)"
+            )
+        return {"steps_done": self.steps_done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes what state_dict() gave; forgets backward passes since the last step."""
+        self.steps_done = int(state["steps_done"])
+        self._waiting = 0
+        self.optimizer.zero_grad()

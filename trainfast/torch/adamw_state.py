@@ -1,0 +1,200 @@
+"""The options and the state of trainfast's torch optimizers: made, checked, loaded."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a param group has besides torch's own entries.
+OPTIONS: dict[str, Any] = {
+    "state_dtype": None,
+    "ema_decay": None,
+    "weight_copy_dtype": None,
+    "master_weights": False,
+    "zero_grad": False,
+    "write_back_grads": False,
+}
+_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def bump_versions(tensors: Iterable[Any]) -> None:
+    """Tells autograd that the tensors among these were written in place."""
+    written = [t for t in tensors if isinstance(t, Tensor)]
+    if written:
+        torch.autograd.graph.increment_version(written)
+
+
+@torch.no_grad()
+def relayout(like: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` with the strides of `like`, which must be dense."""
+    copy = torch.empty_strided(
+        like.shape, like.stride(), dtype=value.dtype, device=value.device
+    )
+    return copy.copy_(value)
+
+
+# ---- Options -------------------------------------------------------------------------
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Raises ValueError for an option out of range, and for two that contradict."""
+    for name in ("state_dtype", "weight_copy_dtype"):
+        if group[name] not in _DTYPES:
+            raise ValueError(
+                f"{name} must be None or a floating dtype of torch, got {group[name]}"
+            )
+    decay = group["ema_decay"]
+    if decay is not None and not 0.0 <= decay < 1.0:
+        raise ValueError(f"ema_decay must be None or in [0, 1), got {decay}")
+    if group["master_weights"] and group["weight_copy_dtype"] is not None:
+        raise ValueError(
+            "master_weights and weight_copy_dtype must not be given together: with "
+            "master weights the parameter is the copy"
+        )
+    if group["zero_grad"] and group["write_back_grads"]:
+        raise ValueError(
+            "zero_grad and write_back_grads must not be given together: one gradient "
+            "cannot be both zeroed and kept"
+        )
+    changed = [name for name, plain in OPTIONS.items() if group[name] != plain]
+    if group["differentiable"] and changed:
+        raise ValueError(
+            f"differentiable=True must not be given with {', '.join(changed)}"
+        )
+
+
+def check_max_grad_norm(value: float | None) -> None:
+    """Raises ValueError unless it is None or a number > 0; infinity only measures."""
+    if value is not None and (not value > 0 or math.isnan(value)):
+        raise ValueError(f"max_grad_norm must be None or > 0, got {value}")
+
+
+def has_master(param: Tensor, group: dict[str, Any]) -> bool:
+    """True where the parameter is a rounded copy of a float32 one in the state."""
+    return group["master_weights"] and param.dtype in _HALF
+
+
+def _extra_dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The arrays that the options add to a parameter's state, and their dtypes."""
+    wide = torch.float32 if param.dtype in _HALF else param.dtype
+    extras = {}
+    if has_master(param, group):
+        extras["master_param"] = torch.float32
+    if group["weight_copy_dtype"] is not None:
+        extras["weight_copy"] = group["weight_copy_dtype"]
+    if group["ema_decay"] is not None:
+        extras["ema"] = wide
+    return extras
+
+
+def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
+    return (*_MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else _MOMENTS
+
+
+# ---- Making it -----------------------------------------------------------------------
+
+
+def new_step(device: torch.device) -> Tensor:
+    """A step counter at 0, without a copy from the host to a GPU."""
+    if device.type == "cpu":
+        return torch.tensor(0.0, dtype=torch.float32)  # fake tensors know its value
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+@torch.no_grad()
+def make_state(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
+    """Makes what is missing in the state of the group's parameters with gradients.
+
+    Moments are made all at once, as torch does, or not at all; a master weight, a copy
+    and an EMA that are missing start as the parameter is now.
+    """
+    for param in group["params"]:
+        if param.grad is None:
+            continue
+        state = all_state[param]
+        if not state:
+            dtype = group["state_dtype"] or param.dtype
+            state["step"] = new_step(param.device)
+            for name in _moment_names(group):
+                state[name] = torch.zeros_like(param, dtype=dtype)
+        for name in ("step", *_moment_names(group)):
+            if name not in state:
+                raise KeyError(f"state of a parameter has no {name!r}")
+        for name, dtype in _extra_dtypes(param, group).items():
+            if name not in state:
+                source = state.get("master_param", param) if name == "ema" else param
+                state[name] = torch.empty_like(param, dtype=dtype).copy_(source)
+
+
+@torch.no_grad()
+def mend_layouts(params: list[Tensor], all_state: dict[Tensor, Any]) -> bool:
+    """Copies state that is laid out differently from its parameter; True if any was."""
+    mended = False
+    for param in params:
+        for name, value in all_state.get(param, {}).items():
+            if (
+                name != "step"
+                and isinstance(value, Tensor)
+                and value.shape == param.shape
+                and value.stride() != param.stride()
+            ):
+                all_state[param][name] = relayout(param, value)
+                mended = True
+    return mended
+
+
+# ---- Loading it ----------------------------------------------------------------------
+
+
+def load_state_dict(
+    optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Loads by torch's `load`, then gives every array the dtype that is wanted here.
+
+    torch casts all state to the parameter's dtype and takes all options of the groups
+    from what was saved; the optimizer's own `OPTIONS` stay, and the state follows them.
+    """
+    own = [{name: g[name] for name in OPTIONS} for g in optimizer.param_groups]
+    loaded: dict[str, Any] = {}
+
+    def note(_: Any, final: dict[str, Any]) -> None:
+        loaded.update(final)
+
+    def cast(_: Any) -> None:
+        for group, options in zip(optimizer.param_groups, own, strict=True):
+            group.update(options)
+        _cast_state(optimizer, loaded)
+
+    before = optimizer.register_load_state_dict_pre_hook(note)
+    after = optimizer.register_load_state_dict_post_hook(cast, prepend=True)
+    try:
+        load(state_dict)
+    finally:
+        before.remove()
+        after.remove()
+
+
+@torch.no_grad()
+def _cast_state(optimizer: Any, loaded: dict[str, Any]) -> None:
+    saved = [i for group in loaded["param_groups"] for i in group["params"]]
+    mine = [(p, g) for g in optimizer.param_groups for p in g["params"]]
+    for place, (param, group) in zip(saved, mine, strict=True):
+        extras = _extra_dtypes(param, group)
+        for name, value in loaded["state"].get(place, {}).items():
+            state = optimizer.state[param]
+            if name in ("master_param", "weight_copy", "ema") and name not in extras:
+                del state[name]  # of a layout that this optimizer does not have
+            elif name == "step":
+                state[name] = torch.as_tensor(
+                    value, dtype=torch.float32, device=param.device
+                ).reshape(())
+            elif isinstance(value, Tensor) and value.is_floating_point():
+                dtype = extras.get(name, group["state_dtype"] or param.dtype)
+                cast = value.to(device=param.device, dtype=dtype)
+                if cast.shape == param.shape and cast.stride() != param.stride():
+                    cast = relayout(param, cast)
+                state[name] = cast

@@ -1,0 +1,321 @@
+"""torch.nn.utils' clipping on trainfast's kernel, and the pass over gradients below it.
+
+Gradients that the core refuses (sparse, complex, with gaps) go torch's way, device by
+device, and are counted in trainfast.stats().
+"""
+
+import math
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.utils
+
+from trainfast import _core
+from trainfast.stats import count_call, count_fallback
+from trainfast.torch.adamw_state import bump_versions
+
+_REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
+_kept = local()  # a thread's workspaces: warm calls allocate nothing in the core
+
+
+# ---- Calls into the core -------------------------------------------------------------
+
+
+def call_core(
+    capability: str, grads: list[Tensor], rewrite: str = "read", **arguments: Any
+) -> None:
+    """_core.amp_grads on the caller's stream; what it rewrites, autograd learns."""
+    device = grads[0].device
+    _core.amp_grads(
+        grads,
+        _workspace((rewrite, device)),
+        rewrite=rewrite,
+        stream=current_stream(device),
+        **arguments,
+    )
+    if rewrite != "read":
+        bump_versions(grads)
+    count_call(capability, "cuda" if device.type == "cuda" else _core.backend_in_use())
+
+
+def current_stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _workspace(key: Any) -> _core.Workspace:
+    workspaces = _kept.__dict__
+    if key not in workspaces:
+        workspaces[key] = _core.Workspace()
+    return workspaces[key]
+
+
+def each_device(
+    capability: str,
+    grads: list[Tensor],
+    on_core: Callable[[list[Tensor]], Any],
+    by_torch: Callable[[list[Tensor]], Any],
+) -> list[Any]:
+    """Calls `on_core` with the gradients of each device; `by_torch` where it refuses.
+
+    Returns their results, that of the first gradient's device first.
+    """
+    try:
+        return [on_core(grads)]  # on one device, as a rule
+    except _REFUSALS:
+        parts: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            parts.setdefault(grad.device, []).append(grad)
+    results = []
+    for part in parts.values():
+        try:
+            results.append(on_core(part))
+        except _REFUSALS as reason:
+            count_fallback(capability, str(reason))
+            results.append(by_torch(part))
+    return results
+
+
+# ---- Measuring -----------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """What is known of gradients after one read; None where it was not asked for."""
+
+    found_inf: Tensor | None  # float32: 1 where an element is not finite, else 0
+    total_norm: Tensor | None  # float32; float64 if a gradient is
+    clip_coef: Tensor | None  # float64
+
+
+@torch.no_grad()
+def measure(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    max_norm: float | None = None,
+    grad_scale: Tensor | None = None,
+    find_inf: bool = True,
+    capability: str = "amp",
+) -> Measured:
+    """Reads gradients once: for infinities, and with `max_norm` for the norm.
+
+    The norm is that of the gradients divided by `grad_scale`. Results are on the first
+    gradient's device; there must be one. Waits for nothing.
+    """
+    how = _Measuring(norm_type, max_norm, grad_scale, find_inf, capability)
+    found = each_device(capability, list(grads), how.on_core, how.by_torch)
+    return found[0] if len(found) == 1 else how.combine(found)
+
+
+class _Measuring(NamedTuple):
+    norm_type: float
+    max_norm: float | None
+    grad_scale: Tensor | None
+    find_inf: bool
+    capability: str
+
+    def on_core(self, grads: list[Tensor]) -> Measured:
+        device = grads[0].device
+        found = norm = coef = scale = None
+        results = {}
+        if self.find_inf:
+            found = torch.empty((), dtype=torch.float32, device=device)
+        if self.max_norm is not None:
+            wide = torch.float64 in [grad.dtype for grad in grads]
+            name = "total_norm_f64" if wide else "total_norm"
+            dtype = torch.float64 if wide else torch.float32
+            norm = results[name] = torch.empty((), dtype=dtype, device=device)
+            coef = torch.empty((), dtype=torch.float64, device=device)
+            results["max_norm"] = self.max_norm
+        if self.grad_scale is not None:
+            scale = self.grad_scale.to(device, torch.float32, non_blocking=True)
+        call_core(
+            self.capability,
+            grads,
+            found_inf=found,
+            clip_coef=coef,
+            norm_type=self.norm_type,
+            grad_scale=scale,
+            **results,
+        )
+        return Measured(found, norm, coef)
+
+    def by_torch(self, grads: list[Tensor]) -> Measured:
+        found = norm = None
+        if self.find_inf:
+            finite = [torch.isfinite(_values(grad)).all() for grad in grads]
+            found = (~torch.stack(finite).all()).float()
+        if self.max_norm is not None:
+            norm = torchs._get_total_norm(grads, self.norm_type)
+            if norm.dtype != torch.float64:
+                norm = norm.float()
+            if self.grad_scale is not None:
+                norm = norm / self.grad_scale.to(norm.device, non_blocking=True)
+        return Measured(found, norm, self.coef(norm))
+
+    def coef(self, norm: Tensor | None) -> Tensor | None:
+        if norm is None:
+            return None
+        return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).double()
+
+    def combine(self, parts: list[Measured]) -> Measured:
+        """Of several devices, on the first one."""
+        found = norm = None
+        if self.find_inf:
+            found = combine_flags([part.found_inf for part in parts])
+        if self.max_norm is not None:
+            first = parts[0].total_norm.device
+            norms = [part.total_norm.to(first) for part in parts]
+            norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+        return Measured(found, norm, self.coef(norm))
+
+
+def combine_flags(flags: Sequence[Tensor], device: Any = None) -> Tensor:
+    """One flag for all, on the given device or the first one's: 0 or 1, not a sum."""
+    device = flags[0].device if device is None else device
+    here = [flag.to(device, non_blocking=True) for flag in flags]
+    return here[0] if len(here) == 1 else torch.stack(here).amax()
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
+# ---- torch.nn.utils ------------------------------------------------------------------
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.get_total_norm: the norm of all tensors as one vector.
+
+    It is summed up in a fixed order, with the same bits for any number of threads, and
+    is a float32 also for half types (float64 if a tensor is). `foreach` is ignored.
+    """
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm_type = float(norm_type)
+    if not tensors:
+        return torch.tensor(0.0)
+    if torch.compiler.is_compiling() or not _is_ours(norm_type):
+        return torchs._get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    total = _norm_of(tensors, norm_type, math.inf).total_norm
+    _check_finite(total, norm_type, error_if_nonfinite)
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_: scales gradients down to `max_norm` in place.
+
+    Nothing is written where the norm is small enough. Returns the norm before clipping,
+    as get_total_norm. Waits only for `error_if_nonfinite`. `foreach` is ignored.
+    """
+    is_generator = isinstance(parameters, types.GeneratorType)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if is_generator and not parameters:
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.",
+            stacklevel=2,
+        )
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if torch.compiler.is_compiling() or not _is_ours(norm_type):
+        return torchs.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    measured = _norm_of(grads, norm_type, max_norm)
+    _check_finite(measured.total_norm, norm_type, error_if_nonfinite)
+    _multiply(grads, measured)
+    return measured.total_norm
+
+
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """torch.nn.utils.clip_grad_value_: clamps gradients to +-clip_value in place."""
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    clip_value = float(clip_value)
+    grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if torch.compiler.is_compiling() or not clip_value >= 0:  # torch takes any number
+        parts = [_Holder(grad) for grad in grads]
+        return torchs.clip_grad_value_(parts, clip_value, foreach)
+    if not grads:
+        return None
+
+    def on_core(part: list[Tensor]) -> None:
+        call_core("clip", part, "clamp", clip_value=clip_value)
+
+    def by_torch(part: list[Tensor]) -> None:
+        torchs.clip_grad_value_([_Holder(grad) for grad in part], clip_value)
+
+    each_device("clip", grads, on_core, by_torch)
+    return None
+
+
+class _Holder(NamedTuple):
+    """Stands for a parameter whose gradient has been read already."""
+
+    grad: Tensor
+
+
+def _is_ours(norm_type: float) -> bool:
+    if norm_type != 0 and not math.isnan(norm_type):
+        return True
+    if not torch.compiler.is_compiling():
+        count_fallback("clip", f"norm_type is {norm_type}")
+    return False
+
+
+def _norm_of(grads: list[Tensor], norm_type: float, max_norm: float) -> Measured:
+    return measure(
+        grads,
+        norm_type=norm_type,
+        max_norm=max_norm,
+        find_inf=False,
+        capability="clip",
+    )
+
+
+def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:
+    if wanted and not torch.isfinite(total_norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, "
+            "set `error_if_nonfinite=False`"
+        )
+
+
+@torch.no_grad()
+def _multiply(grads: list[Tensor], measured: Measured) -> None:
+    coef, narrow = measured.clip_coef, measured.total_norm.dtype
+
+    def on_core(part: list[Tensor]) -> None:
+        factor = coef.to(part[0].device, non_blocking=True)
+        call_core("clip", part, "multiply", factor=factor)
+
+    def by_torch(part: list[Tensor]) -> None:
+        factor = coef.to(part[0].device, narrow, non_blocking=True)
+        for grad in part:
+            grad.mul_(factor)
+
+    each_device("clip", grads, on_core, by_torch)
