@@ -1,7 +1,8 @@
 """A small GPT learns Python from the source of Python's own standard library.
 
 The same model is trained with torch's default AdamW, with torch's fused one and with
-trainfast's, from the same seeds and on the same batches. The three take turns of a few
+trainfast's, and in bfloat16 autocast with a gradient scaler and clipping, by torch and
+by trainfast; from the same seeds and on the same batches. The runs take turns of a few
 iterations, so that whatever else the machine does slows all of them alike. At the end
 stand a table of speeds and losses, the loss curves in a PNG, and a sample.
 
@@ -31,7 +32,8 @@ import trainfast
 TURN = 25  # iterations before the next optimizer has its turn
 NOTE = f"""\
 The runs took turns of {TURN} iterations. Times are medians, without each one's first
-turn. Losses are in nats per character, of the last 50 iterations and on unseen text."""
+turn. With AMP, step() is unscaling, clipping, step and update. Losses are in nats per
+character, of the last 50 iterations and on unseen text."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Variant:
 
     name: str
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    make_scaler: Callable[[str], torch.amp.GradScaler] | None = None
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -79,6 +82,18 @@ VARIANTS = {
     "trainfast": Variant(
         "trainfast AdamW",
         lambda model: trainfast.torch.AdamW(groups(model), **DEFAULTS),
+    ),
+    "amp-torch": Variant(
+        "AMP, torch",
+        lambda model: torch.optim.AdamW(groups(model), fused=True, **DEFAULTS),
+        torch.amp.GradScaler,
+    ),
+    "amp-trainfast": Variant(
+        "AMP, trainfast",
+        lambda model: trainfast.torch.AdamW(
+            groups(model), max_grad_norm=1.0, **DEFAULTS
+        ),
+        trainfast.torch.GradScaler,
     ),
 }
 
@@ -122,6 +137,7 @@ class Run:
         model = GPT(len(corpus.alphabet), *shape, self.preset.heads)
         self.model = model.to(args.device)
         self.optimizer = variant.make_optimizer(self.model)
+        self.scaler = variant.make_scaler and variant.make_scaler(args.device.type)
         warmup = max(1, args.steps // 10)
         rise = LinearLR(self.optimizer, 0.05, total_iters=warmup)
         fall = CosineAnnealingLR(self.optimizer, max(1, args.steps - warmup))
@@ -150,16 +166,33 @@ class Run:
 
     def iteration(self) -> Tensor:
         self.whole.start()
-        loss = self.loss(*self.crops(self.corpus.train, self.generator))
+        with torch.autocast(
+            self.args.device.type, torch.bfloat16, enabled=self.scaler is not None
+        ):
+            loss = self.loss(*self.crops(self.corpus.train, self.generator))
         self.optimizer.zero_grad()
-        loss.backward()
-        clip_grad_norm_(self.model.parameters(), 1.0)
-        self.step.start()
-        self.optimizer.step()
+        if self.scaler is None:
+            loss.backward()
+            clip_grad_norm_(self.model.parameters(), 1.0)
+            self.step.start()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.step.start()
+            self.step_with_scaler()
         self.step.stop()
         self.schedule.step()
         self.whole.stop()
         return loss.detach()
+
+    def step_with_scaler(self) -> None:
+        if isinstance(self.optimizer, trainfast.torch.AdamW):
+            self.scaler.step(self.optimizer)  # unscales and clips in its two passes
+        else:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def turn(self) -> None:
         """Trains for one turn, then validates and saves where that is due."""
@@ -188,6 +221,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
             "generator": self.generator.get_state(),
             "losses": self.losses,
             "validation": self.validation,
@@ -201,6 +235,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
         self.generator.set_state(state["generator"])
         self.losses, self.validation = state["losses"], state["validation"]
 

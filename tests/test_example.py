@@ -18,6 +18,8 @@ NAMES = {
     "torch": "torch-AdamW",
     "fused": "torch-fused-AdamW",
     "ours": "trainfast-AdamW",
+    "amp": "AMP,-torch",
+    "our amp": "AMP,-trainfast",
 }
 
 
@@ -36,13 +38,13 @@ def load(folder, who):
     return torch.load(folder / f"{NAMES[who]}.pt", weights_only=True)
 
 
-def test_example_trains_all_three_alike_and_writes_its_files(tmp_path):
+def test_example_trains_all_alike_and_writes_its_files(tmp_path):
     command = [sys.executable, SCRIPT, *TINY, "--out", tmp_path]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("torch AdamW", "torch fused AdamW", "trainfast AdamW"):
-        assert f"\n{name} " in done.stdout
+    for name in NAMES.values():
+        assert f"\n{name.replace('-', ' ')} " in done.stdout
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
     runs = {who: load(tmp_path, who) for who in NAMES}
@@ -51,12 +53,16 @@ def test_example_trains_all_three_alike_and_writes_its_files(tmp_path):
     assert losses["ours"][-1] < losses["ours"][0] - 1
     assert losses["ours"] == pytest.approx(losses["fused"], rel=1e-4)
     assert losses["ours"] == pytest.approx(losses["torch"], rel=1e-4)
+    # bfloat16 forward and backward: near the others, and one another's equal
+    assert losses["our amp"] == pytest.approx(losses["amp"], rel=1e-2)
+    assert losses["our amp"] == pytest.approx(losses["ours"], rel=5e-2)
     steps, validation = zip(*runs["ours"]["validation"], strict=True)
     assert steps == (25, 50, 75) and validation[-1] < validation[0]
 
 
 def test_example_resumes_as_if_it_had_not_been_stopped(example, monkeypatch, tmp_path):
-    arguments = [*TINY, "--optimizers", "torch-fused", "trainfast", "--out"]
+    kinds = ["torch-fused", "trainfast", "amp-trainfast"]
+    arguments = [*TINY, "--optimizers", *kinds, "--out"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     example.main([*arguments, str(whole)])
 
@@ -66,7 +72,7 @@ def test_example_resumes_as_if_it_had_not_been_stopped(example, monkeypatch, tmp
     def save_thrice(run):
         save(run)
         saved.append(run)
-        if len(saved) == 3:  # torch's run is at 50 then, trainfast's at 25
+        if len(saved) == 4:  # torch's run is at 50 then, trainfast's two at 25
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -82,8 +88,8 @@ def test_example_resumes_as_if_it_had_not_been_stopped(example, monkeypatch, tmp
 
     monkeypatch.setattr(example.Run, "iteration", count)
     example.main([*arguments, str(parts), "--resume"])
-    assert len(iterations) == 25 + 50
-    for who in ("fused", "ours"):
+    assert len(iterations) == 25 + 50 + 50
+    for who in ("fused", "ours", "our amp"):
         one, two = load(whole, who), load(parts, who)
         assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
         assert one["validation"] == [
