@@ -355,7 +355,7 @@ def test_every_layout_round_trips_and_continues_bit_for_bit(rng, options, dtype)
     }
 
 
-@pytest.mark.parametrize("saved, wanted", itertools.permutations(LAYOUTS[:5], 2))
+@pytest.mark.parametrize("saved, wanted", list(itertools.permutations(LAYOUTS[:5], 2)))
 def test_a_state_of_another_layout_is_converted(rng, saved, wanted):
     old = trainfast.AdamW(arrays(rng, "bfloat16"), **HYPER, **saved)
     old.step(arrays(rng, "bfloat16"))

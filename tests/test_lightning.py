@@ -1,0 +1,58 @@
+"""The unchanged loop under Lightning, with float16 AMP and clipping."""
+
+import pytest
+import torch
+
+lightning = pytest.importorskip("lightning", reason="an adapter's test, by hand")
+
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
+import trainfast  # noqa: E402
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.make = torch.nn.Linear(8, 1), make
+
+    def training_step(self, batch, _):
+        return self.layer(batch[0]).float().square().mean()
+
+    def configure_optimizers(self):
+        return self.make(self.parameters(), lr=0.1)
+
+
+def train(make, scaler):
+    model = Model(make)
+    gen = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 8, generator=gen))
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.1,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler("cpu", 64.0))],
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
+    return model.layer.weight.detach()
+
+
+def ours(params, **options):
+    return trainfast.torch.AdamW(params, amp_scaling=False, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, trainfast.torch.GradScaler])
+def test_clipping_works_without_the_amp_flag(scaler):
+    want = train(torch.optim.AdamW, torch.amp.GradScaler)
+    torch.testing.assert_close(train(ours, scaler), want)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_refuses_to_clip_with_the_flag():
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        train(trainfast.torch.AdamW, trainfast.torch.GradScaler)
