@@ -58,14 +58,19 @@ check_steps(const tfast_adamw_args *args)
 }
 
 tfast_status
+tfast_adamw_check(const tfast_adamw_args *args)
+{
+    const tfast_status status = check_scalars(args);
+
+    return status != TFAST_OK ? status : check_steps(args);
+}
+
+tfast_status
 tfast_adamw(const tfast_adamw_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
-    tfast_status status = check_scalars(args);
+    const tfast_status status = tfast_adamw_check(args);
 
-    if (status == TFAST_OK) {
-        status = check_steps(args);
-    }
     if (status != TFAST_OK) {
         return status;
     }

@@ -162,6 +162,10 @@ typedef struct {
  * Same inputs give the same bits on every backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
 
+/* What tfast_adamw() checks first, for a caller with several lists, all of which must
+ * be right before the first is stepped. */
+tfast_status tfast_adamw_check(const tfast_adamw_args *args);
+
 /* ---- AMP: passes over gradients, and the loss scale ------------------------------ */
 
 /* A dense array, aligned to its element size. */

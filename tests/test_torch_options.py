@@ -361,3 +361,17 @@ def test_contradictions_are_refused_at_construction(cls, options, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": params[1:], **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_bad_second_group_leaves_the_first_as_it_was(backend, device):
+    params = make_params(device, shapes=[(5,), (6,)])
+    optimizer = AdamW([{"params": [p]} for p in params], max_grad_norm=1.0)
+    set_grads(params, 1)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[1]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr must be finite and >= 0, got -1"):
+        optimizer.step()
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p, old)
+        assert float(optimizer.state[p]["step"]) == 1

@@ -416,9 +416,6 @@ run_passes(step *step, const shared *shared)
 {
     tfast_status status = TFAST_OK;
 
-    if (shared->measure_inf || shared->measure_norm) {
-        status = tfast_amp_grads(&shared->grads);
-    }
     for (Py_ssize_t g = 0; g < step->n && status == TFAST_OK; g++) {
         tfast_adamw_args *args = &step->groups[g].call.args;
 
@@ -426,8 +423,14 @@ run_passes(step *step, const shared *shared)
         args->found_inf = shared->inf;
         args->clip_coef = shared->coef;
         args->stream = (void *)(uintptr_t)shared->stream;
-        if (args->n_slots > 0) {
-            status = tfast_adamw(args);
+        status = args->n_slots > 0 ? tfast_adamw_check(args) : TFAST_OK;
+    }
+    if (status == TFAST_OK && (shared->measure_inf || shared->measure_norm)) {
+        status = tfast_amp_grads(&shared->grads);
+    }
+    for (Py_ssize_t g = 0; g < step->n && status == TFAST_OK; g++) {
+        if (step->groups[g].call.args.n_slots > 0) {
+            status = tfast_adamw(&step->groups[g].call.args);
         }
     }
     return status;
