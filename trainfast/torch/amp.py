@@ -113,6 +113,7 @@ class GradScaler(torchs.GradScaler):
 
     # ---- An iteration --------------------------------------------------------------
 
+    @torch._disable_dynamo  # a compiled loop breaks its graph here and goes on
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place.
 
@@ -167,6 +168,7 @@ class GradScaler(torchs.GradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
+    @torch._disable_dynamo
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> float | None:
@@ -206,8 +208,10 @@ class GradScaler(torchs.GradScaler):
         if ready and not measures:
             self._check_inf_per_device(optimizer)
         given = getattr(optimizer, "grad_scale", None)  # the user's own, to clip
-        if ready:
-            given = scale if given is None else scale * given
+        if ready and (given is not None or not measures):
+            given = scale * (1 if given is None else given)
+        elif ready:  # only read; others get a copy, which they may write
+            given = scale
         try:
             optimizer.grad_scale = given
             if measures:
@@ -247,6 +251,7 @@ class GradScaler(torchs.GradScaler):
 
     # ---- The scale -----------------------------------------------------------------
 
+    @torch._disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale at the end of an iteration, or sets it to `new_scale`."""
         if not self._enabled or new_scale is not None:

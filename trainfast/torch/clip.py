@@ -241,7 +241,9 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     measured = _norm_of(grads, norm_type, max_norm)
     _check_finite(measured.total_norm, norm_type, error_if_nonfinite)
-    _multiply(grads, measured)
+    coef = measured.clip_coef
+    if coef.is_cuda or float(coef) != 1:  # on a GPU asking would wait; the kernel sees
+        _multiply(grads, measured)
     return measured.total_norm
 
 

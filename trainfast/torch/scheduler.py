@@ -36,6 +36,12 @@ class SkipAwareScheduler:
         self._optimizer = scheduler.optimizer if optimizer is None else optimizer
         self._pending: tuple[list[Callable[[], bool]], Any, Any] | None = None
         self._optimizer.register_step_pre_hook(lambda *_: self._decide())
+        for owner in {
+            id(o): o for o in (self._optimizer, scheduler.optimizer)
+        }.values():
+            # its groups hold the rates: a checkpoint must have those of the next step
+            owner.register_state_dict_pre_hook(lambda *_: self._decide())
+            owner.register_load_state_dict_pre_hook(lambda *_: self._decide())
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Notes how the last step of the optimizer went; see the class."""
