@@ -133,6 +133,44 @@ def test_backends_agree_bit_for_bit(backend, device, dtype):
     assert run(backend, device) == run("scalar", "cpu")
 
 
+@pytest.mark.parametrize("decay", [0.0, 1e-9, 0.9])
+@pytest.mark.parametrize(
+    "param, grad, state, copy",
+    [
+        ("float32", "float32", "float32", "bfloat16"),
+        ("float32", "bfloat16", "float32", "float16"),
+        ("bfloat16", "bfloat16", "float32", "float32"),
+        ("float64", "float32", "float64", "float16"),
+    ],
+)
+def test_backends_agree_on_extras_bit_for_bit(
+    backend, device, decay, param, grad, state, copy
+):
+    def run(name, where):
+        trainfast.use_backend(name)
+        rng = np.random.default_rng(12)
+        slots = [
+            Slot(rng, (n,), param=param, grad=grad, state=state, device=where)
+            for n in (1, 100, 3001)
+        ]
+        emas, copies = (
+            [Framed(rng.standard_normal(s.param.size), d, device=where) for s in slots]
+            for d in ("float32", copy)
+        )
+        trainfast.adamw_step(
+            *lists(slots)[0],
+            step=3,
+            **HYPER,
+            emas=[a.array for a in emas],
+            copies=[a.array for a in copies],
+            ema_decay=decay,
+            zero_grad=True,
+        )
+        return [s.bits() for s in slots], [a.bits() for a in emas + copies]
+
+    assert run(backend, device) == run("scalar", "cpu")
+
+
 def test_the_last_bits_of_every_half_are_right(backend, device):
     """A step of lr 0 rounds every half value to itself, and rounds ties to even."""
     if device == "cuda":

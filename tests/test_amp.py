@@ -60,7 +60,7 @@ def values(grads):
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_of_squares_has_the_promised_bits(backend, device, rng, dtype, offset):
     grads = framed(rng, SIZES, dtype, device, offset)
     measured = Pass(device, grads)
@@ -74,6 +74,28 @@ def test_float64_is_summed_up_in_float64(backend, device, rng):
     grads = framed(rng, SIZES, "float64", device)
     exact = math.sqrt(math.fsum(float(x) ** 2 for v in values(grads) for x in v))
     assert Pass(device, grads)["total_norm_f64"] == pytest.approx(exact, rel=1e-14)
+
+
+def test_sum_over_many_chunks_of_every_dtype_has_the_promised_bits(
+    backend, device, rng
+):
+    """More chunks than sums between them, of sizes that float64 cannot add exactly."""
+    grads = []
+    for i, n in enumerate(rng.integers(0, 400, 600)):
+        factor = 10.0 ** rng.integers(-6, 5)
+        grads += framed(rng, [n], list(DTYPES)[i % 4], device, factor=factor)
+    squares, sizes = (reference.amp_sum(values(grads), k) for k in ("squares", "abs"))
+    assert Pass(device, grads)["total_norm_f64"] == math.sqrt(squares)
+    assert Pass(device, grads, norm_type=1)["total_norm_f64"] == sizes
+
+
+def test_chunk_that_overflows_float32_has_the_promised_bits(backend, device, rng):
+    for dtype in ("float32", "bfloat16"):
+        grads = framed(rng, [100, 9000, 8192], dtype, device, factor=1e30)
+        grads += framed(rng, [5000], dtype, device)
+        measured = Pass(device, grads)
+        assert measured["total_norm_f64"] == math.sqrt(reference.amp_sum(values(grads)))
+        assert measured["found_inf"] == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -261,3 +261,24 @@ def test_states_that_do_not_fit_change_nothing():
     with pytest.raises(ValueError, match="growth_factor"):
         scaler.load_state_dict({**before, "growth_factor": 0.5})
     assert scaler.state_dict() == before
+
+
+def test_scale_that_has_backed_off_to_0_is_refused():
+    scaler, param = trainfast.LossScaler(1e-45), np.ones(3, np.float32)
+    optimizer, good = trainfast.AdamW([param]), np.ones(3, np.float32)
+    scaler.step(optimizer, [np.full(3, np.inf, np.float32)])
+    scaler.update()
+    with pytest.raises(ValueError, match=r"the loss scale must be .* got 0"):
+        scaler.step(optimizer, [good])
+    with pytest.raises(ValueError, match=r"the loss scale must be .* got 0"):
+        scaler.unscale_([good])
+    assert (param == 1).all() and (good == 1).all()
+
+
+def test_state_beyond_the_range_of_its_new_dtype_is_refused():
+    first = trainfast.AdamW([np.ones(3, np.float32)])
+    first.step([np.full(3, 1e4, np.float32)])
+    small = trainfast.AdamW([np.ones(3, np.float32)], state_dtype="float16")
+    with pytest.raises(ValueError, match=r"exp_avg_sqs\[0\] must fit into float16"):
+        small.load_state_dict(first.state_dict())
+    assert (small.exp_avgs[0] == 0).all() and small.step_count == 0

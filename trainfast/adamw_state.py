@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainfast.arrays import FLOATS, HALVES, Array, dtype_name, new_like
 
 if TYPE_CHECKING:
@@ -146,4 +148,10 @@ def _check_arrays(name: str, mine: list[Array] | None, new: Any) -> None:
             raise ValueError(
                 f"{name}[{i}] must be floats of shape {a.shape}, "
                 f"got {b.dtype} of shape {b.shape}"
+            )
+        with np.errstate(over="ignore"):
+            overflows = np.isfinite(b) & ~np.isfinite(b.astype(a.dtype))
+        if bool(overflows.any()):
+            raise ValueError(
+                f"{name}[{i}] must fit into {a.dtype}, got {b.dtype} beyond its range"
             )

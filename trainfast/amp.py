@@ -91,7 +91,8 @@ class LossScaler:
         place. `step` knows them again by identity: it must get these very arrays.
 
         Raises RuntimeError if that was done since the last update(), or they have been
-        stepped with; ValueError for read-only arrays.
+        stepped with; ValueError for read-only arrays, and once the scale has backed off
+        to 0.
         """
         grads = list(grads)
         if any(id(grad) in self._stepped for grad in grads):
@@ -103,10 +104,15 @@ class LossScaler:
             )
         if not grads:
             return True
+        self._check_scale()
         found = number(self._divide(grads))
         self._unscaled.update({id(grad): (grad, found) for grad in grads})
         self._found.append(found)
         return found == 0
+
+    def _check_scale(self) -> None:
+        """Refuses a scale by which every gradient would become NaN without notice."""
+        _checked("the loss scale", self.get_scale())
 
     def _divide(self, grads: list[Array]) -> Array:
         """Unscales in place and returns the flag."""
@@ -133,7 +139,8 @@ class LossScaler:
         optimizer gets them unscaled in place, by its `step(grads)`.
 
         Raises RuntimeError if the optimizer was stepped since the last update(), or
-        only some of the gradients have been unscaled.
+        only some of the gradients have been unscaled; ValueError once the scale has
+        backed off to 0.
         """
         grads = list(grads)
         if id(optimizer) in self._stepped:
@@ -150,6 +157,7 @@ class LossScaler:
             self.unscale_(grads)
             known = [self._unscaled[id(grad)] for grad in grads]
         if not any(known):
+            self._check_scale()
             done = optimizer.step_checked(grads, self.get_scale())
             self._found.append(float(not done))
         else:

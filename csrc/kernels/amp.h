@@ -54,14 +54,13 @@ R(amp_last_row)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first
     }
 }
 
-/* Adds the squares of n elements from `first` on, a multiple of TFAST_AMP_LANES. */
+/* Adds the squares of n elements from `first` on, where a row begins. */
 static inline __attribute__((always_inline)) void
 R(amp_add_squares)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first,
                    int n, int64_t ahead)
 {
-    enum {
-        ROWS = 8
-    }; /* at a time, so that every group of lanes finds them in the L1 */
+    /* at a time, so that every group of lanes finds them in the L1 */
+    enum { ROWS = 8 };
     const int rows = n / TFAST_AMP_LANES;
     const int whole = rows * TFAST_AMP_LANES;
 

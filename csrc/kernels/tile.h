@@ -113,8 +113,8 @@ R(tile_close)(const REAL *opened, const REAL *tile, void *array, tfast_dtype dty
 
 /* ---- Vectors --------------------------------------------------------------------- */
 
-/* VR_WIDTH elements from i on. `dtype` is a compile-time constant: REAL_DTYPE, or for
- * float32 also a half type. */
+/* VR_WIDTH elements from i on. `dtype` is REAL_DTYPE, or for float32 also a half type,
+ * and a compile-time constant wherever speed matters. */
 static inline __attribute__((always_inline)) vr
 R(vector_read)(const void *array, tfast_dtype dtype, int64_t i)
 {
