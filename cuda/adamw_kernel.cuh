@@ -220,8 +220,11 @@ update_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i,
         write_vector<N>(row->max_exp_avg_sq, d.state, i, raw->top);
     }
     if (s.store_grad) {
-        const raw_vector zeros = {};
-        write_vector<N>(row->grad, d.grad, i, s.zero_grad ? zeros : raw->grad);
+        /* word by word: to choose between two vectors would put both into memory */
+        for (uint32_t &word : raw->grad.word) {
+            word = s.zero_grad ? 0 : word;
+        }
+        write_vector<N>(row->grad, d.grad, i, raw->grad);
     }
     if (ema) {
         write_vector<N>(row->ema, d.ema, i, raw->ema);
@@ -277,8 +280,8 @@ step_of(const adamw_row *row, const tfast_adamw_args *args)
  * iteration of a loop over elements reads them again for little. */
 struct held_scalars {
     int64_t step; /* -1: none yet */
-    tfast_adamw_coef coef;
-    scalars<float> rounded;
+    scalars<float> narrow;
+    scalars<double> wide;
 };
 
 DEVICE tfast_adamw_coef
@@ -308,20 +311,18 @@ span_of(const adamw_row *row, int item)
 
 template <adamw_mix MIX>
 DEVICE void
-run_item(const adamw_row *row, int item, const held_scalars *held,
-         const tfast_adamw_args *args)
+run_item(const adamw_row *row, int item, const held_scalars *held)
 {
     const dtypes d = dtypes_of<MIX>(row);
     const item_span span = span_of(row, item);
 
     if (MIX == WIDE && adamw_is_wide(row)) {
-        const scalars<double> s = round_scalars<double>(&held->coef, args);
-        update_elements(row, d, span.begin, span.end, s);
+        update_elements(row, d, span.begin, span.end, held->wide);
     } else if (row->head == NO_VECTORS) {
-        update_elements(row, d, span.begin, span.end, held->rounded);
+        update_elements(row, d, span.begin, span.end, held->narrow);
     } else {
         update_vectors<MIX == ALL_BF16 ? 8 : 4>(row, d, span.begin, span.aligned,
-                                                span.end, held->rounded);
+                                                span.end, held->narrow);
     }
 }
 
@@ -366,8 +367,8 @@ hold_scalars(held_scalars *held, int64_t step, const tfast_adamw_args *args)
     const tfast_adamw_coef coef = coef_of(args, step);
 
     held->step = step;
-    held->coef = coef;
-    held->rounded = round_scalars<float>(&coef, args);
+    held->narrow = round_scalars<float>(&coef, args);
+    held->wide = round_scalars<double>(&coef, args);
 }
 
 /* What is left of a step that is skipped, by each warp: zeros in the gradients. */
@@ -431,7 +432,7 @@ adamw_kernel(const __grid_constant__ tfast_adamw_args args, adamw_table *table,
                 __syncwarp();
             }
         }
-        run_item<MIX>(row, item, used, &args);
+        run_item<MIX>(row, item, used);
     }
     advance_steps(table, args.n_slots);
 }

@@ -3,6 +3,7 @@ made for that and in AdamW's and AMP's, which pass under every check as they are
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -180,6 +181,20 @@ MUTANTS = {
         "plain",
         "differs",
     ),
+    "ema taken for aligned": (
+        *("adamw", "adamw_rows.cu"),
+        "aligned_at(row->ema, row->ema_dtype, head, vector)",
+        "true",
+        "address",
+        "misaligned address",
+    ),
+    "copy taken for aligned": (
+        *("adamw", "adamw_rows.cu"),
+        "aligned_at(row->copy, row->copy_dtype, head, vector)",
+        "true",
+        "address",
+        "misaligned address",
+    ),
     "sums over the chunks read without a fence before": (
         *("amp", "rows.cuh"),
         "__threadfence();\n        /* back",
@@ -244,12 +259,13 @@ def test_planted_fault_in_a_kernel_is_seen(name, tmp_path):
     harness, file, text, replacement, mode, words = MUTANTS[name]
     for path in [*(ROOT / "cuda").glob("*.cuh"), ROOT / "cuda" / f"{harness}.cu"]:
         shutil.copy(path, tmp_path)
-    header = (tmp_path / file).read_text()
-    assert header.count(text) == 1
-    (tmp_path / file).write_text(header.replace(text, replacement))
-    own = tmp_path / f"{harness}.cu"
-    others = [path for path in build.kernels() if path.name != own.name]
-    sources = [build.HERE / f"{harness}_harness.cpp", own, *others]
+    source = (ROOT / "cuda" / file).read_text()
+    assert source.count(text) == 1
+    (tmp_path / file).write_text(source.replace(text, replacement))
+    own = sorted(tmp_path.glob("*.cu"))
+    names = [path.name for path in own]
+    others = [path for path in build.kernels() if path.name not in names]
+    sources = [build.HERE / f"{harness}_harness.cpp", *own, *others]
     exe = compiled(mode, sources, tmp_path / "harness")
     status, said = execute(exe, 1, 5000 if harness == "adamw" else 9000)
     assert status != 0
@@ -286,3 +302,23 @@ def test_ptx_gives_the_kept_vectors_on_the_gpu(tmp_path):
     kept = (build.HERE / "ptx_vectors.txt").read_text().splitlines(keepends=True)
     right = [line for line in kept if not (older and " arch 80 " in line)]
     assert (done.returncode, done.stdout) == (0, "".join(right))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [75, 90])
+def test_kernels_keep_nothing_in_local_memory(arch, tmp_path):
+    """Spilled registers and a stack frame (arrays that the compiler could not keep in
+    registers) are both traffic that no kernel's floor counts."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if not nvcc:
+        pytest.skip("needs nvcc")
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas=-v", "-c"]
+    command += [f"-I{ROOT / 'csrc'}", "-o", tmp_path / "object"]
+    seen = 0
+    for source in [ROOT / "cuda" / "adamw.cu", ROOT / "cuda" / "amp.cu"]:
+        done = subprocess.run([*command, source], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes", done.stderr)
+        assert set(frames) == {("0", "0")}, done.stderr
+        seen += len(re.findall("Compiling entry function", done.stderr))
+    assert seen >= 6

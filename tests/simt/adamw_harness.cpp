@@ -168,7 +168,7 @@ extras_of(std::vector<tensors> &list)
 }
 
 /* Three steps of a list of every size, each array offset as `skew` says: 0 not at all,
- * 1 all alike, 2 each in its own way. */
+ * 1 all alike, 2 each in its own way, 3 only those of the extras. */
 bool
 run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[5], int n_dtypes,
          int skew, bool extras = false)
@@ -182,7 +182,10 @@ run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[5], int n_
     for (int i = 0; i < 14 + many; i++) {
         int offsets[7] = {};
         for (int k = 0; k < 7; k++) {
-            offsets[k] = skew == 0 ? 0 : skew == 1 ? i % 8 : (i * 3 + k * k) % 8;
+            offsets[k] = skew == 1   ? i % 8
+                         : skew == 2 ? (i * 3 + k * k) % 8
+                         : skew == 3 ? std::max(k - 4, 0)
+                                     : 0;
         }
         ours.emplace_back(dtypes[i % n_dtypes],
                           i < 14 ? std::min(sizes[i], largest) : 3, offsets,
@@ -271,7 +274,7 @@ run_all()
     right &= run_case("mixed other", other, narrow, 6, 1);
     right &= run_case("wide scaled", scaled, wide, 4, 1);
     right &= run_case("skipped", skipped, narrow, 6, 0);
-    for (int skew = 0; skew < 3; skew++) {
+    for (int skew = 0; skew < 4; skew++) {
         right &= run_case("float32 with extras", scaled, f32, 1, skew, true);
         right &= run_case("mixed with extras", usual, narrow, 6, skew, true);
         right &= run_case("wide with extras", usual, wide, 4, skew, true);
