@@ -241,11 +241,104 @@ typedef struct {
  * the scale. A scale already beyond a bound is not moved by that bound alone. */
 tfast_status tfast_amp_update(const tfast_amp_update_args *args);
 
+/* ---- Attention ------------------------------------------------------------------- */
+
+/* Rows of one tensor, of one dtype with all others of the call. Element d of row n of
+ * head h of batch item b is data[b * batch + h * head + n * row + d]. */
+typedef struct {
+    void *data;
+    int64_t batch, head, row; /* in elements, >= 0 */
+} tfast_attention_rows;
+
+enum { TFAST_BOOL = TFAST_N_DTYPES }; /* one byte, 0 or 1; only for masks */
+
+/* An array that broadcasts to the scores, [batch, head, query, key]. */
+typedef struct {
+    const void *data;  /* NULL: none */
+    int64_t stride[4]; /* in elements; 0 where it is broadcast */
+    uint8_t dtype;     /* tfast_dtype, or TFAST_BOOL: 0 forbids the key */
+} tfast_attention_term;
+
+/* softmax(q k^T) v, one head of q at a time, and what it takes to go back. With
+ * variable lengths (cu_seqlens) batch strides of q, k, v, out and their gradients are
+ * ignored: the rows of item b are cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of all. */
+typedef struct {
+    tfast_attention_rows q, k, v;
+    tfast_attention_rows out; /* forward writes it, backward reads it */
+    void *lse;                /* [batch, heads, n_q] or [heads, total]: the logarithm of
+                                 each row's sum, -infinity for a row without a key.
+                                 float32, or float64 where dtype is. NULL in the forward:
+                                 not wanted */
+    int64_t lse_batch, lse_head; /* its strides; the row's is 1 */
+
+    int64_t batch, heads, kv_heads;             /* heads is a multiple of kv_heads */
+    int64_t n_q, n_k;                           /* with cu_seqlens: the longest */
+    int64_t dim, dim_v;                         /* 1 .. TFAST_ATTENTION_MAX_DIM */
+    const int64_t *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1]; both or none */
+    const int64_t *kv_lens; /* [batch]: keys past it are forbidden; NULL: none */
+
+    tfast_attention_term mask; /* bool, or added to the scores */
+    tfast_attention_term bias; /* added to the scores; may have a gradient */
+    const float *alibi_slopes; /* [batch or 1, heads]; NULL: none */
+    int64_t alibi_batch;       /* heads, or 0 where all items share them */
+    const float *sinks;        /* [heads]: a score without a value; NULL: none */
+    bool is_causal;            /* keys past the query's diagonal are forbidden */
+    bool bottom_right; /* the diagonal is key = query + n_k - n_q, not key = query */
+    int64_t window_left, window_right; /* keys at most so far from the diagonal;
+                                          negative: any */
+    double scale;
+    double softcap;         /* scores become softcap * tanh(score / softcap); 0: off */
+    double dropout_p;       /* in [0, 1) */
+    int64_t seed;           /* of the dropout */
+    const int64_t *seed_at; /* on the device, in place of seed; NULL: none */
+
+    /* Backward only. A gradient with data NULL is not wanted. */
+    tfast_attention_rows dout;
+    const void *dlse; /* strides and dtype of lse; NULL: 0 */
+    tfast_attention_rows dq, dk, dv;
+    void *dbias; /* float32 (float64 where dtype is); written, not added to */
+    int64_t dbias_stride[4]; /* 0 where the bias is broadcast: summed over it */
+    void *dalibi;            /* as alibi_slopes; of dbias' dtype */
+    void *dsinks;            /* [heads]; of dbias' dtype */
+
+    uint8_t dtype; /* of q, k, v, out, dout, dq, dk, dv */
+    tfast_device device;
+    void *stream;
+} tfast_attention_args;
+
+enum { TFAST_ATTENTION_MAX_DIM = 256 };
+
+/* For each query i of a head, over the keys j that causal, window, kv_lens and a bool
+ * mask allow:
+ *
+ *   s_j = scale * q_i . k_j                       softcap * tanh(s_j / softcap) if set
+ *   s_j = s_j + mask_ij + bias_ij - alibi_slope * |i + shift - j|
+ *   l   = sum_j exp(s_j) + exp(sink)              lse_i = log(l)
+ *   out_i = sum_j keep_ij / (1 - dropout_p) * exp(s_j) / l * v_j
+ *
+ * where shift is 0, or with bottom_right n_k - n_q, of the item's own lengths (kv_lens,
+ * cu_seqlens). Causal allows j <= i + shift, the window i + shift - window_left <= j <=
+ * i + shift + window_right. A row without an allowed key has output 0, gradient 0 and
+ * lse -infinity. Keys with a score of -infinity are forbidden; NaN or infinity in a key
+ * or value reaches only queries that may look at it. Arithmetic is float32 (float64
+ * where dtype is); same inputs give the same bits for any number of threads.
+ *
+ * Dropout drops element (b, h, i, j) where a 16-bit number is below
+ * round(dropout_p * 65536): with r = i / 16 * 8 + i % 8 and c = j / 16 * 4 + j % 8 / 2,
+ * of Philox4x32-10's words for counter (r, c, b * heads + h, 0) and key (seed's low 32
+ * bits, its high ones), word i / 8 % 2 * 2 + j / 8 % 2, its high half for odd j. (Which
+ * is how a tensor core's accumulator lies in threads.) The others are multiplied by
+ * 65536 / (65536 - that number).
+ *
+ * The algorithm: Dao, arXiv:2307.08691. */
+tfast_status tfast_attention(const tfast_attention_args *args);
+tfast_status tfast_attention_backward(const tfast_attention_args *args);
+
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 2
+#define TFAST_ABI 3
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */
@@ -258,6 +351,8 @@ typedef struct tfast_backend {
     tfast_status (*adamw)(const tfast_adamw_args *args);
     tfast_status (*amp_grads)(const tfast_amp_grads_args *args);
     tfast_status (*amp_update)(const tfast_amp_update_args *args);
+    tfast_status (*attention)(const tfast_attention_args *args);
+    tfast_status (*attention_backward)(const tfast_attention_args *args);
 } tfast_backend;
 
 /* The one symbol of the CUDA library, and of its twin on the CPU. `fail` becomes the

