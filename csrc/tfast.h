@@ -267,7 +267,7 @@ typedef struct {
     tfast_attention_rows out; /* forward writes it, backward reads it */
     void *lse;                /* [batch, heads, n_q] or [heads, total]: the logarithm of
                                  each row's sum, -infinity for a row without a key.
-                                 float32, or float64 where dtype is. NULL in the forward:
+ * i + shift + window_right. A row without an allowed key has output 0, gradient 0, lse
                                  not wanted */
     int64_t lse_batch, lse_head; /* its strides; the row's is 1 */
 
