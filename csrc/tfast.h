@@ -267,8 +267,8 @@ typedef struct {
     tfast_attention_rows out; /* forward writes it, backward reads it */
     void *lse;                /* [batch, heads, n_q] or [heads, total]: the logarithm of
                                  each row's sum, -infinity for a row without a key.
- * i + shift + window_right. A row without an allowed key has output 0, gradient 0, lse
-                                 not wanted */
+                                 float32, or float64 where dtype is. NULL: not
+                                 wanted by the forward */
     int64_t lse_batch, lse_head; /* its strides; the row's is 1 */
 
     int64_t batch, heads, kv_heads;             /* heads is a multiple of kv_heads */
