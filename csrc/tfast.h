@@ -279,9 +279,9 @@ typedef struct {
 
     tfast_attention_term mask; /* bool, or added to the scores */
     tfast_attention_term bias; /* added to the scores; may have a gradient */
-    const float *alibi_slopes; /* [batch or 1, heads]; NULL: none */
+    const void *alibi_slopes;  /* [batch or 1, heads], of lse's dtype; NULL: none */
     int64_t alibi_batch;       /* heads, or 0 where all items share them */
-    const float *sinks;        /* [heads]: a score without a value; NULL: none */
+    const void *sinks;         /* [heads], of lse's dtype: a score without a value */
     bool is_causal;            /* keys past the query's diagonal are forbidden */
     bool bottom_right; /* the diagonal is key = query + n_k - n_q, not key = query */
     int64_t window_left, window_right; /* keys at most so far from the diagonal;
@@ -296,10 +296,10 @@ typedef struct {
     tfast_attention_rows dout;
     const void *dlse; /* strides and dtype of lse; NULL: 0 */
     tfast_attention_rows dq, dk, dv;
-    void *dbias; /* float32 (float64 where dtype is); written, not added to */
+    void *dbias;             /* of lse's dtype; written, not added to */
     int64_t dbias_stride[4]; /* 0 where the bias is broadcast: summed over it */
-    void *dalibi;            /* as alibi_slopes; of dbias' dtype */
-    void *dsinks;            /* [heads]; of dbias' dtype */
+    void *dalibi;            /* as alibi_slopes */
+    void *dsinks;            /* as sinks */
 
     uint8_t dtype; /* of q, k, v, out, dout, dq, dk, dv */
     tfast_device device;
