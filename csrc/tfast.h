@@ -275,7 +275,10 @@ typedef struct {
     int64_t n_q, n_k;                           /* with cu_seqlens: the longest */
     int64_t dim, dim_v;                         /* 1 .. TFAST_ATTENTION_MAX_DIM */
     const int64_t *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1]; both or none */
-    const int64_t *kv_lens; /* [batch]: keys past it are forbidden; NULL: none */
+    int64_t total_q, total_k; /* with cu_seqlens: rows there are; those past the last
+                                 item are not touched */
+    const int64_t *kv_lens;   /* [batch], at most the item's keys: those past it are
+                                 forbidden; NULL: none */
 
     tfast_attention_term mask; /* bool, or added to the scores */
     tfast_attention_term bias; /* added to the scores; may have a gradient */
