@@ -63,9 +63,11 @@ attention_forward(const tfast_attention_args *args)
 {
     forward_room_f32 narrow;
     forward_room_f64 wide;
-    const size_t bytes = args->dtype == TFAST_F64 ? forward_cut_f64(&wide, args, NULL)
-                                                  : forward_cut_f32(&narrow, args, NULL);
-    attention_job job = {.args = args, .room_bytes = (bytes + 4095) / 4096 * 4096 + 256};
+    const size_t bytes = args->dtype == TFAST_F64
+                             ? forward_cut_f64(&wide, args, NULL)
+                             : forward_cut_f32(&narrow, args, NULL);
+    attention_job job = {.args = args,
+                         .room_bytes = (bytes + 4095) / 4096 * 4096 + 256};
     int parts;
 
     job.blocks = (args->n_q + ATTENTION_QUERIES - 1) / ATTENTION_QUERIES;

@@ -17,7 +17,7 @@ typedef struct {
 
 /* Cuts the room, or with base NULL only measures it. Returns its bytes. */
 static size_t
-R(forward_cut)(R(forward_room) *room, const tfast_attention_args *args, REAL *base)
+R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, REAL *base)
 {
     const int64_t widest = args->dim > args->dim_v ? args->dim : args->dim_v;
     const int64_t tile = (int64_t)ATTENTION_KEYS * ATTENTION_QUERIES;
@@ -55,13 +55,13 @@ typedef struct {
     const REAL *k;
     int64_t k_stride, dim;
     const REAL *queries;
-    const R(panel) *panel;
+    const R(panel) * panel;
     bool border; /* bounds are to be applied, not by finish_scores */
 } R(scores_call);
 
 /* Keys key .. key + rows - 1 of the tile. */
 static inline __attribute__((always_inline)) void
-R(scores_strip)(const int rows, const int vectors, const R(scores_call) *call, int key,
+R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, int key,
                 REAL *to, vr top[2])
 {
     vr c[V_ROWS][2];
@@ -69,8 +69,9 @@ R(scores_strip)(const int rows, const int vectors, const R(scores_call) *call, i
     for (int r = 0; r < rows; r++) {
         c[r][0] = c[r][1] = vr_set1(0);
     }
-    R(multiply)(rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
-                call->queries, PANEL, call->dim, c);
+    R(multiply)
+    (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
+     call->queries, PANEL, call->dim, c);
     if (call->border) {
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < vectors; v++) {
@@ -89,7 +90,7 @@ R(scores_strip)(const int rows, const int vectors, const R(scores_call) *call, i
 
 /* The scores of a panel, and the maximum of each query's with top. */
 static __attribute__((noinline)) void
-R(scores_panel)(const R(scores_call) *call, REAL *scores, REAL *top)
+R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
 {
     const R(panel) *p = call->panel;
     vr most[2] = {vr_load(top), p->vectors == 2 ? vr_load(top + VR_WIDTH) : vr_set1(0)};
@@ -107,13 +108,14 @@ R(scores_panel)(const R(scores_call) *call, REAL *scores, REAL *top)
 }
 
 static void
-R(maximum)(const REAL *scores, const R(panel) *p, REAL *top)
+R(maximum)(const REAL *scores, const R(panel) * p, REAL *top)
 {
     for (int v = 0; v < p->vectors; v++) {
         vr most = vr_load(top + v * VR_WIDTH);
 
         for (int key = p->begin; key < p->end; key++) {
-            most = vr_max(vr_load(scores + key * ATTENTION_QUERIES + v * VR_WIDTH), most);
+            most =
+                vr_max(vr_load(scores + key * ATTENTION_QUERIES + v * VR_WIDTH), most);
         }
         vr_store(top + v * VR_WIDTH, most);
     }
@@ -121,7 +123,7 @@ R(maximum)(const REAL *scores, const R(panel) *p, REAL *top)
 
 /* Scores become exp(score - top). Returns their sums. */
 static inline __attribute__((always_inline)) void
-R(exponentials)(const int vectors, REAL *scores, const R(panel) *p, const REAL *top,
+R(exponentials)(const int vectors, REAL *scores, const R(panel) * p, const REAL *top,
                 vr sum[2])
 {
     vr most[2];
@@ -144,7 +146,7 @@ R(exponentials)(const int vectors, REAL *scores, const R(panel) *p, const REAL *
 
 /* Zeros where no query of the panel looks, for the strips of its neighbours. */
 static void
-R(clear_rows)(REAL *tile, const R(panel) *p, int from, int to)
+R(clear_rows)(REAL *tile, const R(panel) * p, int from, int to)
 {
     for (int key = from; key < to; key++) {
         for (int v = 0; v < p->vectors; v++) {
@@ -156,13 +158,13 @@ R(clear_rows)(REAL *tile, const R(panel) *p, int from, int to)
 /* One panel against a tile's keys: weights in place of scores, and what is kept of each
  * query. */
 static void
-R(forward_panel)(const R(forward_room) *room, const R(panel) *p, const REAL *k,
+R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
                  int64_t k_stride, int64_t at, int n_k)
 {
     const tfast_attention_args *args = p->head->args;
     const bool terms = attention_has_terms(args);
-    const R(scores_call) call = {k,       k_stride, args->dim, room->queries + at * args->dim,
-                                 p,       p->border && !terms};
+    const R(scores_call) call = {
+        k, k_stride, args->dim, room->queries + at * args->dim, p, p->border && !terms};
     REAL *scores = room->scores + at, *top = room->top + at;
     vr sum[2], before[2];
 
@@ -185,8 +187,7 @@ R(forward_panel)(const R(forward_room) *room, const R(panel) *p, const REAL *k,
     }
     for (int v = 0; v < p->vectors; v++) {
         REAL *total = room->sum + at + v * VR_WIDTH;
-        const vr fade =
-            R(vector_exp2)(vr_sub(before[v], vr_load(top + v * VR_WIDTH)));
+        const vr fade = R(vector_exp2)(vr_sub(before[v], vr_load(top + v * VR_WIDTH)));
 
         vr_store(room->fade + at + v * VR_WIDTH, fade);
         vr_store(total, vr_madd(fade, vr_load(total), sum[v]));
@@ -202,12 +203,16 @@ R(forward_panel)(const R(forward_room) *room, const R(panel) *p, const REAL *k,
 
 /* out = fade * out + weights . v, for n_q queries from `query` on. */
 static void
-R(forward_values)(const R(forward_room) *room, const attention_head *h, int64_t query,
+R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t query,
                   int64_t n_q, int64_t key, int64_t n_k, const REAL *v,
                   int64_t v_stride, bool first, bool careful)
 {
-    R(product) p = {.a_stride = ATTENTION_QUERIES, .b_stride = v_stride,
-                    .first = first, .careful = careful, .c_stride = room->out_stride};
+    R(product)
+    p = {.a_stride = ATTENTION_QUERIES,
+         .b_stride = v_stride,
+         .first = first,
+         .careful = careful,
+         .c_stride = room->out_stride};
 
     for (int64_t d = 0; d < room->out_stride; d += PANEL) {
         const int vectors = room->out_stride - d > VR_WIDTH ? 2 : 1;
@@ -230,21 +235,41 @@ R(forward_values)(const R(forward_room) *room, const attention_head *h, int64_t 
     }
 }
 
-/* Writes the block's output and lse. Returns false, and has written nothing, where the
- * output has a NaN or an infinity and `careful` has not been tried. */
-static bool
-R(forward_close)(const R(forward_room) *room, const attention_head *h, int64_t query,
-                 int64_t n_q, bool careful)
+/* The sums become what each row of out is multiplied by, and the maxima its lse. A row
+ * without a key has sum 0: the key of the maximum counts 1. */
+static void
+R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
 {
-    const tfast_attention_args *args = h->args;
-    const int64_t lse = attention_lse_row(h) + query;
+    const double sink = attention_sink(h);
+
+    for (int64_t i = 0; i < n_q; i++) {
+        const double sum = (double)room->sum[i], top = (double)room->top[i];
+
+        if (sum == 0) {
+            room->top[i] = -(REAL)INFINITY;
+        } else if (sink == -INFINITY) {
+            room->sum[i] = (REAL)(1 / sum);
+            room->top[i] = (REAL)((top + log2(sum)) * LN2);
+        } else {
+            const double most = sink > top ? sink : top, fade = exp2(top - most);
+            const double all = sum * fade + exp2(sink - most);
+
+            room->sum[i] = (REAL)(fade / all);
+            room->top[i] = (REAL)((most + log2(all)) * LN2);
+        }
+    }
+}
+
+/* Multiplies the rows of out. Returns whether all of it is finite. */
+static bool
+R(scale_out)(const R(forward_room) * room, int64_t n_q)
+{
     vr odd = vr_set1(0);
     REAL lanes[VR_WIDTH];
 
     for (int64_t i = 0; i < n_q; i++) {
         REAL *row = room->out + i * room->out_stride;
-        const REAL sum = room->sum[i];
-        const vr factor = vr_set1(sum == 0 ? 0 : 1 / sum);
+        const vr factor = vr_set1(room->sum[i]);
 
         for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
             const vr x = vr_mul(vr_load(row + d), factor);
@@ -254,45 +279,57 @@ R(forward_close)(const R(forward_room) *room, const attention_head *h, int64_t q
         }
     }
     vr_store(lanes, odd);
-    for (int i = 0; i < VR_WIDTH && !careful; i++) {
+    for (int i = 0; i < VR_WIDTH; i++) {
         if (lanes[i] != 0) {
             return false;
-        }
-    }
-    for (int64_t i = 0; i < n_q; i++) {
-        R(tile_write)(args->out.data, room->out + i * room->out_stride, args->dtype,
-                      attention_query_row(h, &args->out, query + i), (int)args->dim_v);
-        if (args->lse != NULL) {
-            const double sum = (double)room->sum[i];
-            ((REAL *)args->lse)[lse + i] =
-                sum == 0 ? -(REAL)INFINITY
-                         : (REAL)(((double)room->top[i] + log2(sum)) * LN2);
         }
     }
     return true;
 }
 
+/* Writes the block's output and lse. Returns false, and has written nothing, where the
+ * output has a NaN or an infinity and `careful` has not been tried. */
+static bool
+R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t query,
+                 int64_t n_q, bool careful)
+{
+    const tfast_attention_args *args = h->args;
+
+    R(normalise)(room, h, n_q);
+    if (!R(scale_out)(room, n_q) && !careful) {
+        return false;
+    }
+    for (int64_t i = 0; i < n_q; i++) {
+        R(tile_write)
+        (args->out.data, room->out + i * room->out_stride, args->dtype,
+         attention_query_row(h, &args->out, query + i), (int)args->dim_v);
+    }
+    if (args->lse != NULL) {
+        memcpy((REAL *)args->lse + attention_lse_row(h) + query, room->top,
+               sizeof(REAL) * (size_t)n_q);
+    }
+    return true;
+}
+
 static void
-R(forward_open)(const R(forward_room) *room, const attention_head *h, int64_t query,
+R(forward_open)(const R(forward_room) * room, const attention_head *h, int64_t query,
                 int64_t n_q)
 {
     const tfast_attention_args *args = h->args;
 
-    R(pack_panels)(room->queries, room->stage, args->q.data, args->dtype,
-                   attention_query_row(h, &args->q, query), args->q.row, n_q, args->dim,
-                   (REAL)attention_query_scale(args));
+    R(pack_panels)
+    (room->queries, room->stage, args->q.data, args->dtype,
+     attention_query_row(h, &args->q, query), args->q.row, n_q, args->dim,
+     (REAL)attention_query_scale(args));
     for (int i = 0; i < ATTENTION_QUERIES; i++) {
-        /* A sink is a key that is seen first and has no value. */
-        const double sink = args->sinks == NULL ? -INFINITY : (double)args->sinks[h->head];
-
-        room->top[i] = (REAL)fmax(sink * LOG2E, -REAL_MAX);
-        room->sum[i] = sink == -INFINITY ? 0 : 1;
+        room->top[i] = -REAL_MAX;
+        room->sum[i] = 0;
         room->fade[i] = 1;
     }
 }
 
 static bool
-R(forward_try)(const R(forward_room) *room, const attention_head *h, int64_t query,
+R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t query,
                int64_t n_q, bool careful)
 {
     const tfast_attention_args *args = h->args;

@@ -9,8 +9,8 @@ static const double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 typedef struct {
     const tfast_attention_args *args;
     int64_t batch, head;
-    int64_t n_q, n_k, shift;      /* of this item */
-    int64_t first_q, first_k;     /* its first rows with variable lengths */
+    int64_t n_q, n_k, shift;           /* of this item */
+    int64_t first_q, first_k;          /* its first rows with variable lengths */
     int64_t window_left, window_right; /* with causal in it; negative left: any */
     bool bounded_right, bounded_left;
 } attention_head;
@@ -92,7 +92,8 @@ attention_query_row(const attention_head *h, const tfast_attention_rows *rows,
 }
 
 static inline int64_t
-attention_key_row(const attention_head *h, const tfast_attention_rows *rows, int64_t row)
+attention_key_row(const attention_head *h, const tfast_attention_rows *rows,
+                  int64_t row)
 {
     const int64_t group = h->args->heads / h->args->kv_heads;
 
@@ -183,6 +184,14 @@ attention_round_up(int64_t n, int64_t multiple)
         ATTENTION_ROWS(f, rows, 1, __VA_ARGS__)                                        \
     }
 
+/* Element i of an array of lse's dtype. */
+static inline double
+attention_number(const tfast_attention_args *args, const void *array, int64_t i)
+{
+    return args->dtype == TFAST_F64 ? ((const double *)array)[i]
+                                    : (double)((const float *)array)[i];
+}
+
 /* In units of log2. */
 static inline double
 attention_slope(const attention_head *h)
@@ -191,8 +200,17 @@ attention_slope(const attention_head *h)
 
     return args->alibi_slopes == NULL
                ? 0
-               : LOG2E * (double)args->alibi_slopes[h->batch * args->alibi_batch +
-                                                    h->head];
+               : LOG2E * attention_number(args, args->alibi_slopes,
+                                          h->batch * args->alibi_batch + h->head);
+}
+
+static inline double
+attention_sink(const attention_head *h)
+{
+    const tfast_attention_args *args = h->args;
+
+    return args->sinks == NULL ? -INFINITY
+                               : LOG2E * attention_number(args, args->sinks, h->head);
 }
 
 /* What queries are multiplied by, so that q k^T is the score in units of log2, or with

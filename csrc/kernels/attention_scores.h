@@ -37,7 +37,7 @@ static R(panel) R(panel_of)(const attention_head *head, int64_t query, int64_t n
 
 /* Scores of tile row `key` as the bounds leave them. */
 static inline __attribute__((always_inline)) vr
-R(bound)(const R(panel) *p, int v, int key, vr score)
+R(bound)(const R(panel) * p, int v, int key, vr score)
 {
     const vr at = vr_set1((REAL)key), none = vr_set1(-INFINITY);
 
@@ -102,7 +102,7 @@ R(add_term_block)(REAL *t, const tfast_attention_term *term, int64_t first, int 
 
 /* Adds a mask or bias to t[key][query], for the keys of the panel. */
 static void
-R(add_term)(REAL *t, const R(panel) *p, const tfast_attention_term *term)
+R(add_term)(REAL *t, const R(panel) * p, const tfast_attention_term *term)
 {
     const int64_t *stride = term->stride;
     const int64_t first = attention_term_head(p->head, stride) + p->query * stride[2] +
@@ -145,7 +145,7 @@ R(add_term)(REAL *t, const R(panel) *p, const tfast_attention_term *term)
 /* The distance |query + shift - key| of ALiBi is, for tile row `key` of the panel,
  * |diagonal - key|. */
 static inline vr
-R(alibi_diagonal)(const R(panel) *p, int v)
+R(alibi_diagonal)(const R(panel) * p, int v)
 {
     REAL lane[VR_WIDTH];
 
@@ -157,7 +157,7 @@ R(alibi_diagonal)(const R(panel) *p, int v)
 
 /* Turns products of query and key into scores, in place; t is room for the terms. */
 static void
-R(finish_scores)(REAL *scores, REAL *t, const R(panel) *p)
+R(finish_scores)(REAL *scores, REAL *t, const R(panel) * p)
 {
     const tfast_attention_args *args = p->head->args;
     const bool tabled = args->mask.data != NULL || args->bias.data != NULL;
@@ -232,8 +232,8 @@ R(fill_dropout)(REAL *tile, const attention_head *h, int64_t query, int64_t n_q,
                     word[3][r] = w[3];
                 }
                 for (int w = 0; w < 4; w++) {
-                    REAL *to = block + (w % 2 * 8 + c * 2) * ATTENTION_QUERIES +
-                               w / 2 * PAIRS;
+                    REAL *to =
+                        block + (w % 2 * 8 + c * 2) * ATTENTION_QUERIES + w / 2 * PAIRS;
 
                     for (int r = 0; r < PAIRS; r++) {
                         const uint32_t even = word[w][r] & 0xFFFF;
@@ -249,13 +249,14 @@ R(fill_dropout)(REAL *tile, const attention_head *h, int64_t query, int64_t n_q,
 }
 
 static void
-R(drop)(REAL *weights, const REAL *dropout, const R(panel) *p)
+R(drop)(REAL *weights, const REAL *dropout, const R(panel) * p)
 {
     for (int key = p->begin; key < p->end; key++) {
         for (int v = 0; v < p->vectors; v++) {
             const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
 
-            vr_store(weights + at, vr_mul(vr_load(weights + at), vr_load(dropout + at)));
+            vr_store(weights + at,
+                     vr_mul(vr_load(weights + at), vr_load(dropout + at)));
         }
     }
 }

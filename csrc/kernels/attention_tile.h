@@ -18,7 +18,7 @@ static inline __attribute__((always_inline)) vr
 R(vector_exp2)(vr x)
 {
 #if REAL_IS_F32
-    static const REAL c[] = {1.000000072f,   0.6931469671f,  0.2402211972f,
+    static const REAL c[] = {1.000000072f,   0.6931469671f,   0.2402211972f,
                              0.05550713274f, 0.009675541334f, 0.001327647198f};
     const vr magic = vr_set1(12582912.f + 127), least = vr_set1(-127);
 #else
@@ -62,24 +62,14 @@ static inline vr
 R(vector_tanh)(vr x)
 {
 #if REAL_IS_F32
-    static const REAL c[] = {1,
-                             -1.f / 3,
-                             2.f / 15,
-                             -17.f / 315,
-                             62.f / 2835,
-                             -1382.f / 155925,
-                             21844.f / 6081075,
-                             -929569.f / 638512875};
+    static const REAL c[] = {
+        1,           -1.f / 3,         2.f / 15,          -17.f / 315,
+        62.f / 2835, -1382.f / 155925, 21844.f / 6081075, -929569.f / 638512875};
     const vr far = vr_set1(0.5f), most = vr_set1(20);
 #else
-    static const REAL c[] = {1,
-                             -1. / 3,
-                             2. / 15,
-                             -17. / 315,
-                             62. / 2835,
-                             -1382. / 155925,
-                             21844. / 6081075,
-                             -929569. / 638512875};
+    static const REAL c[] = {
+        1,          -1. / 3,         2. / 15,          -17. / 315,
+        62. / 2835, -1382. / 155925, 21844. / 6081075, -929569. / 638512875};
     const vr far = vr_set1(0.1), most = vr_set1(40);
 #endif
     const int last = sizeof c / sizeof *c - 1;
@@ -177,7 +167,7 @@ typedef struct {
 
 static inline __attribute__((always_inline)) void
 R(accumulate_strip)(const int rows, const int vectors, const bool columns,
-                    const R(product) *p)
+                    const R(product) * p)
 {
     vr c[V_ROWS][2];
 
@@ -185,11 +175,11 @@ R(accumulate_strip)(const int rows, const int vectors, const bool columns,
         c[r][0] = c[r][1] = vr_set1(0);
     }
     if (p->careful) {
-        R(multiply_careful)(rows, vectors, columns, p->a, p->a_stride, p->b,
-                            p->b_stride, p->depth, c);
+        R(multiply_careful)
+        (rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride, p->depth, c);
     } else {
-        R(multiply)(rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride,
-                    p->depth, c);
+        R(multiply)
+        (rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride, p->depth, c);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
@@ -199,8 +189,8 @@ R(accumulate_strip)(const int rows, const int vectors, const bool columns,
             /* The sum of this block is formed first: a chain of additions is as long
              * as a block, not as the sequence. */
             if (!p->first && p->factor != NULL) {
-                c[r][v] = vr_madd(vr_set1(p->factor[r]), vr_load(to + v * VR_WIDTH),
-                                  c[r][v]);
+                c[r][v] =
+                    vr_madd(vr_set1(p->factor[r]), vr_load(to + v * VR_WIDTH), c[r][v]);
             } else if (!p->first) {
                 c[r][v] = vr_add(vr_load(to + v * VR_WIDTH), c[r][v]);
             }
@@ -210,13 +200,7 @@ R(accumulate_strip)(const int rows, const int vectors, const bool columns,
 }
 
 static __attribute__((noinline)) void
-R(accumulate_rows)(int rows, int vectors, const R(product) *p)
-{
-    ATTENTION_STRIP(R(accumulate_strip), rows, vectors, false, p)
-}
-
-static __attribute__((noinline)) void
-R(accumulate_columns)(int rows, int vectors, const R(product) *p)
+R(accumulate_columns)(int rows, int vectors, const R(product) * p)
 {
     ATTENTION_STRIP(R(accumulate_strip), rows, vectors, true, p)
 }
