@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = "-std=c11 -O3 -march=native -fopenmp -shared -fPIC -Wall -Wextra"
+FLAGS = "-std=c11 -O3 -march=native -ffp-contract=off -fopenmp -shared -fPIC -Wall -Wextra"
 
 
 def build(source: Path) -> ctypes.CDLL:
