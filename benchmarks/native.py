@@ -9,7 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = "-std=c11 -O3 -march=native -ffp-contract=off -fopenmp -shared -fPIC -Wall -Wextra"
+FLAGS = "-std=c11 -O3 -march=native -ffp-contract=off -fopenmp -shared -fPIC"
+WARNINGS = "-Wall -Wextra"
 
 
 def build(source: Path) -> ctypes.CDLL:
@@ -22,7 +23,8 @@ def build(source: Path) -> ctypes.CDLL:
         raise RuntimeError(f"{source.name} needs a C compiler (cc), and none was found")
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / f"{source.stem}.so"
-        command = [*compiler.split(), *FLAGS.split(), str(source), "-o", str(built)]
+        flags = [*FLAGS.split(), *WARNINGS.split()]
+        command = [*compiler.split(), *flags, str(source), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

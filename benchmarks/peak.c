@@ -32,7 +32,8 @@ enum { CHAINS = 12 };
 
 /* clang-format off */
 #ifdef __x86_64__
-#define MULTIPLY_ADD(a, b, c) __asm__("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "v"(c))
+#define MULTIPLY_ADD(a, b, c)                                                          \
+    __asm__("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "v"(c))
 DEFINE_CHAINS(chains_16, 16, __attribute__((target("avx512f"))))
 DEFINE_CHAINS(chains_8, 8, __attribute__((target("avx2,fma"))))
 #undef MULTIPLY_ADD
