@@ -104,11 +104,11 @@ def make_functional(setup: Setup) -> Contender:
         call = run
         if setup.which == "backward":
             both = attention(q, k, v, return_lse=True, **options)
-            wants = {"bias_grad": True} if bias else {}
+            wanted = ("q", "k", "v", *(["bias"] if bias else []))
             backward = ours("trainfast.attention_backward")
 
             def call() -> list[torch.Tensor]:
-                grads = backward(inputs.dout, q, k, v, *both, **options, **wants)
+                grads = backward(inputs.dout, q, k, v, *both, wanted=wanted, **options)
                 return [grad for grad in grads if grad is not None]
 
         return setup.contender("trainfast, functional", call, role="ours")
