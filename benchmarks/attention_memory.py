@@ -147,6 +147,8 @@ def run(args: argparse.Namespace, backend: str) -> dict:
     cases = []
     for heads in args.heads:
         cases.append(make_case(names, heads, args))
+        if args.json == "auto" and "ours" in cases[-1]["skipped"]:
+            raise SystemExit(f"results need trainfast: {cases[-1]['skipped']['ours']}")
         print(case_text(cases[-1]) + "\n", flush=True)
     return harness.make_report("attention-memory", about, how, cases)
 

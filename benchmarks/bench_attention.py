@@ -231,9 +231,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, nargs="+", default=attention_memory.HEADS,
         help="of --memory (default 1 2 4)")  # fmt: skip
     add("--without-ours", action="store_true", help="rivals only")
-    args = command.parse(
-        parser, argv, lambda args: args.without_ours or len(args.passes) < len(PASSES)
-    )
+
+    def partial_run(args: argparse.Namespace) -> bool:
+        fewer = len(set(args.passes)) < len(PASSES)
+        return args.without_ours or fewer or args.heads != attention_memory.HEADS
+
+    args = command.parse(parser, argv, partial_run)
     if min(args.heads) < 1:
         parser.error(f"--heads must be at least 1, got {min(args.heads)}")
     return args

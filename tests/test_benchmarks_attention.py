@@ -109,6 +109,7 @@ def test_gradients_that_are_wrong_are_refused():
 
 
 def test_dropout_that_drops_nothing_or_does_not_scale_is_refused():
+    torch.manual_seed(0)
     made = setup("f32-dropout")
     whole = replace(made.problem, dropout_p=0.0)
     without = bench_attention.Setup(attention.make_inputs(whole), "forward", 1, "")
@@ -181,6 +182,7 @@ def test_every_backend_of_the_cpu_has_a_peak():
 def test_bad_arguments_are_named(capsys):
     for words, message in (
         (["--pass", "forward", "--json", "auto"], "--json must be a path unless"),
+        (["--memory", "--heads", "1", "--json", "auto"], "--json must be a path"),
         (["--pass", "sideways"], "invalid choice: 'sideways'"),
         (["--memory", "--heads", "0"], "--heads must be at least 1, got 0"),
     ):
@@ -198,6 +200,11 @@ def test_results_without_ours_are_not_published(monkeypatch):
     problem = PROBLEMS["f32-swin"].shrunk()
     with pytest.raises(SystemExit, match="results need trainfast: not in this build"):
         bench_attention.run_problem(args, "scalar", problem, "forward")
+    without = {"bytes": 1}, {"skipped": "no backward"}
+    child = iter(reversed(without))
+    monkeypatch.setattr(attention_memory, "run_child", lambda *_: next(child))
+    with pytest.raises(SystemExit, match="results need trainfast: no backward"):
+        attention_memory.run(args, "scalar")
 
 
 def test_smoke_run_writes_valid_json_and_a_table(tmp_path):
