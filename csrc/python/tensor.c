@@ -117,16 +117,15 @@ py_same_layout(const py_array *a, const py_array *b)
 }
 
 void
-py_shape_text(const py_array *array, char *text, size_t bytes)
+py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes)
 {
     size_t used = (size_t)snprintf(text, bytes, "(");
 
-    for (int d = 0; d < array->ndim && used + 32 < bytes; d++) {
+    for (int d = 0; d < ndim && used + 32 < bytes; d++) {
         used += (size_t)snprintf(text + used, bytes - used,
-                                 d + 1 < array->ndim ? "%lld, " : "%lld",
-                                 (long long)array->shape[d]);
+                                 d + 1 < ndim ? "%lld, " : "%lld", (long long)shape[d]);
     }
-    snprintf(text + used, bytes - used, array->ndim == 1 ? ",)" : ")");
+    snprintf(text + used, bytes - used, ndim == 1 ? ",)" : ")");
 }
 
 /* ---- Types ----------------------------------------------------------------------- */

@@ -100,6 +100,7 @@ void py_hint_parts(const py_state *state, PyObject *object);
 void py_hint_dict(PyObject *dict);
 
 /* Writes "(2, 3)" for messages. */
-void py_shape_text(const py_array *array, char *text, size_t bytes);
+enum { PY_SHAPE_TEXT = 120 }; /* bytes that are enough for four dimensions */
+void py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes);
 
 #endif
