@@ -29,7 +29,7 @@ _by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
 
 
 @torch.compiler.assume_constant_result
-def _count(reason: str) -> None:
+def count_once(reason: str) -> None:
     """Counts a fallback; in a compiled function once, when it is traced."""
     count_fallback("attention", reason)
 
@@ -153,7 +153,7 @@ def scaled_dot_product_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    _count(refusal)
+    count_once(refusal)
     return out
 
 
@@ -351,7 +351,7 @@ def _attend(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, T
             return _run(inputs, extras, options)
         except NotImplementedError as error:
             refusal = str(error)
-    _count(refusal)
+    count_once(refusal)
     return attention_math.attention(inputs, extras, options)
 
 
