@@ -36,6 +36,7 @@ def count_once(reason: str) -> None:
 
 def _refusal(tensors: Sequence[Tensor | None]) -> str | None:
     """Why the kernels cannot take these tensors, q first; None where they can."""
+    compiling = torch.compiler.is_compiling()
     for x in tensors:
         if x is None:
             continue
@@ -43,23 +44,30 @@ def _refusal(tensors: Sequence[Tensor | None]) -> str | None:
             return f"a tensor of type {type(x).__name__}"
         if x.is_nested or x.layout != torch.strided:
             return "a nested or sparse tensor"
-        if x.is_neg():
+        if not compiling and x.is_neg():  # a compiled graph resolves it
             return "a tensor with its negative bit set"
     q = tensors[0]
-    if q is not None and q.device.type not in ("cpu", "cuda", "meta"):
+    assert q is not None
+    if q.device.type not in ("cpu", "cuda", "meta"):
         return f"device {q.device.type}"
-    if q is not None and q.dtype not in DTYPES:
+    if q.dtype not in DTYPES:
         return f"dtype {q.dtype}"
-    return None if torch.compiler.is_compiling() else _refusal_of_surroundings()
+    return _refusal_when_compiling() if compiling else _refusal_when_eager()
 
 
-def _refusal_of_surroundings() -> str | None:
+def _refusal_when_eager() -> str | None:
     if torch._C._functorch.maybe_current_level() is not None:
         return "a function transform (vmap, grad, jvp)"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     if torch.jit.is_tracing():
         return "torch.jit.trace"
+    return None
+
+
+def _refusal_when_compiling() -> str | None:
+    if torch.compiler.is_exporting():
+        return "torch.export: its programs run without trainfast"
     return None
 
 
