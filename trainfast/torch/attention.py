@@ -7,12 +7,14 @@ trainfast.stats().
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainfast.stats import count_fallback
 from trainfast.torch import attention_math, attention_ops
@@ -22,16 +24,21 @@ MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PLAIN = (Tensor, Parameter)
 _FAKE = (FakeTensor,)
+_FORWARD_MODE = "forward-mode differentiation"
 _by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
 
 
 # ---- Who takes a call ----------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
 def count_once(reason: str) -> None:
     """Counts a fallback; in a compiled function once, when it is traced."""
     count_fallback("attention", reason)
+
+
+# As torch.compiler.assume_constant_result does, which takes a second to import torch's
+# compiler for it.
+count_once.__dict__["_dynamo_marked_constant"] = True
 
 
 def _refusal(tensors: Sequence[Tensor | None]) -> str | None:
@@ -56,10 +63,10 @@ def _refusal(tensors: Sequence[Tensor | None]) -> str | None:
 
 
 def _refusal_when_eager() -> str | None:
-    if torch._C._functorch.maybe_current_level() is not None:
-        return "a function transform (vmap, grad, jvp)"
     if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
+        return _FORWARD_MODE
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a function transform (vmap, grad)"
     if torch.jit.is_tracing():
         return "torch.jit.trace"
     return None
@@ -149,18 +156,21 @@ def scaled_dot_product_attention(
     if refusal is None:
         try:
             return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
             refusal = str(error)
-    out = _by_torch(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    # Forward mode: torch's fused kernels cannot, its plain operations can.
+    way = sdpa_kernel(SDPBackend.MATH) if refusal == _FORWARD_MODE else nullcontext()
+    with way:
+        out = _by_torch(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     count_once(refusal)
     return out
 
@@ -399,11 +409,13 @@ def _options(
 
 
 def _to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return x if x is None else x.to(dtype)
+    return x if x is None else x.to(dtype).contiguous()
 
 
 def _int64(x: Tensor | None) -> Tensor | None:
-    return x.to(torch.int64) if x is not None and x.dtype == torch.int32 else x
+    if x is None:
+        return None
+    return (x.to(torch.int64) if x.dtype == torch.int32 else x).contiguous()
 
 
 def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ looks at operators (torch.compile, fake tensors, dispatch modes), `as_operator` 
 same thing as a custom operator.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.flop_counter
 from torch import Tensor
 
 from trainfast import _core
@@ -55,11 +57,22 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def dense_rows(x: Tensor) -> Tensor:
+def _dense_rows(x: Tensor, count: bool = True) -> Tensor:
     """x, or a copy whose last stride is 1."""
     if x.stride(-1) == 1:
         return x
+    if count:
+        count_fallback("attention", "a tensor whose last stride is not 1 was copied")
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fill_rest(x: Tensor, cu_seqlens: Tensor | None, value: float, dim: int) -> None:
+    """Fills x where its rows, its dim `dim`, are past the last item: the core does not
+    touch them. On a GPU all of x: a look at the lengths would wait for it."""
+    if cu_seqlens is not None:
+        used = 0 if x.is_cuda else int(cu_seqlens[-1])
+        if 0 <= used < x.shape[dim]:  # otherwise an error of the core's
+            x.narrow(dim, used, x.shape[dim] - used).fill_(value)
 
 
 def _count_call(q: Tensor) -> None:
@@ -75,10 +88,12 @@ def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]
     q, k, v, bias, alibi_slopes, sinks = inputs
     out = empty_rows(q, v.shape[-1])
     lse = _empty_lse(q, o.bnhd)
+    _fill_rest(out, extras.cu_seqlens_q, 0.0, 0)
+    _fill_rest(lse, extras.cu_seqlens_q, -math.inf, 1)
     _core.attention(
-        dense_rows(q),
-        dense_rows(k),
-        dense_rows(v),
+        _dense_rows(q),
+        _dense_rows(k),
+        _dense_rows(v),
         out,
         lse,
         mask=extras.mask,
@@ -131,13 +146,17 @@ def backward(
     """The gradients of `inputs` that are wanted; knows nothing of autograd."""
     q, k, v, bias, alibi_slopes, sinks = inputs
     grads = _empty_grads(inputs, wanted)
+    lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k)
+    for grad, cu_seqlens in zip(grads, lengths):
+        if grad is not None:
+            _fill_rest(grad, cu_seqlens, 0.0, 0)
     if dout is None or dout._is_zerotensor():
         dout = torch.zeros_like(out)
     _core.attention_backward(
-        dense_rows(dout),
-        dense_rows(q),
-        dense_rows(k),
-        dense_rows(v),
+        _dense_rows(dout, count=False),
+        _dense_rows(q),
+        _dense_rows(k),
+        _dense_rows(v),
         out,
         lse,
         None if dlse is None else dlse.contiguous(),
@@ -371,6 +390,21 @@ def _op_second(ctx: Any, *grads: Tensor | None) -> Any:
 
 
 _backward_op.register_autograd(_op_second, setup_context=_keep_backward)
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.trainfast.attention)
+def _flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """As torch counts its own: neither masks nor lengths make it less."""
+    if len(q) == 3:
+        return 2 * q[0] * q[1] * k[0] * (q[2] + v[2])
+    bnhd = args[-1]
+    return 2 * q[0] * q[1] * q[2] * k[1 if bnhd else 2] * (q[3] + v[3])
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.trainfast.attention_backward)
+def _backward_flops(*args: Any, **kwargs: Any) -> int:
+    q, k, v = args[5:8]
+    return _flops(q, k, v, args[-1]) * 5 // 2
 
 
 def as_operator(

@@ -1,7 +1,7 @@
 """attn_implementation="trainfast" for models of transformers:
 
-    trainfast.torch.huggingface.register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="trainfast")
+trainfast.torch.huggingface.register()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="trainfast")
 """
 
 from typing import Any
