@@ -62,7 +62,7 @@ def _dense_rows(x: Tensor, count: bool = True) -> Tensor:
     if x.stride(-1) == 1:
         return x
     if count:
-        count_fallback("attention", "a tensor whose last stride is not 1 was copied")
+        count_fallback("attention", "an array without stride 1 was copied")
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -181,6 +181,7 @@ def backward(
         bnhd=o.bnhd,
         stream=_stream(q),
     )
+    _count_call(q)
     if bias is not None and grads[3] is not None:
         grads[3] = grads[3].to(bias.dtype)
     return grads
