@@ -266,7 +266,8 @@ class _FusedStep:
         group's `state_dtype`, else the parameter's, and `step` becomes a float32 on the
         parameter's device. The options of this class stay as they were given, not as
         they were saved: what the state lacks for them starts from the parameter at the
-        next step (a master weight, a copy, an EMA), and what it has beyond is dropped.
+        next step (a master weight, a copy, an EMA), and what it has beyond is dropped:
+        a master weight and an EMA, which nothing brings back, with a UserWarning.
         """
         if self._before_ema:
             raise RuntimeError(
