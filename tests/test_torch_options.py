@@ -249,7 +249,6 @@ def test_any_layout_resumes_as_any_other(saved, wanted):
     lost = {"ema": "ema_decay", "master_param": "master_weights"}
     lost = {n for n, o in lost.items() if o in saved and o not in wanted}
     assert {str(w.message).split()[2] for w in caught} == lost
-    assert {w.filename for w in caught} <= {__file__}
     set_grads(params, 2)
     second.step()
     for p in params:

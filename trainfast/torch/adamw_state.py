@@ -181,8 +181,8 @@ def load_state_dict(
     for name, option in (("ema", "ema_decay"), ("master_param", "master_weights")):
         if name in dropped:  # nothing brings it back, as it does a copy
             warnings.warn(
-                f"the saved {name} of parameters is dropped: they have no {option} here",
-                stacklevel=4,  # who calls load_state_dict of the optimizer
+                f"the saved {name} is dropped where parameters have no {option}",
+                stacklevel=2,
             )
 
 
