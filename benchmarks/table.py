@@ -52,7 +52,7 @@ def _ratio(summary: dict | None, form: str = "{:.2f}") -> str:
 
 
 def _row(case: dict, on_gpu: bool) -> list[str]:
-    """Return a case's row: ours, the bound, the best rival, the other rivals."""
+    """Return a case's row: ours, the bound, the best rival, the others."""
     lines = case["lines"]
     named = {line["contender"]: line for line in lines}
     ours = next((line for line in lines if line["role"] == "ours"), None)
@@ -101,7 +101,7 @@ def table(report: dict) -> str:
     on_gpu = any(line["host_us"] for c in report["cases"] for line in c["lines"])
     head = ["case", "trainfast", *(["host time"] if on_gpu else [])]
     head += ["ns/param", "GB/s", "% of bound", "best rival"]
-    head += ["best rival / trainfast", "other rivals / trainfast"]
+    head += ["best rival / trainfast", "others / trainfast"]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     rows += [_row(case, on_gpu) for case in report["cases"]]
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
