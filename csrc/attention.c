@@ -1,11 +1,145 @@
 /* The attention entries: validate what no array layer can, then hand over. */
 #include "tfast.h"
 
+#include <math.h>
+
+static tfast_status
+check_sizes(const tfast_attention_args *args)
+{
+    const int64_t most = TFAST_ATTENTION_MAX_DIM;
+
+    if (args->batch < 0 || args->heads < 0 || args->n_q < 0 || args->n_k < 0) {
+        return tfast_fail(TFAST_EINVAL,
+                          "sizes must be >= 0, got [%lld, %lld, %lld x "
+                          "%lld]",
+                          (long long)args->batch, (long long)args->heads,
+                          (long long)args->n_q, (long long)args->n_k);
+    }
+    if (args->dim < 1 || args->dim > most) {
+        return tfast_fail(TFAST_EINVAL, "q's dim must be 1 to %lld, got %lld",
+                          (long long)most, (long long)args->dim);
+    }
+    if (args->dim_v < 1 || args->dim_v > most) {
+        return tfast_fail(TFAST_EINVAL, "v's dim must be 1 to %lld, got %lld",
+                          (long long)most, (long long)args->dim_v);
+    }
+    if (args->kv_heads < 1 ? args->heads > 0 : args->heads % args->kv_heads != 0) {
+        return tfast_fail(TFAST_EINVAL, "heads must be a multiple of %lld, got %lld",
+                          (long long)args->kv_heads, (long long)args->heads);
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+check_numbers(const tfast_attention_args *args)
+{
+    if (!isfinite(args->scale)) {
+        return tfast_fail(TFAST_EINVAL, "scale must be finite, got %g", args->scale);
+    }
+    if (!(isfinite(args->softcap) && args->softcap >= 0)) {
+        return tfast_fail(TFAST_EINVAL, "softcap must be finite and >= 0, got %g",
+                          args->softcap);
+    }
+    if (!(args->dropout_p >= 0 && args->dropout_p < 1)) {
+        return tfast_fail(TFAST_EINVAL, "dropout_p must be in [0, 1), got %g",
+                          args->dropout_p);
+    }
+    if (args->dropout_p > 65535.0 / 65536) {
+        return tfast_fail(TFAST_EINVAL,
+                          "dropout_p must be at most 65535 / 65536, its last step "
+                          "before 1, got %.17g",
+                          args->dropout_p);
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+check_cu_seqlens(const char *name, const int64_t *at, int64_t batch, int64_t total,
+                 int64_t longest)
+{
+    if (at[0] != 0) {
+        return tfast_fail(TFAST_EINVAL, "%s must start at 0, got %lld", name,
+                          (long long)at[0]);
+    }
+    for (int64_t b = 0; b < batch; b++) {
+        if (at[b + 1] < at[b]) {
+            return tfast_fail(TFAST_EINVAL, "%s must not decrease, got %lld after %lld",
+                              name, (long long)at[b + 1], (long long)at[b]);
+        }
+        if (at[b + 1] - at[b] > longest) {
+            return tfast_fail(TFAST_EINVAL,
+                              "%s must have items of at most %lld rows, got %lld", name,
+                              (long long)longest, (long long)(at[b + 1] - at[b]));
+        }
+    }
+    if (at[batch] > total) {
+        return tfast_fail(TFAST_EINVAL, "%s must end within the %lld rows, got %lld",
+                          name, (long long)total, (long long)at[batch]);
+    }
+    return TFAST_OK;
+}
+
+/* Lengths on a GPU are the caller's word: looking at them would wait for it. */
+static tfast_status
+check_lengths(const tfast_attention_args *args)
+{
+    const int64_t *cu_seqlens_k = args->cu_seqlens_k;
+    tfast_status status = TFAST_OK;
+
+    if ((args->cu_seqlens_q == NULL) != (cu_seqlens_k == NULL)) {
+        return tfast_fail(TFAST_EINVAL,
+                          "cu_seqlens_q and cu_seqlens_k must be given together");
+    }
+    if (args->device.type != TFAST_CPU) {
+        return TFAST_OK;
+    }
+    if (cu_seqlens_k != NULL) {
+        status = check_cu_seqlens("cu_seqlens_q", args->cu_seqlens_q, args->batch,
+                                  args->total_q, args->n_q);
+        if (status == TFAST_OK) {
+            status = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, args->batch,
+                                      args->total_k, args->n_k);
+        }
+    }
+    for (int64_t b = 0; status == TFAST_OK && args->kv_lens != NULL && b < args->batch;
+         b++) {
+        const int64_t keys =
+            cu_seqlens_k == NULL ? args->n_k : cu_seqlens_k[b + 1] - cu_seqlens_k[b];
+
+        if (args->kv_lens[b] < 0 || args->kv_lens[b] > keys) {
+            return tfast_fail(TFAST_EINVAL,
+                              "kv_lens[%lld] must be 0 to %lld, its item's keys, got "
+                              "%lld",
+                              (long long)b, (long long)keys,
+                              (long long)args->kv_lens[b]);
+        }
+    }
+    return status;
+}
+
+static tfast_status
+check(const tfast_attention_args *args)
+{
+    tfast_status status = check_sizes(args);
+
+    if (status == TFAST_OK) {
+        status = check_numbers(args);
+    }
+    return status == TFAST_OK ? check_lengths(args) : status;
+}
+
 tfast_status
 tfast_attention(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
+    const tfast_status status = check(args);
 
+    if (status != TFAST_OK) {
+        return status;
+    }
+    if (args->batch == 0 || args->heads == 0 || args->n_q == 0) {
+        return TFAST_OK; /* no row to compute */
+    }
     if (backend == NULL) {
         return TFAST_EUNSUPPORTED;
     }
@@ -16,11 +150,16 @@ tfast_attention(const tfast_attention_args *args)
     return backend->attention(args);
 }
 
+/* Also without a row: gradients of what there is are then 0. */
 tfast_status
 tfast_attention_backward(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
+    const tfast_status status = check(args);
 
+    if (status != TFAST_OK) {
+        return status;
+    }
     if (backend == NULL) {
         return TFAST_EUNSUPPORTED;
     }

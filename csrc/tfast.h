@@ -275,13 +275,16 @@ typedef struct {
     int64_t n_q, n_k;                           /* with cu_seqlens: the longest */
     int64_t dim, dim_v;                         /* 1 .. TFAST_ATTENTION_MAX_DIM */
     const int64_t *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1]; both or none */
-    const int64_t *kv_lens; /* [batch]: keys past it are forbidden; NULL: none */
+    int64_t total_q, total_k; /* with cu_seqlens: rows there are; those past the last
+                                 item are not touched */
+    const int64_t *kv_lens;   /* [batch], at most the item's keys: those past it are
+                                 forbidden; NULL: none */
 
     tfast_attention_term mask; /* bool, or added to the scores */
     tfast_attention_term bias; /* added to the scores; may have a gradient */
-    const float *alibi_slopes; /* [batch or 1, heads]; NULL: none */
+    const void *alibi_slopes;  /* [batch or 1, heads], of lse's dtype; NULL: none */
     int64_t alibi_batch;       /* heads, or 0 where all items share them */
-    const float *sinks;        /* [heads]: a score without a value; NULL: none */
+    const void *sinks;         /* [heads], of lse's dtype: a score without a value */
     bool is_causal;            /* keys past the query's diagonal are forbidden */
     bool bottom_right; /* the diagonal is key = query + n_k - n_q, not key = query */
     int64_t window_left, window_right; /* keys at most so far from the diagonal;
@@ -296,10 +299,10 @@ typedef struct {
     tfast_attention_rows dout;
     const void *dlse; /* strides and dtype of lse; NULL: 0 */
     tfast_attention_rows dq, dk, dv;
-    void *dbias; /* float32 (float64 where dtype is); written, not added to */
+    void *dbias;             /* of lse's dtype; written, not added to */
     int64_t dbias_stride[4]; /* 0 where the bias is broadcast: summed over it */
-    void *dalibi;            /* as alibi_slopes; of dbias' dtype */
-    void *dsinks;            /* [heads]; of dbias' dtype */
+    void *dalibi;            /* as alibi_slopes */
+    void *dsinks;            /* as sinks */
 
     uint8_t dtype; /* of q, k, v, out, dout, dq, dk, dv */
     tfast_device device;
@@ -319,9 +322,10 @@ enum { TFAST_ATTENTION_MAX_DIM = 256 };
  * where shift is 0, or with bottom_right n_k - n_q, of the item's own lengths (kv_lens,
  * cu_seqlens). Causal allows j <= i + shift, the window i + shift - window_left <= j <=
  * i + shift + window_right. A row without an allowed key has output 0, gradient 0 and
- * lse -infinity. Keys with a score of -infinity are forbidden; NaN or infinity in a key
- * or value reaches only queries that may look at it. Arithmetic is float32 (float64
- * where dtype is); same inputs give the same bits for any number of threads.
+ * lse -infinity. Keys with a score, mask or bias of -infinity are forbidden; NaN or
+ * infinity in a key or value reaches only queries that may look at it. Arithmetic is
+ * float32 (float64 where dtype is); same inputs give the same bits for any number of
+ * threads.
  *
  * Dropout drops element (b, h, i, j) where a 16-bit number is below
  * round(dropout_p * 65536): with r = i / 16 * 8 + i % 8 and c = j / 16 * 4 + j % 8 / 2,

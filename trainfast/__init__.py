@@ -1,4 +1,4 @@
-"""Fast kernels for existing training scripts: fused AdamW on the CPU and in CUDA.
+"""Fast kernels for existing training scripts: fused AdamW and attention.
 
 Importing trainfast loads neither torch nor CUDA and patches nothing. The adapters for
 torch are in `trainfast.torch`, loaded when first asked for.
@@ -11,15 +11,19 @@ from trainfast._core import use_backend
 from trainfast._core import version as __version__
 from trainfast.adamw import AdamW, adamw_step
 from trainfast.amp import LossScaler
+from trainfast.attention import AttentionGradients, attention, attention_backward
 from trainfast.patching import PatchReport, patch, patched, unpatch
 from trainfast.stats import reset_stats, stats
 
 __all__ = [
     "AdamW",
+    "AttentionGradients",
     "LossScaler",
     "PatchReport",
     "__version__",
     "adamw_step",
+    "attention",
+    "attention_backward",
     "backends",
     "patch",
     "patched",

@@ -1,6 +1,7 @@
 """Arrays of NumPy, and of libraries that follow its array API, such as CuPy."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,80 @@ def dense(arrays: Sequence[Array], capability: str) -> list[Array]:
             array = np.ascontiguousarray(array)
         made.append(array)
     return made
+
+
+def as_array(name: str, value: Any) -> Array:
+    """The same, or as NumPy's if its library gives it no shape or dtype.
+
+    Raises TypeError for what is not an array.
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return value
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    try:
+        return np.asarray(memoryview(value))
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an array (NumPy, torch, DLPack or a buffer), "
+            f"got {type(value).__name__}"
+        ) from None
+
+
+def empty(
+    like: Array,
+    shape: Sequence[int],
+    dtype: str | None = None,
+    fill: float | None = None,
+) -> Array:
+    """A dense array of this shape where `like` is, of its dtype or another one.
+
+    Raises TypeError if like's library makes none.
+    """
+    if isinstance(like, np.ndarray):
+        made = np.empty(shape, dtype or like.dtype)
+    elif hasattr(like, "new_empty"):  # torch, which has then been imported
+        kind = None if dtype is None else getattr(sys.modules["torch"], dtype)
+        made = like.new_empty(tuple(shape), dtype=kind)
+    elif hasattr(like, "__array_namespace__"):
+        space = like.__array_namespace__()
+        kind = like.dtype if dtype is None else getattr(space, dtype)
+        made = space.empty(tuple(shape), dtype=kind, device=like.device)
+    else:
+        raise TypeError(f"out must be given for arrays of {type(like).__name__}")
+    if fill is not None:
+        made[...] = fill
+    return made
+
+
+def cast(array: Array, dtype: str) -> Array:
+    """The same values in another dtype; the same array if it has that one."""
+    if dtype_name(array) == dtype:
+        return array
+    if hasattr(array, "astype"):
+        return array.astype(dtype)
+    return array.to(getattr(sys.modules["torch"], dtype))
+
+
+def row_major(array: Array) -> Array:
+    """The same array if it is dense in C order, otherwise a copy that is."""
+    if isinstance(array, np.ndarray):
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return array.contiguous() if hasattr(array, "contiguous") else array
+
+
+def unit_stride(array: Array) -> Array:
+    """The same array if its last dimension has stride 1 and none runs backwards,
+    otherwise a copy in C order."""
+    if isinstance(array, np.ndarray):
+        strides = [s for s, n in zip(array.strides, array.shape) if n > 1]
+        last = array.ndim > 0 and array.shape[-1] > 1
+        fits = min(strides, default=0) >= 0
+        fits &= not last or array.strides[-1] == array.itemsize
+        return array if fits else np.ascontiguousarray(array)
+    if hasattr(array, "contiguous"):
+        return array if array.stride(-1) == 1 else array.contiguous()
+    return array
 
 
 class Measured(NamedTuple):

@@ -41,5 +41,7 @@ PyObject *py_adamw(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_attention(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_attention_backward(PyObject *module, PyObject *args, PyObject *kwargs);
 
 #endif

@@ -10,8 +10,10 @@ enum {
     DLPACK_CUDA = 2,
     DLPACK_CUDA_HOST = 3,     /* pinned host memory */
     DLPACK_CUDA_MANAGED = 13, /* reachable from both */
+    DLPACK_INT = 0,
     DLPACK_FLOAT = 2,
     DLPACK_BFLOAT = 4,
+    DLPACK_BOOL = 6,
     DLPACK_READ_ONLY = 1, /* flags of a versioned tensor */
     DLPACK_IS_COPIED = 2
 };

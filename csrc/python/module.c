@@ -72,6 +72,11 @@ static PyMethodDef methods[] = {
      "The loss scale at the end of an iteration; see csrc/tfast.h. The trackers are "
      "one\n"
      "int32 each, as a float32 view of its bits."},
+    {"attention", WITH_KEYWORDS(py_attention), METH_VARARGS | METH_KEYWORDS,
+     "softmax(q k^T) v with all options; see trainfast.attention and csrc/tfast.h."},
+    {"attention_backward", WITH_KEYWORDS(py_attention_backward),
+     METH_VARARGS | METH_KEYWORDS,
+     "The gradients of attention; see trainfast.attention_backward."},
     {"backends", py_backends, METH_NOARGS,
      "[(name, why it cannot run here or None, in use)], best first."},
     {"use_backend", py_use_backend, METH_O,

@@ -15,8 +15,9 @@ fill_c_order_strides(py_array *array)
     array->strides = strides;
 }
 
+/* The dtype, or -1 where it is none of ours. */
 static int
-dlpack_dtype(const dlpack_tensor *view, tfast_dtype *dtype)
+dlpack_dtype(const dlpack_tensor *view)
 {
     const int code = view->dtype.code, bits = view->dtype.bits;
 
@@ -24,27 +25,26 @@ dlpack_dtype(const dlpack_tensor *view, tfast_dtype *dtype)
         return -1;
     }
     if (code == DLPACK_FLOAT && (bits == 16 || bits == 32 || bits == 64)) {
-        *dtype = bits == 32 ? TFAST_F32 : bits == 64 ? TFAST_F64 : TFAST_F16;
-        return 0;
+        return bits == 32 ? TFAST_F32 : bits == 64 ? TFAST_F64 : TFAST_F16;
     }
     if (code == DLPACK_BFLOAT && bits == 16) {
-        *dtype = TFAST_BF16;
-        return 0;
+        return TFAST_BF16;
     }
-    return -1;
+    if (code == DLPACK_BOOL && bits == 8) {
+        return TFAST_BOOL;
+    }
+    return code == DLPACK_INT && bits == 64 ? PY_INT64 : -1;
 }
 
 static int
-from_dlpack(const dlpack_tensor *view, py_argument argument, py_array *array)
+from_dlpack(const dlpack_tensor *view, py_argument argument, int how, py_array *array)
 {
     const int type = view->device.type;
 
-    if (dlpack_dtype(view, &array->dtype) < 0) {
-        return py_argument_error(
-            PyExc_NotImplementedError, argument,
-            "must be float64, float32, float16 or bfloat16, got DLPack "
-            "dtype code %d of %d bits",
-            view->dtype.code, view->dtype.bits);
+    array->dtype = dlpack_dtype(view);
+    if (!py_dtype_fits(array->dtype, how)) {
+        return py_dtype_error(argument, how, "DLPack dtype code %d of %d bits",
+                              view->dtype.code, view->dtype.bits);
     }
     if (type == DLPACK_CPU || type == DLPACK_CUDA_HOST) {
         array->device = (tfast_device){TFAST_CPU, 0};
@@ -126,14 +126,14 @@ py_find_exchange(PyTypeObject *type)
 
 int
 py_borrow_view(const dlpack_exchange *exchange, PyObject *object, py_argument argument,
-               py_array *array)
+               int how, py_array *array)
 {
     dlpack_tensor view;
 
     if (exchange->view_from_object(object, &view) != 0) {
         return cannot_export(argument);
     }
-    return from_dlpack(&view, argument, array);
+    return from_dlpack(&view, argument, how, array);
 }
 
 /* Asks for a versioned tensor first; producers before DLPack 1.0 take no arguments. */
@@ -160,7 +160,7 @@ call_dlpack(PyObject *object)
 /* The capsule is not consumed: while we hold it the tensor lives, and its own
  * destructor frees it afterwards. */
 int
-py_borrow_capsule(PyObject *object, py_argument argument, bool write, py_array *array)
+py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *array)
 {
     const bool jax = py_type_text_is(Py_TYPE(object), "__module__", "jax", true);
     PyObject *capsule = call_dlpack(object);
@@ -185,9 +185,9 @@ py_borrow_capsule(PyObject *object, py_argument argument, bool write, py_array *
         return py_argument_error(PyExc_TypeError, argument,
                                  "must export a DLPack tensor of version 1 or before");
     }
-    if (write && read_only) {
+    if ((how & PY_WRITE) != 0 && read_only) {
         return py_argument_error(PyExc_ValueError, argument,
                                  "must be writable, got a read-only array");
     }
-    return from_dlpack(view, argument, array);
+    return from_dlpack(view, argument, how, array);
 }

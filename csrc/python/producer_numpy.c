@@ -3,7 +3,6 @@
 #include "producers.h"
 
 #include <stdio.h> /* NumPy names FILE */
-#include <string.h>
 
 #include <numpy/arrayobject.h>
 
@@ -32,44 +31,42 @@ py_is_numpy(py_state *state, PyObject *object)
     return load_numpy(state) && PyArray_Check(object);
 }
 
+/* The dtype, or -1 where it is none of ours. */
 static int
-numpy_dtype(py_state *state, PyArrayObject *array, tfast_dtype *dtype)
+numpy_dtype(py_state *state, PyArrayObject *array)
 {
     const PyArray_Descr *descr = PyArray_DESCR(array);
     const int number = descr->type_num;
 
     if (number == NPY_FLOAT || number == NPY_DOUBLE || number == NPY_HALF) {
-        *dtype = number == NPY_FLOAT    ? TFAST_F32
-                 : number == NPY_DOUBLE ? TFAST_F64
-                                        : TFAST_F16;
-        return 0;
+        return number == NPY_FLOAT    ? TFAST_F32
+               : number == NPY_DOUBLE ? TFAST_F64
+                                      : TFAST_F16;
+    }
+    if (number == NPY_BOOL || number == NPY_INT64 || number == NPY_LONGLONG) {
+        return number == NPY_BOOL ? TFAST_BOOL : PY_INT64;
     }
     /* ml_dtypes registers bfloat16 at run time, under a number of its own. */
     if (number >= NPY_USERDEF && state->numpy_bfloat16 < 0 &&
         py_type_text_is(descr->typeobj, "__name__", "bfloat16", false)) {
         state->numpy_bfloat16 = number;
     }
-    if (number >= NPY_USERDEF && number == state->numpy_bfloat16) {
-        *dtype = TFAST_BF16;
-        return 0;
-    }
-    return -1;
+    return number >= NPY_USERDEF && number == state->numpy_bfloat16 ? TFAST_BF16 : -1;
 }
 
 int
-py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, bool write,
+py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how,
                 py_array *array)
 {
     PyArrayObject *numpy = (PyArrayObject *)object;
     int64_t size;
 
-    if (numpy_dtype(state, numpy, &array->dtype) < 0) {
+    array->dtype = numpy_dtype(state, numpy);
+    if (!py_dtype_fits(array->dtype, how)) {
         PyObject *name = PyObject_Str((PyObject *)PyArray_DESCR(numpy));
         const char *text = name == NULL ? NULL : PyUnicode_AsUTF8AndSize(name, NULL);
 
-        py_argument_error(PyExc_NotImplementedError, argument,
-                          "must be float64, float32, float16 or bfloat16, got %.100s",
-                          text == NULL ? "another dtype" : text);
+        py_dtype_error(argument, how, "%.100s", text == NULL ? "another dtype" : text);
         Py_XDECREF(name);
         return -1;
     }
@@ -77,11 +74,11 @@ py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, bool wr
         return py_argument_error(PyExc_ValueError, argument,
                                  "must be in native byte order, got a swapped dtype");
     }
-    if (write && !PyArray_ISWRITEABLE(numpy)) {
+    if ((how & PY_WRITE) != 0 && !PyArray_ISWRITEABLE(numpy)) {
         return py_argument_error(PyExc_ValueError, argument,
                                  "must be writable, got a read-only array");
     }
-    size = (int64_t)tfast_dtype_size(array->dtype);
+    size = py_dtype_size(array->dtype);
     array->device = (tfast_device){TFAST_CPU, 0};
     array->data = PyArray_DATA(numpy);
     array->numel = PyArray_SIZE(numpy);
@@ -114,10 +111,11 @@ free_buffer(PyObject *capsule)
 
 /* Takes the buffer and leaves it in array->owner. */
 static Py_buffer *
-take_buffer(PyObject *object, py_argument argument, bool write, py_array *array)
+take_buffer(PyObject *object, py_argument argument, int how, py_array *array)
 {
     Py_buffer *buffer = PyMem_Calloc(1, sizeof *buffer);
-    const int flags = PyBUF_FORMAT | PyBUF_STRIDES | (write ? PyBUF_WRITABLE : 0);
+    const int flags =
+        PyBUF_FORMAT | PyBUF_STRIDES | ((how & PY_WRITE) != 0 ? PyBUF_WRITABLE : 0);
 
     if (buffer == NULL) {
         PyErr_NoMemory();
@@ -125,7 +123,7 @@ take_buffer(PyObject *object, py_argument argument, bool write, py_array *array)
     }
     if (PyObject_GetBuffer(object, buffer, flags) < 0) {
         PyMem_Free(buffer);
-        if (write && PyErr_ExceptionMatches(PyExc_BufferError)) {
+        if ((how & PY_WRITE) != 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
             PyErr_Clear();
             py_argument_error(PyExc_ValueError, argument,
                               "must be a writable, strided buffer");
@@ -141,10 +139,31 @@ take_buffer(PyObject *object, py_argument argument, bool write, py_array *array)
     return buffer;
 }
 
-int
-py_borrow_buffer(PyObject *object, py_argument argument, bool write, py_array *array)
+/* The dtype of a native element, or -1 where it is none of ours. */
+static int
+buffer_dtype(const char *format, int64_t size)
 {
-    const Py_buffer *buffer = take_buffer(object, argument, write, array);
+    switch (format[0] == '\0' || format[1] != '\0' ? '\0' : format[0]) {
+    case 'f':
+        return TFAST_F32;
+    case 'd':
+        return TFAST_F64;
+    case 'e':
+        return TFAST_F16;
+    case '?':
+        return TFAST_BOOL;
+    case 'l':
+    case 'q':
+        return size == 8 ? PY_INT64 : -1;
+    default:
+        return -1;
+    }
+}
+
+int
+py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *array)
+{
+    const Py_buffer *buffer = take_buffer(object, argument, how, array);
     const char *format;
 
     if (buffer == NULL) {
@@ -152,17 +171,9 @@ py_borrow_buffer(PyObject *object, py_argument argument, bool write, py_array *a
     }
     format = buffer->format == NULL ? "B" : buffer->format;
     format += *format == '@' || *format == '='; /* native order */
-    if (strcmp(format, "f") == 0 || strcmp(format, "d") == 0 ||
-        strcmp(format, "e") == 0) {
-        array->dtype = *format == 'f'   ? TFAST_F32
-                       : *format == 'd' ? TFAST_F64
-                                        : TFAST_F16;
-    } else {
-        return py_argument_error(
-            PyExc_NotImplementedError, argument,
-            "must be float64, float32, float16 or bfloat16, got buffer "
-            "format '%.20s'",
-            format);
+    array->dtype = buffer_dtype(format, buffer->itemsize);
+    if (!py_dtype_fits(array->dtype, how)) {
+        return py_dtype_error(argument, how, "buffer format '%.20s'", format);
     }
     array->device = (tfast_device){TFAST_CPU, 0};
     array->data = buffer->buf;

@@ -10,6 +10,13 @@
 bool py_type_text_is(PyTypeObject *type, const char *attribute, const char *want,
                      bool prefix);
 
+/* Whether an array of this dtype may be borrowed so; `dtype` < 0: none of ours. */
+bool py_dtype_fits(int dtype, int how);
+
+/* Sets NotImplementedError "*argument* must be *dtypes*, got ..." and returns -1. */
+int py_dtype_error(py_argument argument, int how, const char *format, ...)
+    TFAST_PRINTF(3, 4);
+
 /* Which word of a tensor's Python object points at its body: the one, if there is one,
  * that lies just before the view's shape, which is inside the body. Whatever the
  * layout, what is found was seen to be right; what is not found costs the hints only.
@@ -21,19 +28,17 @@ const dlpack_exchange *py_find_exchange(PyTypeObject *type);
 
 /* By the exchange API: no Python call, nothing to release. */
 int py_borrow_view(const dlpack_exchange *exchange, PyObject *object,
-                   py_argument argument, py_array *array);
+                   py_argument argument, int how, py_array *array);
 
 /* By __dlpack__(): the capsule becomes the array's owner. */
-int py_borrow_capsule(PyObject *object, py_argument argument, bool write,
-                      py_array *array);
+int py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *array);
 
 /* True for NumPy arrays; loads NumPy's C API once somebody has imported NumPy. */
 bool py_is_numpy(py_state *state, PyObject *object);
-int py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, bool write,
+int py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how,
                     py_array *array);
 
 /* By the buffer protocol: a capsule that holds the buffer becomes the owner. */
-int py_borrow_buffer(PyObject *object, py_argument argument, bool write,
-                     py_array *array);
+int py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *array);
 
 #endif

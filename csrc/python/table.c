@@ -137,8 +137,8 @@ check_shape(const py_array *array, const py_array *first, const py_column *colum
     if (py_same_shape(array, first)) {
         return 0;
     }
-    py_shape_text(first, want, sizeof want);
-    py_shape_text(array, got, sizeof got);
+    py_shape_text(first->ndim, first->shape, want, sizeof want);
+    py_shape_text(array->ndim, array->shape, got, sizeof got);
     return py_argument_error(PyExc_ValueError, argument,
                              "must have shape %s as %s[%zd], got %s", want,
                              table->columns[0].name, place, got);

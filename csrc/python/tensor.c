@@ -22,6 +22,51 @@ py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
     return -1;
 }
 
+/* ---- Dtypes ---------------------------------------------------------------------- */
+
+int64_t
+py_dtype_size(int dtype)
+{
+    return dtype == TFAST_BOOL ? 1
+           : dtype == PY_INT64 ? 8
+                               : (int64_t)tfast_dtype_size(dtype);
+}
+
+const char *
+py_dtype_name(int dtype)
+{
+    return dtype == TFAST_BOOL ? "bool"
+           : dtype == PY_INT64 ? "int64"
+                               : tfast_dtype_name(dtype);
+}
+
+bool
+py_dtype_fits(int dtype, int how)
+{
+    if ((how & PY_ONLY_INT64) != 0) {
+        return dtype == PY_INT64;
+    }
+    return (dtype >= 0 && dtype < TFAST_N_DTYPES) ||
+           (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0);
+}
+
+int
+py_dtype_error(py_argument argument, int how, const char *format, ...)
+{
+    char got[160];
+    va_list values;
+
+    va_start(values, format);
+    vsnprintf(got, sizeof got, format, values);
+    va_end(values);
+    return py_argument_error(PyExc_NotImplementedError, argument, "must be %s, got %s",
+                             (how & PY_ONLY_INT64) != 0 ? "int64"
+                             : (how & PY_OR_BOOL) != 0
+                                 ? "bool, float64, float32, float16 or bfloat16"
+                                 : "float64, float32, float16 or bfloat16",
+                             got);
+}
+
 /* ---- Layouts --------------------------------------------------------------------- */
 
 bool
@@ -72,16 +117,15 @@ py_same_layout(const py_array *a, const py_array *b)
 }
 
 void
-py_shape_text(const py_array *array, char *text, size_t bytes)
+py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes)
 {
     size_t used = (size_t)snprintf(text, bytes, "(");
 
-    for (int d = 0; d < array->ndim && used + 32 < bytes; d++) {
+    for (int d = 0; d < ndim && used + 32 < bytes; d++) {
         used += (size_t)snprintf(text + used, bytes - used,
-                                 d + 1 < array->ndim ? "%lld, " : "%lld",
-                                 (long long)array->shape[d]);
+                                 d + 1 < ndim ? "%lld, " : "%lld", (long long)shape[d]);
     }
-    snprintf(text + used, bytes - used, array->ndim == 1 ? ",)" : ")");
+    snprintf(text + used, bytes - used, ndim == 1 ? ",)" : ")");
 }
 
 /* ---- Types ----------------------------------------------------------------------- */
@@ -133,7 +177,7 @@ is_plain_type(PyTypeObject *type, bool *is_torch)
 
 /* The first array of a type: find out how it exports, and remember the fast way. */
 static int
-borrow_unknown(py_state *state, PyObject *object, py_argument argument, bool write,
+borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
                py_array *array)
 {
     PyTypeObject *type = Py_TYPE(object);
@@ -146,7 +190,7 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, bool wri
                 PyExc_TypeError, argument,
                 "must not be a masked array: its mask would be ignored");
         }
-        return py_borrow_numpy(state, object, argument, write, array);
+        return py_borrow_numpy(state, object, argument, how, array);
     }
     plain = is_plain_type(type, &is_torch);
     if (!plain) {
@@ -162,7 +206,7 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, bool wri
     }
     exchange = py_find_exchange(type);
     if (exchange != NULL) {
-        if (py_borrow_view(exchange, object, argument, array) < 0) {
+        if (py_borrow_view(exchange, object, argument, how, array) < 0) {
             return -1;
         }
         if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
@@ -178,12 +222,12 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, bool wri
         PyObject *detached =
             is_torch ? PyObject_CallMethod(object, "detach", NULL) : Py_NewRef(object);
         const int status =
-            detached == NULL ? -1 : py_borrow_capsule(detached, argument, write, array);
+            detached == NULL ? -1 : py_borrow_capsule(detached, argument, how, array);
         Py_XDECREF(detached);
         return status;
     }
     if (PyObject_CheckBuffer(object)) {
-        return py_borrow_buffer(object, argument, write, array);
+        return py_borrow_buffer(object, argument, how, array);
     }
     return py_argument_error(PyExc_TypeError, argument,
                              "must be an array (NumPy, torch, DLPack or a buffer)");
@@ -200,17 +244,17 @@ check_data(py_argument argument, const py_array *array)
             PyExc_NotImplementedError, argument,
             "must have data, got a null pointer (a fake or meta tensor)");
     }
-    if ((uintptr_t)array->data % tfast_dtype_size(array->dtype) != 0) {
+    if ((uintptr_t)array->data % (uintptr_t)py_dtype_size(array->dtype) != 0) {
         return py_argument_error(
             PyExc_ValueError, argument,
             "must be aligned to its %d-byte elements, got address %p",
-            (int)tfast_dtype_size(array->dtype), array->data);
+            (int)py_dtype_size(array->dtype), array->data);
     }
     return 0;
 }
 
 int
-py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
+py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
           py_array *array)
 {
     int status = 1; /* not done yet */
@@ -218,11 +262,12 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
     array->owner = NULL;
     for (int i = 0; i < state->n_fast && status > 0; i++) {
         if (state->fast[i].type == Py_TYPE(object)) {
-            status = py_borrow_view(state->fast[i].exchange, object, argument, array);
+            status =
+                py_borrow_view(state->fast[i].exchange, object, argument, how, array);
         }
     }
     if (status > 0) {
-        status = borrow_unknown(state, object, argument, write, array);
+        status = borrow_unknown(state, object, argument, how, array);
     }
     if (status == 0) {
         status = check_data(argument, array);
@@ -234,19 +279,19 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
 }
 
 int
-py_borrow_scalar(py_state *state, PyObject *object, const char *name, tfast_dtype dtype,
+py_borrow_scalar(py_state *state, PyObject *object, const char *name, int dtype,
                  tfast_device device, bool write, py_array *array, void **value)
 {
     const py_argument argument = {name, -1};
+    const int how = (write ? PY_WRITE : 0) | (dtype == PY_INT64 ? PY_ONLY_INT64 : 0);
 
-    if (py_borrow(state, object, argument, write, array) < 0) {
+    if (py_borrow(state, object, argument, how, array) < 0) {
         return -1;
     }
     if (array->numel != 1 || array->dtype != dtype) {
-        py_argument_error(PyExc_ValueError, argument,
-                          "must hold one %s, got %lld elements of %s",
-                          tfast_dtype_name(dtype), (long long)array->numel,
-                          tfast_dtype_name(array->dtype));
+        py_argument_error(
+            PyExc_ValueError, argument, "must hold one %s, got %lld elements of %s",
+            py_dtype_name(dtype), (long long)array->numel, py_dtype_name(array->dtype));
     } else if (array->device.type != device.type ||
                array->device.index != device.index) {
         py_argument_error(PyExc_ValueError, argument,

@@ -25,12 +25,21 @@ typedef struct {
         *s_master_param, *s_weight_copy; /* interned */
 } py_state;
 
+/* How an array is borrowed; 0: to be read, of one of the four float dtypes. */
+enum {
+    PY_WRITE = 1,      /* a read-only array is refused */
+    PY_OR_BOOL = 2,    /* bool is also taken */
+    PY_ONLY_INT64 = 4, /* int64 is taken, and nothing else */
+};
+
+enum { PY_INT64 = TFAST_BOOL + 1 }; /* one more number for py_array.dtype */
+
 /* One borrowed array. Valid while the object it came from and `owner` are held. */
 typedef struct {
     void *data; /* NULL for an empty array */
     int64_t numel;
     tfast_device device;
-    tfast_dtype dtype;
+    int dtype; /* tfast_dtype, TFAST_BOOL or PY_INT64 */
     int ndim;
     const int64_t *shape;
     const int64_t *strides; /* in elements, never NULL */
@@ -49,19 +58,22 @@ typedef struct {
 int py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
     TFAST_PRINTF(3, 4);
 
-/* Borrows `object`, of dtype float64, float32, float16 or bfloat16, with data aligned
- * to its elements. With `write` a read-only array is refused. Returns 0, or -1 with
- * TypeError (not an array), ValueError (read-only, byte order, alignment, no data) or
- * NotImplementedError (right, but nothing here computes it: other dtypes and devices,
- * sparse, tensor subclasses). */
-int py_borrow(py_state *state, PyObject *object, py_argument argument, bool write,
+/* Borrows `object`, of dtype float64, float32, float16 or bfloat16 or what `how` says,
+ * with data aligned to its elements. Returns 0, or -1 with TypeError (not an array),
+ * ValueError (read-only, byte order, alignment, no data) or NotImplementedError (right,
+ * but nothing here computes it: other dtypes and devices, sparse, tensor subclasses).
+ */
+int py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
               py_array *array);
+
+/* Bytes of one element, and "float32" and so on. */
+int64_t py_dtype_size(int dtype);
+const char *py_dtype_name(int dtype);
 
 /* Borrows an array of one element of that dtype on that device, and sets *value to it.
  * Returns 0 or -1 with an exception. */
-int py_borrow_scalar(py_state *state, PyObject *object, const char *name,
-                     tfast_dtype dtype, tfast_device device, bool write,
-                     py_array *array, void **value);
+int py_borrow_scalar(py_state *state, PyObject *object, const char *name, int dtype,
+                     tfast_device device, bool write, py_array *array, void **value);
 
 /* Gives back what py_borrow() took; accepts a zeroed array. */
 void py_release(py_array *array);
@@ -88,6 +100,7 @@ void py_hint_parts(const py_state *state, PyObject *object);
 void py_hint_dict(PyObject *dict);
 
 /* Writes "(2, 3)" for messages. */
-void py_shape_text(const py_array *array, char *text, size_t bytes);
+enum { PY_SHAPE_TEXT = 120 }; /* bytes that are enough for four dimensions */
+void py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes);
 
 #endif

@@ -17,8 +17,14 @@
 #undef vr_sqrt
 #undef vr_max
 #undef vr_min
+#undef vr_madd
+#undef vr_if_less
+#undef vr_pow2
+#undef vr_transpose
+#undef REAL_MAX
 
 #define REAL float
+#define REAL_MAX FLT_MAX
 #define REAL_DTYPE TFAST_F32
 #define REAL_IS_F32 1
 #define R(name) name##_f32
@@ -35,3 +41,7 @@
 #define vr_sqrt vf_sqrt
 #define vr_max vf_max
 #define vr_min vf_min
+#define vr_madd vf_madd
+#define vr_if_less vf_if_less
+#define vr_pow2 vf_pow2
+#define vr_transpose vf_transpose

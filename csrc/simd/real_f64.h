@@ -17,8 +17,14 @@
 #undef vr_sqrt
 #undef vr_max
 #undef vr_min
+#undef vr_madd
+#undef vr_if_less
+#undef vr_pow2
+#undef vr_transpose
+#undef REAL_MAX
 
 #define REAL double
+#define REAL_MAX DBL_MAX
 #define REAL_DTYPE TFAST_F64
 #define REAL_IS_F32 0
 #define R(name) name##_f64
@@ -35,3 +41,7 @@
 #define vr_sqrt vd_sqrt
 #define vr_max vd_max
 #define vr_min vd_min
+#define vr_madd vd_madd
+#define vr_if_less vd_if_less
+#define vr_pow2 vd_pow2
+#define vr_transpose vd_transpose

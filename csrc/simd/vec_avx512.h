@@ -7,6 +7,7 @@
 
 #define VF_WIDTH 16
 #define VD_WIDTH 8
+#define V_ROWS 12
 typedef __m512 vf;
 typedef __m512d vd;
 
@@ -21,6 +22,42 @@ static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf vf_sqrt(vf a) { return _mm512_sqrt_ps(a); }
 static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+static inline vf vf_madd(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf vf_if_less(vf a, vf b, vf x, vf y)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vf vf_pow2(vf a)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
+}
+/* By 4 x 4 inside the 128-bit quarters, then the quarters among themselves. */
+static inline void vf_transpose(vf *r)
+{
+    vf pair[16], quad[16], half[16];
+    for (int i = 0; i < 16; i += 2) {
+        pair[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            quad[i + 2 * j] = _mm512_shuffle_ps(pair[i + j], pair[i + 2 + j], 0x44);
+            quad[i + 2 * j + 1] = _mm512_shuffle_ps(pair[i + j], pair[i + 2 + j], 0xEE);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        half[i] = _mm512_shuffle_f32x4(quad[i], quad[i + 4], 0x88);
+        half[i + 4] = _mm512_shuffle_f32x4(quad[i], quad[i + 4], 0xDD);
+        half[i + 8] = _mm512_shuffle_f32x4(quad[i + 8], quad[i + 12], 0x88);
+        half[i + 12] = _mm512_shuffle_f32x4(quad[i + 8], quad[i + 12], 0xDD);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_f32x4(half[i], half[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_f32x4(half[i], half[i + 8], 0xDD);
+        r[i + 4] = _mm512_shuffle_f32x4(half[i + 4], half[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_f32x4(half[i + 4], half[i + 12], 0xDD);
+    }
+}
 static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -56,3 +93,32 @@ static inline vd vd_fma(vd a, vd b, vd c) { return _mm512_fmadd_pd(a, b, c); }
 static inline vd vd_sqrt(vd a) { return _mm512_sqrt_pd(a); }
 static inline vd vd_max(vd a, vd b) { return _mm512_max_pd(a, b); }
 static inline vd vd_min(vd a, vd b) { return _mm512_min_pd(a, b); }
+static inline vd vd_madd(vd a, vd b, vd c) { return _mm512_fmadd_pd(a, b, c); }
+static inline vd vd_if_less(vd a, vd b, vd x, vd y)
+{
+    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vd vd_pow2(vd a)
+{
+    return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(a), 52));
+}
+static inline void vd_transpose(vd *r)
+{
+    vd pair[8], quad[8];
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm512_unpacklo_pd(r[i], r[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_pd(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        for (int j = 0; j < 4; j += 2) {
+            quad[i + 2 * j] = _mm512_shuffle_f64x2(pair[2 * j + i], pair[2 * j + 2 + i], 0x88);
+            quad[i + 2 * j + 2] = _mm512_shuffle_f64x2(pair[2 * j + i], pair[2 * j + 2 + i], 0xDD);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        r[i] = _mm512_shuffle_f64x2(quad[i], quad[i + 4], 0x88);
+        r[i + 4] = _mm512_shuffle_f64x2(quad[i], quad[i + 4], 0xDD);
+        r[i + 2] = _mm512_shuffle_f64x2(quad[i + 2], quad[i + 6], 0x88);
+        r[i + 6] = _mm512_shuffle_f64x2(quad[i + 2], quad[i + 6], 0xDD);
+    }
+}

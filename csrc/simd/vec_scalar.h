@@ -1,6 +1,10 @@
 /* The vector vocabulary on one lane: what every other instruction set must equal. vf is a
  * vector of float32, vd of float64; loads and stores need no alignment; vX_max(a, b) is
- * a > b ? a : b and vX_min(a, b) a < b ? a : b, so b where either is NaN. */
+ * a > b ? a : b and vX_min(a, b) a < b ? a : b, so b where either is NaN; vX_madd is
+ * a * b + c, fused where that is cheap; vX_if_less(a, b, x, y) is a < b ? x : y;
+ * vX_pow2(a) shifts a's lowest bits to the exponent's place; vX_transpose() takes as
+ * many rows as there are lanes. V_ROWS by two vectors are the accumulators that the
+ * registers hold beside two factors and a broadcast. */
 // clang-format off
 #include "../half.h"
 
@@ -8,6 +12,7 @@
 
 #define VF_WIDTH 1
 #define VD_WIDTH 1
+#define V_ROWS 6
 typedef float vf;
 typedef double vd;
 
@@ -22,6 +27,17 @@ static inline vf vf_fma(vf a, vf b, vf c) { return fmaf(a, b, c); }
 static inline vf vf_sqrt(vf a) { return sqrtf(a); }
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
 static inline vf vf_min(vf a, vf b) { return a < b ? a : b; }
+static inline vf vf_madd(vf a, vf b, vf c) { return a * b + c; }
+static inline vf vf_if_less(vf a, vf b, vf x, vf y) { return a < b ? x : y; }
+static inline vf vf_pow2(vf a)
+{
+    uint32_t bits;
+    memcpy(&bits, &a, sizeof bits);
+    bits <<= 23;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
+static inline void vf_transpose(vf *rows) { (void)rows; }
 static inline vf vf_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
 static inline void vf_store_f16(uint16_t *p, vf a) { *p = tfast_to_f16(a); }
 static inline vf vf_load_bf16(const uint16_t *p) { return tfast_from_bf16(*p); }
@@ -38,3 +54,14 @@ static inline vd vd_fma(vd a, vd b, vd c) { return fma(a, b, c); }
 static inline vd vd_sqrt(vd a) { return sqrt(a); }
 static inline vd vd_max(vd a, vd b) { return a > b ? a : b; }
 static inline vd vd_min(vd a, vd b) { return a < b ? a : b; }
+static inline vd vd_madd(vd a, vd b, vd c) { return a * b + c; }
+static inline vd vd_if_less(vd a, vd b, vd x, vd y) { return a < b ? x : y; }
+static inline vd vd_pow2(vd a)
+{
+    uint64_t bits;
+    memcpy(&bits, &a, sizeof bits);
+    bits <<= 52;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
+static inline void vd_transpose(vd *rows) { (void)rows; }

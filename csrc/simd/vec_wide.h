@@ -10,6 +10,7 @@
 
 #define VF_WIDTH 16
 #define VD_WIDTH 8
+#define V_ROWS 12
 typedef float vf __attribute__((vector_size(64)));
 typedef double vd __attribute__((vector_size(64)));
 
@@ -29,6 +30,24 @@ static inline vf vf_fma(vf a, vf b, vf c) { EACH_LANE(vf, 16, fmaf(a[i], b[i], c
 static inline vf vf_sqrt(vf a) { EACH_LANE(vf, 16, sqrtf(a[i])); }
 static inline vf vf_max(vf a, vf b) { EACH_LANE(vf, 16, a[i] > b[i] ? a[i] : b[i]); }
 static inline vf vf_min(vf a, vf b) { EACH_LANE(vf, 16, a[i] < b[i] ? a[i] : b[i]); }
+static inline vf vf_madd(vf a, vf b, vf c) { return a * b + c; }
+static inline vf vf_if_less(vf a, vf b, vf x, vf y) { EACH_LANE(vf, 16, a[i] < b[i] ? x[i] : y[i]); }
+static inline vf vf_pow2(vf a)
+{
+    uint32_t bits __attribute__((vector_size(64)));
+    memcpy(&bits, &a, sizeof bits);
+    bits <<= 23;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
+static inline void vf_transpose(vf *rows)
+{
+    vf copy[16];
+    memcpy(copy, rows, sizeof copy);
+    for (int i = 0; i < 16; i++) {
+        for (int j = 0; j < 16; j++) { rows[i][j] = copy[j][i]; }
+    }
+}
 static inline vf vf_load_f16(const uint16_t *p) { EACH_LANE(vf, 16, tfast_from_f16(p[i])); }
 static inline vf vf_load_bf16(const uint16_t *p) { EACH_LANE(vf, 16, tfast_from_bf16(p[i])); }
 static inline void vf_store_f16(uint16_t *p, vf a)
@@ -51,4 +70,22 @@ static inline vd vd_fma(vd a, vd b, vd c) { EACH_LANE(vd, 8, fma(a[i], b[i], c[i
 static inline vd vd_sqrt(vd a) { EACH_LANE(vd, 8, sqrt(a[i])); }
 static inline vd vd_max(vd a, vd b) { EACH_LANE(vd, 8, a[i] > b[i] ? a[i] : b[i]); }
 static inline vd vd_min(vd a, vd b) { EACH_LANE(vd, 8, a[i] < b[i] ? a[i] : b[i]); }
+static inline vd vd_madd(vd a, vd b, vd c) { return a * b + c; }
+static inline vd vd_if_less(vd a, vd b, vd x, vd y) { EACH_LANE(vd, 8, a[i] < b[i] ? x[i] : y[i]); }
+static inline vd vd_pow2(vd a)
+{
+    uint64_t bits __attribute__((vector_size(64)));
+    memcpy(&bits, &a, sizeof bits);
+    bits <<= 52;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
+static inline void vd_transpose(vd *rows)
+{
+    vd copy[8];
+    memcpy(copy, rows, sizeof copy);
+    for (int i = 0; i < 8; i++) {
+        for (int j = 0; j < 8; j++) { rows[i][j] = copy[j][i]; }
+    }
+}
 #undef EACH_LANE

@@ -1,0 +1,377 @@
+/* Attention forward: one block of up to ATTENTION_QUERIES queries of one head against
+ * all its keys, a tile of scores at a time, with a running maximum and sum. */
+
+/* Room of one thread; parts that a call does not need are empty. */
+typedef struct {
+    REAL *queries; /* panels */
+    REAL *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
+    REAL *dropout; /* the same */
+    REAL *terms;   /* TERM_ROOM */
+    REAL *out;     /* [ATTENTION_QUERIES][width of a value] */
+    REAL *k, *v;   /* copies of rows; their strides: */
+    int64_t k_stride, v_stride, out_stride;
+    REAL *stage; /* VR_WIDTH rows */
+    /* of each query: maximum so far, sum so far, what the last maximum is worth */
+    REAL *top, *sum, *fade;
+} R(forward_room);
+
+/* Cuts the room, or with base NULL only measures it. Returns its bytes. */
+static size_t
+R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, REAL *base)
+{
+    const int64_t widest = args->dim > args->dim_v ? args->dim : args->dim_v;
+    const int64_t tile = (int64_t)ATTENTION_KEYS * ATTENTION_QUERIES;
+    int64_t used = 0;
+    const struct {
+        REAL **part;
+        int64_t count;
+    } parts[] = {
+        {&room->queries, ATTENTION_QUERIES * args->dim},
+        {&room->scores, tile},
+        {&room->dropout, args->dropout_p > 0 ? tile : 0},
+        {&room->terms, attention_has_terms(args) ? TERM_ROOM : 0},
+        {&room->out, ATTENTION_QUERIES * attention_round_up(args->dim_v, VR_WIDTH)},
+        {&room->k, ATTENTION_KEYS * attention_copy_stride(args->dim)},
+        {&room->v, ATTENTION_KEYS * attention_copy_stride(args->dim_v)},
+        {&room->stage, VR_WIDTH * attention_round_up(widest, VR_WIDTH)},
+        {&room->top, ATTENTION_QUERIES},
+        {&room->sum, ATTENTION_QUERIES},
+        {&room->fade, ATTENTION_QUERIES},
+    };
+
+    room->k_stride = attention_copy_stride(args->dim);
+    room->v_stride = attention_copy_stride(args->dim_v);
+    room->out_stride = attention_round_up(args->dim_v, VR_WIDTH);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].part = base == NULL ? NULL : base + used;
+        used += attention_round_up(parts[i].count, 16);
+    }
+    return (size_t)used * sizeof(REAL);
+}
+
+/* ---- Scores ---------------------------------------------------------------------- */
+
+typedef struct {
+    const REAL *k;
+    int64_t k_stride, dim;
+    const REAL *queries;
+    const R(panel) * panel;
+    bool border; /* bounds are to be applied, not by finish_scores */
+} R(scores_call);
+
+/* Keys key .. key + rows - 1 of the tile. */
+static inline __attribute__((always_inline)) void
+R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, int key,
+                REAL *to, vr top[2])
+{
+    vr c[V_ROWS][2];
+
+    for (int r = 0; r < rows; r++) {
+        c[r][0] = c[r][1] = vr_set1(0);
+    }
+    R(multiply)
+    (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
+     call->queries, PANEL, call->dim, c);
+    if (call->border) {
+        for (int r = 0; r < rows; r++) {
+            for (int v = 0; v < vectors; v++) {
+                c[r][v] = R(bound)(call->panel, v, key + r, c[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        for (int v = 0; v < vectors; v++) {
+            vr_store(to + r * ATTENTION_QUERIES + v * VR_WIDTH, c[r][v]);
+            top[v] = vr_max(c[r][v], top[v]);
+        }
+    }
+}
+
+/* The scores of a panel, and the maximum of each query's with top. */
+static __attribute__((noinline)) void
+R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
+{
+    const R(panel) *p = call->panel;
+    vr most[2] = {vr_load(top), p->vectors == 2 ? vr_load(top + VR_WIDTH) : vr_set1(0)};
+
+    for (int key = p->begin; key < p->end;) {
+        const int rows = R(strip_rows)(p->end - key);
+        REAL *to = scores + key * ATTENTION_QUERIES;
+
+        ATTENTION_STRIP(R(scores_strip), rows, p->vectors, call, key, to, most)
+        key += rows;
+    }
+    for (int v = 0; v < p->vectors; v++) {
+        vr_store(top + v * VR_WIDTH, most[v]);
+    }
+}
+
+static void
+R(maximum)(const REAL *scores, const R(panel) * p, REAL *top)
+{
+    for (int v = 0; v < p->vectors; v++) {
+        vr most = vr_load(top + v * VR_WIDTH);
+
+        for (int key = p->begin; key < p->end; key++) {
+            most =
+                vr_max(vr_load(scores + key * ATTENTION_QUERIES + v * VR_WIDTH), most);
+        }
+        vr_store(top + v * VR_WIDTH, most);
+    }
+}
+
+/* Scores become exp(score - top). Returns their sums. */
+static inline __attribute__((always_inline)) void
+R(exponentials)(const int vectors, REAL *scores, const R(panel) * p, const REAL *top,
+                vr sum[2])
+{
+    vr most[2];
+
+    for (int v = 0; v < vectors; v++) {
+        most[v] = vr_load(top + v * VR_WIDTH);
+        sum[v] = vr_set1(0);
+    }
+#pragma GCC unroll 2
+    for (int key = p->begin; key < p->end; key++) {
+        for (int v = 0; v < vectors; v++) {
+            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
+            const vr x = R(vector_exp2)(vr_sub(vr_load(at), most[v]));
+
+            vr_store(at, x);
+            sum[v] = vr_add(sum[v], x);
+        }
+    }
+}
+
+/* Zeros where no query of the panel looks, for the strips of its neighbours. */
+static void
+R(clear_rows)(REAL *tile, const R(panel) * p, int from, int to)
+{
+    for (int key = from; key < to; key++) {
+        for (int v = 0; v < p->vectors; v++) {
+            vr_store(tile + key * ATTENTION_QUERIES + v * VR_WIDTH, vr_set1(0));
+        }
+    }
+}
+
+/* One panel against a tile's keys: weights in place of scores, and what is kept of each
+ * query. */
+static void
+R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
+                 int64_t k_stride, int64_t at, int n_k)
+{
+    const tfast_attention_args *args = p->head->args;
+    const bool terms = attention_has_terms(args);
+    const R(scores_call) call = {
+        k, k_stride, args->dim, room->queries + at * args->dim, p, p->border && !terms};
+    REAL *scores = room->scores + at, *top = room->top + at;
+    vr sum[2], before[2];
+
+    for (int v = 0; v < p->vectors; v++) {
+        before[v] = vr_load(top + v * VR_WIDTH);
+    }
+    if (terms) {
+        REAL ignored[PANEL] = {0};
+
+        R(scores_panel)(&call, scores, ignored);
+        R(finish_scores)(scores, NULL, room->terms, p);
+        R(maximum)(scores, p, top);
+    } else {
+        R(scores_panel)(&call, scores, top);
+    }
+    if (p->vectors == 2) {
+        R(exponentials)(2, scores, p, top, sum);
+    } else {
+        R(exponentials)(1, scores, p, top, sum);
+    }
+    for (int v = 0; v < p->vectors; v++) {
+        REAL *total = room->sum + at + v * VR_WIDTH;
+        const vr fade = R(vector_exp2)(vr_sub(before[v], vr_load(top + v * VR_WIDTH)));
+
+        vr_store(room->fade + at + v * VR_WIDTH, fade);
+        vr_store(total, vr_madd(fade, vr_load(total), sum[v]));
+    }
+    if (args->dropout_p > 0) {
+        R(drop)(scores, room->dropout + at, p);
+    }
+    R(clear_rows)(scores, p, 0, p->begin);
+    R(clear_rows)(scores, p, p->end, n_k);
+}
+
+/* ---- A block --------------------------------------------------------------------- */
+
+/* out = fade * out + weights . v, for n_q queries from `query` on. */
+static void
+R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t query,
+                  int64_t n_q, int64_t key, int64_t n_k, const REAL *v,
+                  int64_t v_stride, bool first, bool careful)
+{
+    R(product)
+    p = {.a_stride = ATTENTION_QUERIES,
+         .b_stride = v_stride,
+         .first = first,
+         .careful = careful,
+         .c_stride = room->out_stride};
+
+    for (int64_t d = 0; d < room->out_stride; d += PANEL) {
+        const int vectors = room->out_stride - d > VR_WIDTH ? 2 : 1;
+
+        for (int64_t i = 0; i < n_q;) {
+            const int rows = R(strip_rows)(n_q - i);
+            const int64_t begin =
+                attention_max(0, attention_first_key(h, query + i) - key);
+            const int64_t end =
+                attention_min(n_k, attention_end_key(h, query + i + rows - 1) - key);
+
+            p.depth = attention_max(0, end - begin);
+            p.a = room->scores + begin * ATTENTION_QUERIES + i;
+            p.b = v + begin * v_stride + d;
+            p.factor = room->fade + i;
+            p.c = room->out + i * room->out_stride + d;
+            R(accumulate_columns)(rows, vectors, &p);
+            i += rows;
+        }
+    }
+}
+
+/* The sums become what each row of out is multiplied by, and the maxima its lse. A row
+ * without a key has sum 0: the key of the maximum counts 1. */
+static void
+R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
+{
+    const double sink = attention_sink(h);
+
+    for (int64_t i = 0; i < n_q; i++) {
+        const double sum = (double)room->sum[i], top = (double)room->top[i];
+
+        if (sum == 0) {
+            room->top[i] = -(REAL)INFINITY;
+        } else if (sink == -INFINITY) {
+            room->sum[i] = (REAL)(1 / sum);
+            room->top[i] = (REAL)((top + log2(sum)) * LN2);
+        } else {
+            const double most = sink > top ? sink : top, fade = exp2(top - most);
+            const double all = sum * fade + exp2(sink - most);
+
+            room->sum[i] = (REAL)(fade / all);
+            room->top[i] = (REAL)((most + log2(all)) * LN2);
+        }
+    }
+}
+
+/* Multiplies the rows of out. Returns whether all of it is finite. */
+static bool
+R(scale_out)(const R(forward_room) * room, int64_t n_q)
+{
+    vr odd = vr_set1(0);
+    REAL lanes[VR_WIDTH];
+
+    for (int64_t i = 0; i < n_q; i++) {
+        REAL *row = room->out + i * room->out_stride;
+        const vr factor = vr_set1(room->sum[i]);
+
+        for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
+            const vr x = vr_mul(vr_load(row + d), factor);
+
+            odd = vr_madd(x, vr_set1(0), odd); /* 0, or NaN from then on */
+            vr_store(row + d, x);
+        }
+    }
+    vr_store(lanes, odd);
+    for (int i = 0; i < VR_WIDTH; i++) {
+        if (lanes[i] != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Writes the block's output and lse. Returns false, and has written nothing, where the
+ * output has a NaN or an infinity and `careful` has not been tried. */
+static bool
+R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t query,
+                 int64_t n_q, bool careful)
+{
+    const tfast_attention_args *args = h->args;
+
+    R(normalise)(room, h, n_q);
+    if (!R(scale_out)(room, n_q) && !careful) {
+        return false;
+    }
+    for (int64_t i = 0; i < n_q; i++) {
+        R(tile_write)
+        (args->out.data, room->out + i * room->out_stride, args->dtype,
+         attention_query_row(h, &args->out, query + i), (int)args->dim_v);
+    }
+    if (args->lse != NULL) {
+        memcpy((REAL *)args->lse + attention_lse_row(h) + query, room->top,
+               sizeof(REAL) * (size_t)n_q);
+    }
+    return true;
+}
+
+static void
+R(forward_open)(const R(forward_room) * room, const attention_head *h, int64_t query,
+                int64_t n_q)
+{
+    const tfast_attention_args *args = h->args;
+
+    R(pack_panels)
+    (room->queries, room->stage, args->q.data, args->dtype,
+     attention_query_row(h, &args->q, query), args->q.row, n_q, args->dim,
+     (REAL)attention_query_scale(args));
+    for (int i = 0; i < ATTENTION_QUERIES; i++) {
+        room->top[i] = -REAL_MAX;
+        room->sum[i] = 0;
+        room->fade[i] = 1;
+    }
+}
+
+static bool
+R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t query,
+               int64_t n_q, bool careful)
+{
+    const tfast_attention_args *args = h->args;
+    const int64_t end = attention_end_key(h, query + n_q - 1);
+    int64_t key = attention_first_key(h, query) / DROPOUT_BLOCK * DROPOUT_BLOCK;
+    bool first = true;
+
+    R(forward_open)(room, h, query, n_q);
+    if (key >= end) {
+        memset(room->out, 0, sizeof(REAL) * (size_t)(n_q * room->out_stride));
+    }
+    for (; key < end; key += ATTENTION_KEYS, first = false) {
+        const int64_t n_k = attention_min(ATTENTION_KEYS, end - key);
+        int64_t k_stride, v_stride;
+        const REAL *k = R(open_rows)(room->k, room->k_stride, args->k.data, args->dtype,
+                                     attention_key_row(h, &args->k, key), args->k.row,
+                                     n_k, args->dim, true, &k_stride);
+        const REAL *v = R(open_rows)(room->v, room->v_stride, args->v.data, args->dtype,
+                                     attention_key_row(h, &args->v, key), args->v.row,
+                                     n_k, args->dim_v, false, &v_stride);
+
+        if (args->dropout_p > 0) {
+            R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
+        }
+        for (int64_t i = 0; i < n_q; i += PANEL) {
+            const R(panel) panel = R(panel_of)(h, query + i, n_q - i, key, n_k);
+            R(forward_panel)(room, &panel, k, k_stride, i, (int)n_k);
+        }
+        R(forward_values)(room, h, query, n_q, key, n_k, v, v_stride, first, careful);
+    }
+    return R(forward_close)(room, h, query, n_q, careful);
+}
+
+/* The block of queries from `query` on. */
+static void
+R(attention_forward)(const attention_head *h, int64_t query, void *memory)
+{
+    const int64_t n_q = attention_min(ATTENTION_QUERIES, h->n_q - query);
+    R(forward_room) room;
+
+    R(forward_cut)(&room, h->args, memory);
+    if (!R(forward_try)(&room, h, query, n_q, false)) {
+        R(forward_try)(&room, h, query, n_q, true);
+    }
+}

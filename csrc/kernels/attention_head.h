@@ -1,0 +1,289 @@
+/* Attention: one head of one batch item, its arrays and which keys its queries see. */
+/* Queries and keys of a tile of scores: multiples of 16, as dropout's blocks are, and
+ * of every panel's width. */
+enum {
+    ATTENTION_QUERIES = 96,
+    ATTENTION_KEYS = 128,
+    ATTENTION_BACK_KEYS = 96,
+    DROPOUT_BLOCK = 16
+};
+
+static const double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
+
+typedef struct {
+    const tfast_attention_args *args;
+    int64_t batch, head;
+    int64_t n_q, n_k, shift;           /* of this item */
+    int64_t rows_k;                    /* its keys, those past kv_lens too */
+    int64_t first_q, first_k;          /* its first rows with variable lengths */
+    int64_t window_left, window_right; /* with causal in it; negative left: any */
+    bool bounded_right, bounded_left;
+} attention_head;
+
+static attention_head
+attention_head_of(const tfast_attention_args *args, int64_t batch, int64_t head)
+{
+    attention_head h = {.args = args, .batch = batch, .head = head};
+
+    h.n_q = args->n_q;
+    h.n_k = args->n_k;
+    if (args->cu_seqlens_q != NULL) {
+        h.first_q = args->cu_seqlens_q[batch];
+        h.first_k = args->cu_seqlens_k[batch];
+        h.n_q = args->cu_seqlens_q[batch + 1] - h.first_q;
+        h.n_k = args->cu_seqlens_k[batch + 1] - h.first_k;
+    }
+    h.rows_k = h.n_k;
+    if (args->kv_lens != NULL) {
+        h.n_k = args->kv_lens[batch] < h.n_k ? args->kv_lens[batch] : h.n_k;
+    }
+    h.shift = args->bottom_right ? h.n_k - h.n_q : 0;
+    h.bounded_left = args->window_left >= 0;
+    h.bounded_right = args->window_right >= 0 || args->is_causal;
+    h.window_left = args->window_left;
+    h.window_right = args->is_causal ? 0 : args->window_right;
+    return h;
+}
+
+/* The first key that query i may look at. Does not fall as i grows, as the next. */
+static inline int64_t
+attention_first_key(const attention_head *h, int64_t i)
+{
+    const int64_t first = i + h->shift - h->window_left;
+
+    return !h->bounded_left || first < 0 ? 0 : first < h->n_k ? first : h->n_k;
+}
+
+/* One past the last. */
+static inline int64_t
+attention_end_key(const attention_head *h, int64_t i)
+{
+    const int64_t end = i + h->shift + h->window_right + 1;
+
+    return !h->bounded_right || end > h->n_k ? h->n_k : end < 0 ? 0 : end;
+}
+
+/* The first query that may look at key j, and one past the last. */
+static inline int64_t
+attention_first_query(const attention_head *h, int64_t j)
+{
+    const int64_t first = j - h->shift - h->window_right;
+
+    return !h->bounded_right || first < 0 ? 0 : first < h->n_q ? first : h->n_q;
+}
+
+static inline int64_t
+attention_end_query(const attention_head *h, int64_t j)
+{
+    const int64_t end = j - h->shift + h->window_left + 1;
+
+    return !h->bounded_left || end > h->n_q ? h->n_q : end < 0 ? 0 : end;
+}
+
+/* The element where row `row` of this head begins. */
+static inline int64_t
+attention_row(const attention_head *h, const tfast_attention_rows *rows, int64_t head,
+              int64_t first, int64_t row)
+{
+    const int64_t batch = h->args->cu_seqlens_q == NULL ? h->batch * rows->batch : 0;
+
+    return batch + head * rows->head + (first + row) * rows->row;
+}
+
+static inline int64_t
+attention_query_row(const attention_head *h, const tfast_attention_rows *rows,
+                    int64_t row)
+{
+    return attention_row(h, rows, h->head, h->first_q, row);
+}
+
+static inline int64_t
+attention_key_row(const attention_head *h, const tfast_attention_rows *rows,
+                  int64_t row)
+{
+    const int64_t group = h->args->heads / h->args->kv_heads;
+
+    return attention_row(h, rows, h->head / group, h->first_k, row);
+}
+
+/* Where this head's first row is in lse. */
+static inline int64_t
+attention_lse_row(const attention_head *h)
+{
+    const int64_t batch = h->args->cu_seqlens_q == NULL ? h->batch : 0;
+
+    return batch * h->args->lse_batch + h->head * h->args->lse_head + h->first_q;
+}
+
+/* Where this head's scores are in an array that broadcasts to them. */
+static inline int64_t
+attention_term_head(const attention_head *h, const int64_t *stride)
+{
+    return h->batch * stride[0] + h->head * stride[1];
+}
+
+/* Whether scores are more than q k^T within bounds. */
+static inline bool
+attention_has_terms(const tfast_attention_args *args)
+{
+    return args->mask.data != NULL || args->bias.data != NULL ||
+           args->alibi_slopes != NULL || args->softcap != 0;
+}
+
+/* Whether the backward pass has more to do with scores than the forward pass without
+ * terms. */
+static inline bool
+attention_is_general(const tfast_attention_args *args)
+{
+    return attention_has_terms(args) || args->dropout_p > 0;
+}
+
+/* Whether there can be keys that one query may look at and another may not. */
+static inline bool
+attention_can_forbid(const tfast_attention_args *args)
+{
+    return args->is_causal || args->window_left >= 0 || args->window_right >= 0 ||
+           args->mask.data != NULL || args->bias.data != NULL || args->dropout_p > 0;
+}
+
+static inline int64_t
+attention_min(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline int64_t
+attention_max(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static inline int64_t
+attention_round_up(int64_t n, int64_t multiple)
+{
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+/* Calls f(rows, vectors, ...) with its two sizes constant. */
+#if V_ROWS == 12
+#    define ATTENTION_ROWS(f, rows, vectors, ...)                                      \
+        switch (rows) {                                                                \
+        case 12:                                                                       \
+            f(12, vectors, __VA_ARGS__);                                               \
+            break;                                                                     \
+        case 8:                                                                        \
+            f(8, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 4:                                                                        \
+            f(4, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 2:                                                                        \
+            f(2, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        default:                                                                       \
+            f(1, vectors, __VA_ARGS__);                                                \
+        }
+#else
+#    define ATTENTION_ROWS(f, rows, vectors, ...)                                      \
+        switch (rows) {                                                                \
+        case 6:                                                                        \
+            f(6, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 4:                                                                        \
+            f(4, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 2:                                                                        \
+            f(2, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        default:                                                                       \
+            f(1, vectors, __VA_ARGS__);                                                \
+        }
+#endif
+#define ATTENTION_STRIP(f, rows, vectors, ...)                                         \
+    if ((vectors) == 2) {                                                              \
+        ATTENTION_ROWS(f, rows, 2, __VA_ARGS__)                                        \
+    } else {                                                                           \
+        ATTENTION_ROWS(f, rows, 1, __VA_ARGS__)                                        \
+    }
+
+/* Element i of an array of lse's dtype. */
+static inline double
+attention_number(const tfast_attention_args *args, const void *array, int64_t i)
+{
+    return args->dtype == TFAST_F64 ? ((const double *)array)[i]
+                                    : (double)((const float *)array)[i];
+}
+
+/* In units of log2. */
+static inline double
+attention_slope(const attention_head *h)
+{
+    const tfast_attention_args *args = h->args;
+
+    return args->alibi_slopes == NULL
+               ? 0
+               : LOG2E * attention_number(args, args->alibi_slopes,
+                                          h->batch * args->alibi_batch + h->head);
+}
+
+static inline double
+attention_sink(const attention_head *h)
+{
+    const tfast_attention_args *args = h->args;
+
+    return args->sinks == NULL ? -INFINITY
+                               : LOG2E * attention_number(args, args->sinks, h->head);
+}
+
+/* What queries are multiplied by, so that q k^T is the score in units of log2, or with
+ * softcap the argument of tanh. */
+static inline double
+attention_query_scale(const tfast_attention_args *args)
+{
+    return args->softcap != 0 ? args->scale / args->softcap : args->scale * LOG2E;
+}
+
+/* The stride of copied rows: whole vectors, and not a multiple of a page's. */
+static inline int64_t
+attention_copy_stride(int64_t dim)
+{
+    return attention_round_up(dim, 16) + 16;
+}
+
+/* ---- The backward pass as a whole ------------------------------------------------ */
+
+/* A head's blocks of keys are dealt out to `parts` tasks, each with its own sums of dq
+ * where there are several. How many parts depends on sizes alone, so that the sums do
+ * not depend on the number of threads. */
+typedef struct {
+    const tfast_attention_args *args;
+    char *room; /* of all threads */
+    size_t room_bytes;
+    int parts;
+    bool join_batch, join_heads; /* one task adds up what shares a bias' gradient */
+    int64_t rows;                /* of q, of all items */
+    void *dq;                    /* [parts][heads][rows][width], for several parts */
+    double *dalibi;              /* [parts][batch][heads]; NULL: not wanted */
+    double *dsinks;              /* [batch][heads]; NULL: not wanted */
+    int64_t tasks;
+    _Atomic int64_t next;
+} attention_back_job;
+
+/* To and fro: under a causal mask the first blocks have most queries. */
+static inline int
+attention_part_of(int64_t block, int parts)
+{
+    const int place = (int)(block % (2 * parts));
+
+    return place < parts ? place : 2 * parts - 1 - place;
+}
+
+static inline int64_t
+attention_partial_row(const attention_back_job *job, const attention_head *h, int part)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t first =
+        args->cu_seqlens_q != NULL ? h->first_q : h->batch * args->n_q;
+
+    return (part * args->heads + h->head) * job->rows + first;
+}

@@ -1,0 +1,402 @@
+/* Attention: what happens to a panel of scores between the two products. */
+
+/* A panel: up to PANEL queries from `query` on, against the keys `key` .. of a tile. */
+typedef struct {
+    const attention_head *head;
+    int64_t query, key; /* of the item */
+    int n;              /* queries */
+    int vectors;        /* that hold them: 1 or 2 */
+    int begin, end;     /* keys of the tile that any of them may look at */
+    bool border;        /* some may not look at all of those */
+    REAL lowest[PANEL], highest[PANEL]; /* each query's own, from `key` on */
+} R(panel);
+
+static R(panel) R(panel_of)(const attention_head *head, int64_t query, int64_t n,
+                            int64_t key, int64_t n_k)
+{
+    R(panel) p = {.head = head, .query = query, .key = key};
+
+    p.n = (int)attention_min(n, PANEL);
+    p.vectors = p.n > VR_WIDTH ? 2 : 1;
+    p.begin = (int)attention_max(0, attention_first_key(head, query) - key);
+    p.end = (int)attention_min(n_k, attention_end_key(head, query + p.n - 1) - key);
+    p.end = p.end > p.begin ? p.end : p.begin;
+    p.border = attention_first_key(head, query + p.n - 1) - key > p.begin ||
+               attention_end_key(head, query) - key < p.end;
+    if (p.border) {
+        for (int i = 0; i < p.vectors * VR_WIDTH; i++) {
+            const int64_t at = query + (i < p.n ? i : p.n - 1);
+
+            p.lowest[i] = (REAL)attention_max(-1, attention_first_key(head, at) - key);
+            p.highest[i] =
+                (REAL)attention_min(n_k, attention_end_key(head, at) - 1 - key);
+        }
+    }
+    return p;
+}
+
+/* Scores of tile row `key` as the bounds leave them. */
+static inline __attribute__((always_inline)) vr
+R(bound)(const R(panel) * p, int v, int key, vr score)
+{
+    const vr at = vr_set1((REAL)key), none = vr_set1(-INFINITY);
+
+    score = vr_if_less(at, vr_load(p->lowest + v * VR_WIDTH), none, score);
+    return vr_if_less(vr_load(p->highest + v * VR_WIDTH), at, none, score);
+}
+
+/* ---- Terms ----------------------------------------------------------------------- */
+
+/* An element of a mask or bias in units of log2. Only -infinity forbids: what is finite
+ * stays so. */
+static inline REAL
+R(term_element)(const tfast_attention_term *term, int64_t at)
+{
+    REAL x[VR_WIDTH], scaled;
+
+    if (term->dtype == TFAST_BOOL) {
+        return ((const uint8_t *)term->data)[at] ? 0 : -(REAL)INFINITY;
+    }
+    R(tile_read)(x, term->data, term->dtype, at, 1);
+    scaled = x[0] * (REAL)LOG2E;
+    return x[0] < -REAL_MAX ? x[0] : scaled < -REAL_MAX ? -REAL_MAX : scaled;
+}
+
+static inline vr
+R(term_scale)(vr x)
+{
+    const vr least = vr_set1(-REAL_MAX);
+
+    return vr_if_less(x, least, x, vr_max(least, vr_mul(x, vr_set1((REAL)LOG2E))));
+}
+
+/* VR_WIDTH keys of each of up to VR_WIDTH queries, added to t, keys by queries. */
+static void
+R(add_term_block)(REAL *t, const tfast_attention_term *term, int64_t first, int n)
+{
+    REAL stage[VR_WIDTH];
+    vr block[VR_WIDTH];
+
+    for (int i = 0; i < VR_WIDTH; i++) {
+        const int64_t at = first + i * term->stride[2];
+
+        if (i >= n) {
+            block[i] = vr_set1(0);
+        } else if (term->dtype == TFAST_BOOL) {
+            const uint8_t *allowed = (const uint8_t *)term->data + at;
+
+            for (int j = 0; j < VR_WIDTH; j++) {
+                stage[j] = allowed[j] ? 0 : -(REAL)INFINITY;
+            }
+            block[i] = vr_load(stage);
+        } else {
+            R(tile_read)(stage, term->data, term->dtype, at, VR_WIDTH);
+            block[i] = R(term_scale)(vr_load(stage));
+        }
+    }
+    vr_transpose(block);
+    for (int j = 0; j < VR_WIDTH; j++) {
+        vr_store(t + j * PANEL, vr_add(vr_load(t + j * PANEL), block[j]));
+    }
+}
+
+/* Adds a mask or bias to t[key][query], for the keys of the panel. */
+static void
+R(add_term)(REAL *t, const R(panel) * p, const tfast_attention_term *term)
+{
+    const int64_t *stride = term->stride;
+    const int64_t first = attention_term_head(p->head, stride) + p->query * stride[2] +
+                          p->key * stride[3];
+    int key = p->begin;
+
+    if (stride[2] == 0) {
+        for (; key < p->end; key++) {
+            const vr x = vr_set1(R(term_element)(term, first + key * stride[3]));
+
+            for (int v = 0; v < p->vectors; v++) {
+                REAL *to = t + key * PANEL + v * VR_WIDTH;
+                vr_store(to, vr_add(vr_load(to), x));
+            }
+        }
+        return;
+    }
+    if (stride[3] == 1) {
+        for (; key + VR_WIDTH <= p->end; key += VR_WIDTH) {
+            for (int v = 0; v < p->vectors; v++) {
+                R(add_term_block)
+                (t + key * PANEL + v * VR_WIDTH, term,
+                 first + key + v * VR_WIDTH * stride[2], p->n - v * VR_WIDTH);
+            }
+        }
+    }
+    for (; key < p->end; key++) {
+        for (int i = 0; i < p->n; i++) {
+            t[key * PANEL + i] +=
+                R(term_element)(term, first + key * stride[3] + i * stride[2]);
+        }
+    }
+}
+
+/* ---- From products to scores ----------------------------------------------------- */
+
+/* Room for one panel's terms. */
+#define TERM_ROOM (ATTENTION_KEYS * PANEL)
+
+/* The distance |query + shift - key| of ALiBi is, for tile row `key` of the panel,
+ * |diagonal - key|. */
+static inline vr
+R(alibi_diagonal)(const R(panel) * p, int v)
+{
+    REAL lane[VR_WIDTH];
+
+    for (int i = 0; i < VR_WIDTH; i++) {
+        lane[i] = (REAL)(p->query + p->head->shift - p->key + v * VR_WIDTH + i);
+    }
+    return vr_load(lane);
+}
+
+/* Turns products of query and key into scores, in place; t is room for the terms. With
+ * softcap, `slope` (NULL: not wanted) becomes 1 - tanh^2. */
+static void
+R(finish_scores)(REAL *scores, REAL *slope, REAL *t, const R(panel) * p)
+{
+    const tfast_attention_args *args = p->head->args;
+    const bool tabled = args->mask.data != NULL || args->bias.data != NULL;
+    const vr cap = vr_set1((REAL)(args->softcap * LOG2E));
+    const vr alibi = vr_set1((REAL)attention_slope(p->head));
+    const vr least = vr_set1(-REAL_MAX), none = vr_set1(-INFINITY);
+
+    if (tabled) {
+        memset(t + p->begin * PANEL, 0,
+               sizeof(REAL) * (size_t)(p->end - p->begin) * PANEL);
+    }
+    if (args->mask.data != NULL) {
+        R(add_term)(t, p, &args->mask);
+    }
+    if (args->bias.data != NULL) {
+        R(add_term)(t, p, &args->bias);
+    }
+    for (int v = 0; v < p->vectors; v++) {
+        const vr diagonal = R(alibi_diagonal)(p, v);
+
+        for (int key = p->begin; key < p->end; key++) {
+            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
+            vr s = vr_load(at);
+
+            if (args->softcap != 0) {
+                s = R(vector_tanh)(s);
+                if (slope != NULL) {
+                    vr_store(slope + key * ATTENTION_QUERIES + v * VR_WIDTH,
+                             vr_sub(vr_set1(1), vr_mul(s, s)));
+                }
+                s = vr_mul(cap, s);
+            }
+            if (args->alibi_slopes != NULL) {
+                const vr far = R(vector_abs)(vr_sub(diagonal, vr_set1((REAL)key)));
+                s = vr_sub(s, vr_mul(alibi, far));
+            }
+            if (tabled) {
+                const vr term = vr_load(t + key * PANEL + v * VR_WIDTH);
+                s = vr_if_less(term, least, none, vr_add(s, term));
+            }
+            vr_store(at, p->border ? R(bound)(p, v, key, s) : s);
+        }
+    }
+}
+
+/* ---- Dropout --------------------------------------------------------------------- */
+
+/* What each element of a tile is multiplied by: 0, or the scale. `query` and `key` are
+ * multiples of DROPOUT_BLOCK. */
+static void
+R(fill_dropout)(REAL *tile, const attention_head *h, int64_t query, int64_t n_q,
+                int64_t key, int64_t n_k)
+{
+    enum { PAIRS = DROPOUT_BLOCK / 2, QUADS = DROPOUT_BLOCK / 4 };
+    const tfast_attention_args *args = h->args;
+    const uint64_t seed = (uint64_t)(args->seed_at ? *args->seed_at : args->seed);
+    const uint32_t threshold = tfast_dropout_threshold(args->dropout_p);
+    const REAL kept = (REAL)tfast_dropout_scale(threshold);
+    const uint32_t bh = (uint32_t)(h->batch * args->heads + h->head);
+
+    for (int64_t j = 0; j < n_k; j += DROPOUT_BLOCK) {
+        for (int64_t i = 0; i < n_q; i += DROPOUT_BLOCK) {
+            REAL *block = tile + j * ATTENTION_QUERIES + i;
+            const uint32_t r0 = (uint32_t)((query + i) / 2);
+            const uint32_t c0 = (uint32_t)((key + j) / 4);
+
+            for (int c = 0; c < QUADS; c++) {
+                uint32_t word[4][PAIRS];
+
+                for (int r = 0; r < PAIRS; r++) {
+                    uint32_t w[4] = {r0 + (uint32_t)r, c0 + (uint32_t)c, bh, 0};
+
+                    tfast_philox(w, (uint32_t)seed, (uint32_t)(seed >> 32));
+                    word[0][r] = w[0];
+                    word[1][r] = w[1];
+                    word[2][r] = w[2];
+                    word[3][r] = w[3];
+                }
+                for (int w = 0; w < 4; w++) {
+                    REAL *to =
+                        block + (w % 2 * 8 + c * 2) * ATTENTION_QUERIES + w / 2 * PAIRS;
+
+                    for (int r = 0; r < PAIRS; r++) {
+                        const uint32_t even = word[w][r] & 0xFFFF;
+                        const uint32_t odd = word[w][r] >> 16;
+
+                        to[r] = even < threshold ? 0 : kept;
+                        to[ATTENTION_QUERIES + r] = odd < threshold ? 0 : kept;
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void
+R(drop)(REAL *weights, const REAL *dropout, const R(panel) * p)
+{
+    for (int key = p->begin; key < p->end; key++) {
+        for (int v = 0; v < p->vectors; v++) {
+            const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
+
+            vr_store(weights + at,
+                     vr_mul(vr_load(weights + at), vr_load(dropout + at)));
+        }
+    }
+}
+
+/* ---- Gradients of scores --------------------------------------------------------- */
+
+/* From scores and products of dout and v to weights (after dropout) and gradients of
+ * scores, in place. `lse` and `delta` are negated. Lanes without a query become 0. */
+static void
+R(finish_gradients)(REAL *weights, REAL *products, const REAL *dropout, const REAL *lse,
+                    const REAL *delta, const R(panel) * p)
+{
+    const vr zero = vr_set1(0);
+
+    for (int v = 0; v < p->vectors; v++) {
+        const vr less = vr_load(lse + v * VR_WIDTH),
+                 minus = vr_load(delta + v * VR_WIDTH);
+        REAL lane[VR_WIDTH];
+        vr there;
+
+        for (int i = 0; i < VR_WIDTH; i++) {
+            lane[i] = v * VR_WIDTH + i < p->n;
+        }
+        there = vr_load(lane);
+        for (int key = p->begin; key < p->end; key++) {
+            const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
+            const vr weight = R(vector_exp2)(vr_add(vr_load(weights + at), less));
+            const vr w = vr_if_less(zero, there, weight, zero);
+            const vr keep = dropout == NULL ? vr_set1(1) : vr_load(dropout + at);
+            const vr ds = vr_mul(w, vr_madd(vr_load(products + at), keep, minus));
+
+            vr_store(products + at, vr_if_less(zero, w, ds, vr_mul(zero, w)));
+            vr_store(weights + at, vr_mul(w, keep));
+        }
+    }
+}
+
+/* Gradients of scores become those of the products of query and key. */
+static void
+R(scale_gradients)(REAL *gradients, const REAL *slope, REAL scale, const R(panel) * p)
+{
+    for (int key = p->begin; key < p->end; key++) {
+        for (int v = 0; v < p->vectors; v++) {
+            const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
+            vr x = vr_mul(vr_load(gradients + at), vr_set1(scale));
+
+            vr_store(gradients + at,
+                     slope == NULL ? x : vr_mul(x, vr_load(slope + at)));
+        }
+    }
+}
+
+/* The sum of a vector's lanes, in order. */
+static inline double
+R(sum_lanes)(vr x)
+{
+    REAL lanes[VR_WIDTH];
+    double sum = 0;
+
+    vr_store(lanes, x);
+    for (int i = 0; i < VR_WIDTH; i++) {
+        sum += (double)lanes[i];
+    }
+    return sum;
+}
+
+/* What a panel's gradients add to that of its head's slope. */
+static double
+R(alibi_gradient)(const REAL *gradients, const R(panel) * p)
+{
+    double sum = 0;
+
+    for (int v = 0; v < p->vectors; v++) {
+        const vr diagonal = R(alibi_diagonal)(p, v);
+        vr all = vr_set1(0);
+
+        for (int key = p->begin; key < p->end; key++) {
+            const vr far = R(vector_abs)(vr_sub(diagonal, vr_set1((REAL)key)));
+
+            all = vr_madd(vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH),
+                          far, all);
+        }
+        sum -= R(sum_lanes)(all);
+    }
+    return sum;
+}
+
+/* VR_WIDTH keys' gradients, from tile rows to up to VR_WIDTH rows of a bias. */
+static void
+R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n)
+{
+    vr block[VR_WIDTH];
+
+    for (int j = 0; j < VR_WIDTH; j++) {
+        block[j] = vr_load(gradients + j * ATTENTION_QUERIES);
+    }
+    vr_transpose(block);
+    for (int i = 0; i < VR_WIDTH && i < n; i++) {
+        vr_store(to + i * stride, vr_add(vr_load(to + i * stride), block[i]));
+    }
+}
+
+/* Adds a panel's gradients to those of the bias, summed where it is broadcast. */
+static void
+R(add_dbias)(REAL *dbias, const int64_t *stride, const REAL *gradients,
+             const R(panel) * p)
+{
+    REAL *to = dbias + attention_term_head(p->head, stride) + p->query * stride[2] +
+               p->key * stride[3];
+    int key = p->begin;
+
+    if (stride[2] == 0) {
+        for (; key < p->end; key++) {
+            double sum = 0;
+
+            for (int v = 0; v < p->vectors; v++) {
+                sum += R(sum_lanes)(
+                    vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
+            }
+            to[key * stride[3]] += (REAL)sum;
+        }
+        return;
+    }
+    for (; stride[3] == 1 && key + VR_WIDTH <= p->end; key += VR_WIDTH) {
+        for (int v = 0; v < p->vectors; v++) {
+            R(add_dbias_block)
+            (to + key + v * VR_WIDTH * stride[2], stride[2],
+             gradients + key * ATTENTION_QUERIES + v * VR_WIDTH, p->n - v * VR_WIDTH);
+        }
+    }
+    for (; key < p->end; key++) {
+        for (int i = 0; i < p->n; i++) {
+            to[key * stride[3] + i * stride[2]] +=
+                gradients[key * ATTENTION_QUERIES + i];
+        }
+    }
+}

@@ -1,0 +1,264 @@
+/* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of REAL. A key's
+ * scores lie side by side, so that queries are lanes: their maxima and sums need no
+ * horizontal operation, and each vector operation serves a panel of PANEL queries.
+ * Matrix products go through one register tile, `multiply`.
+ *
+ * Scores are in units of log2: exp(s) is exp2(s * log2 e), and scale carries log2 e. */
+
+#undef PANEL
+#define PANEL (2 * VR_WIDTH)
+
+/* ---- Elementary functions -------------------------------------------------------- */
+
+/* 2^x for x < 128 (1024): exactly 0 below the normal numbers and for -infinity, NaN for
+ * NaN; relative error 1e-7 (float32), 1e-15 (float64). With n the integer nearest to x,
+ * 2^x = 2^n * 2^(x - n): adding `magic` leaves n plus the exponent's bias in the lowest
+ * bits. Minimax polynomial in float32, Taylor's series in float64. */
+static inline __attribute__((always_inline)) vr
+R(vector_exp2)(vr x)
+{
+#if REAL_IS_F32
+    static const REAL c[] = {1.000000072f,   0.6931469671f,   0.2402211972f,
+                             0.05550713274f, 0.009675541334f, 0.001327647198f};
+    const vr magic = vr_set1(12582912.f + 127), least = vr_set1(-127);
+#else
+    static const REAL c[] = {
+        1.0,
+        0.6931471805599453,
+        0.2402265069591007,
+        0.05550410866482158,
+        0.009618129107628477,
+        0.0013333558146428443,
+        0.00015403530393381606,
+        1.5252733804059838e-05,
+        1.3215486790144305e-06,
+        1.0178086009239696e-07,
+        7.054911620801121e-09,
+        4.445538271870812e-10,
+        2.5678435993488196e-11,
+        1.3691488853904124e-12,
+    };
+    const vr magic = vr_set1(6755399441055744. + 1023), least = vr_set1(-1023);
+#endif
+    const int last = sizeof c / sizeof *c - 1;
+    const vr clamped = vr_max(least, x), shifted = vr_add(clamped, magic);
+    const vr f = vr_sub(clamped, vr_sub(shifted, magic));
+    vr p = vr_set1(c[last]);
+
+    for (int i = last - 1; i >= 0; i--) {
+        p = vr_madd(p, f, vr_set1(c[i]));
+    }
+    return vr_mul(p, vr_pow2(shifted));
+}
+
+static inline __attribute__((always_inline)) vr
+R(vector_abs)(vr x)
+{
+    return vr_max(x, vr_sub(vr_set1(0), x));
+}
+
+/* tanh(x): Taylor's series near 0, where 1 - 2 / (e^2x + 1) would cancel. */
+static inline vr
+R(vector_tanh)(vr x)
+{
+#if REAL_IS_F32
+    static const REAL c[] = {
+        1,           -1.f / 3,         2.f / 15,          -17.f / 315,
+        62.f / 2835, -1382.f / 155925, 21844.f / 6081075, -929569.f / 638512875};
+    const vr far = vr_set1(0.5f), most = vr_set1(20);
+#else
+    static const REAL c[] = {
+        1,          -1. / 3,         2. / 15,          -17. / 315,
+        62. / 2835, -1382. / 155925, 21844. / 6081075, -929569. / 638512875};
+    const vr far = vr_set1(0.1), most = vr_set1(40);
+#endif
+    const int last = sizeof c / sizeof *c - 1;
+    const vr one = vr_set1(1), zero = vr_set1(0);
+    const vr size = R(vector_abs)(x), square = vr_mul(x, x);
+    const vr e = R(vector_exp2)(vr_mul(vr_min(most, size), vr_set1((REAL)(2 * LOG2E))));
+    const vr large = vr_sub(one, vr_div(vr_set1(2), vr_add(e, one)));
+    vr p = vr_set1(c[last]);
+
+    for (int i = last - 1; i >= 0; i--) {
+        p = vr_madd(p, square, vr_set1(c[i]));
+    }
+    return vr_if_less(size, far, vr_mul(p, x),
+                      vr_if_less(x, zero, vr_sub(zero, large), large));
+}
+
+/* ---- The register tile ----------------------------------------------------------- */
+
+/* How many rows the next strip of n takes: one of the cases of ATTENTION_STRIP. */
+static inline int
+R(strip_rows)(int64_t n)
+{
+#if V_ROWS == 12
+    if (n >= 12 && n != 16) {
+        return 12;
+    }
+    return n >= 8 ? 8 : n >= 4 ? 4 : n >= 2 ? 2 : 1;
+#else
+    return n >= 6 && n != 8 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1;
+#endif
+}
+
+/* c[r][v] += sum over k < depth of a[r][k] * b[k][v]. Row k of b is `vectors` vectors
+ * at b + k * b_stride. a[r][k] is at r * a_stride + k, or with `columns` at
+ * k * a_stride + r. Everything but a, b, their strides and depth is constant. */
+static inline __attribute__((always_inline)) void
+R(multiply)(const int rows, const int vectors, const bool columns, const REAL *a,
+            int64_t a_stride, const REAL *b, int64_t b_stride, int64_t depth,
+            vr c[V_ROWS][2])
+{
+    const int64_t a_step = columns ? a_stride : 1;
+    /* A base for each four rows: the strides of the rest fit x86's addressing. */
+    const REAL *base[3] = {a, a + 4 * (columns ? 1 : a_stride),
+                           a + 8 * (columns ? 1 : a_stride)};
+
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < depth; k++) {
+        const vr b0 = vr_load(b), b1 = vectors == 2 ? vr_load(b + VR_WIDTH) : b0;
+
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const vr x = vr_set1(base[r / 4][r % 4 * (columns ? 1 : a_stride)]);
+
+            c[r][0] = vr_madd(x, b0, c[r][0]);
+            if (vectors == 2) {
+                c[r][1] = vr_madd(x, b1, c[r][1]);
+            }
+        }
+        b += b_stride;
+        base[0] += a_step;
+        base[1] += a_step;
+        base[2] += a_step;
+    }
+}
+
+/* The same where an a of 0 makes the product 0 whatever b is: slow, for tiles in which
+ * a NaN or an infinity may belong to elements that do not count. */
+static inline __attribute__((always_inline)) void
+R(multiply_careful)(const int rows, const int vectors, const bool columns,
+                    const REAL *a, int64_t a_stride, const REAL *b, int64_t b_stride,
+                    int64_t depth, vr c[V_ROWS][2])
+{
+    for (int64_t k = 0; k < depth; k++) {
+        for (int r = 0; r < rows; r++) {
+            const REAL x = columns ? a[k * a_stride + r] : a[r * a_stride + k];
+
+            for (int v = 0; v < vectors && x != 0; v++) {
+                c[r][v] = vr_madd(vr_set1(x), vr_load(b + k * b_stride + v * VR_WIDTH),
+                                  c[r][v]);
+            }
+        }
+    }
+}
+
+/* What `accumulate` adds to where; `factor` is each row's, NULL for 1. */
+typedef struct {
+    const REAL *a, *b;
+    int64_t a_stride, b_stride, depth;
+    bool columns, careful;
+    bool first; /* there is nothing yet in c */
+    const REAL *factor;
+    REAL *c;
+    int64_t c_stride;
+} R(product);
+
+static inline __attribute__((always_inline)) void
+R(accumulate_strip)(const int rows, const int vectors, const bool columns,
+                    const R(product) * p)
+{
+    vr c[V_ROWS][2];
+
+    for (int r = 0; r < rows; r++) {
+        c[r][0] = c[r][1] = vr_set1(0);
+    }
+    if (p->careful) {
+        R(multiply_careful)
+        (rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride, p->depth, c);
+    } else {
+        R(multiply)
+        (rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride, p->depth, c);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        REAL *to = p->c + r * p->c_stride;
+
+        for (int v = 0; v < vectors; v++) {
+            /* The sum of this block is formed first: a chain of additions is as long
+             * as a block, not as the sequence. */
+            if (!p->first && p->factor != NULL) {
+                c[r][v] =
+                    vr_madd(vr_set1(p->factor[r]), vr_load(to + v * VR_WIDTH), c[r][v]);
+            } else if (!p->first) {
+                c[r][v] = vr_add(vr_load(to + v * VR_WIDTH), c[r][v]);
+            }
+            vr_store(to + v * VR_WIDTH, c[r][v]);
+        }
+    }
+}
+
+static __attribute__((noinline)) void
+R(accumulate_columns)(int rows, int vectors, const R(product) * p)
+{
+    ATTENTION_STRIP(R(accumulate_strip), rows, vectors, true, p)
+}
+
+/* ---- Packing --------------------------------------------------------------------- */
+
+/* n rows of `dim` elements as REAL, each followed by zeros up to a whole vector. */
+static void
+R(read_rows)(REAL *to, int64_t to_stride, const void *array, tfast_dtype dtype,
+             int64_t first, int64_t row, int64_t n, int64_t dim)
+{
+    for (int64_t i = 0; i < n; i++) {
+        R(tile_read)(to + i * to_stride, array, dtype, first + i * row, (int)dim);
+    }
+}
+
+/* Rows where they are if they can be read as whole vectors (or, with `broadcast`, are
+ * only read element by element), else a copy. Sets the stride of what it returns. */
+static const REAL *
+R(open_rows)(REAL *copy, int64_t copy_stride, const void *array, tfast_dtype dtype,
+             int64_t first, int64_t row, int64_t n, int64_t dim, bool broadcast,
+             int64_t *stride)
+{
+    if (dtype == REAL_DTYPE && (broadcast || dim % VR_WIDTH == 0)) {
+        *stride = row;
+        return (const REAL *)array + first;
+    }
+    R(read_rows)(copy, copy_stride, array, dtype, first, row, n, dim);
+    *stride = copy_stride;
+    return copy;
+}
+
+/* n rows times `scale`, as panels [n / PANEL][dim][PANEL]: queries become lanes. The
+ * last panel's missing rows are 0. `stage` holds VR_WIDTH rows of whole vectors. */
+static void
+R(pack_panels)(REAL *to, REAL *stage, const void *array, tfast_dtype dtype,
+               int64_t first, int64_t row, int64_t n, int64_t dim, REAL scale)
+{
+    const int64_t width = attention_round_up(dim, VR_WIDTH);
+    const vr factor = vr_set1(scale);
+
+    for (int64_t i = 0; i < attention_round_up(n, PANEL); i += VR_WIDTH) {
+        REAL *panel = to + i / PANEL * PANEL * dim + i % PANEL;
+        const int64_t here = attention_max(0, attention_min(VR_WIDTH, n - i));
+
+        R(read_rows)(stage, width, array, dtype, first + i * row, row, here, dim);
+        memset(stage + here * width, 0,
+               sizeof(REAL) * (size_t)((VR_WIDTH - here) * width));
+        for (int64_t d = 0; d < dim; d += VR_WIDTH) {
+            vr block[VR_WIDTH];
+
+            for (int r = 0; r < VR_WIDTH; r++) {
+                block[r] = vr_mul(factor, vr_load(stage + r * width + d));
+            }
+            vr_transpose(block);
+            for (int r = 0; r < VR_WIDTH && d + r < dim; r++) {
+                vr_store(panel + (d + r) * PANEL, block[r]);
+            }
+        }
+    }
+}
