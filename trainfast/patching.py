@@ -9,7 +9,7 @@ own classes look into, and trainfast's.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from threading import RLock
@@ -28,6 +28,15 @@ class Target(NamedTuple):
 
     old: str
     new: str
+
+
+class Setting(NamedTuple):
+    """A framework's setting, by the dotted names of the functions that read and write
+    it, and the value that it shall have."""
+
+    getter: str
+    setter: str
+    value: Any
 
 
 class Place(NamedTuple):
@@ -86,19 +95,48 @@ class Replacement:
         return changed, left
 
 
-_registry: dict[str, list[Target]] = {}
-_active: dict[str, list[Replacement]] = {}
+class Changed:
+    """A setting in force, and the value that it had before."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.target = Target(f"{setting.getter}()", repr(setting.value))
+        self.read, self.write = _resolve(setting.getter), _resolve(setting.setter)
+        self.value = setting.value
+        self.before: Any = _MISSING
+
+    def apply(self) -> list[str]:
+        if self.before is not _MISSING:
+            return []
+        self.before = self.read()
+        self.write(self.value)
+        return [self.target.old]
+
+    def undo(self) -> tuple[list[str], list[str]]:
+        if self.read() != self.value:  # somebody else's by now
+            return [], [self.target.old]
+        self.write(self.before)
+        return [self.target.old], []
+
+
+_registry: dict[str, list[Target | Setting]] = {}
+_active: dict[str, list[Replacement | Changed]] = {}
 _lock = RLock()
 
 
-def register(name: str, targets: Iterable[tuple[str, str]]) -> None:
+def register(
+    name: str,
+    targets: Iterable[tuple[str, str]],
+    settings: Iterable[tuple[str, str, Any]] = (),
+) -> None:
     """Makes `patch(name)` replace the first name of each pair by the second.
 
-    Both are dotted names of a module's attribute, looked up when `patch` needs them.
+    Both are dotted names of a module's attribute, looked up when `patch` needs them. So
+    are the first two of each setting: what reads it, what writes it, and the value.
     """
     if name in _registry:
         raise ValueError(f"name must be new, got {name!r}, which is registered")
-    _registry[name] = [Target(old, new) for old, new in targets]
+    _registry[name] = [Target(*pair) for pair in targets]
+    _registry[name] += [Setting(*setting) for setting in settings]
 
 
 def patch(*names: str) -> "PatchReport":
@@ -178,7 +216,11 @@ class PatchReport(Report):
         self.changes: list[Change] = []
 
     def add(
-        self, name: str, target: Target, places: list[Place], left: Iterable[Place] = ()
+        self,
+        name: str,
+        target: Target,
+        places: Sequence[Place | str],
+        left: Iterable[Place | str] = (),
     ) -> None:
         changed, kept = ([str(place) for place in some] for some in (places, left))
         self.changes.append(Change(name, *target, changed, kept))
@@ -210,11 +252,14 @@ def _check(names: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _prepare(name: str) -> list[Replacement]:
+def _prepare(name: str) -> list[Replacement | Changed]:
     try:
-        return [Replacement(target) for target in _registry[name]]
+        return [
+            Replacement(entry) if isinstance(entry, Target) else Changed(entry)
+            for entry in _registry[name]
+        ]
     except ImportError as error:
-        package = _registry[name][0].old.partition(".")[0]
+        package = _registry[name][0][0].partition(".")[0]
         raise ImportError(
             f"{package} must be installed to patch {name!r}, got: {error}",
             name=error.name,
@@ -266,5 +311,20 @@ register(
     [
         (f"torch.nn.utils.{name}", f"trainfast.torch.{name}")
         for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm")
+    ],
+)
+register(
+    "attention",
+    [
+        (f"torch.nn.functional.{name}", f"trainfast.torch.attention_patch.{name}")
+        for name in ("scaled_dot_product_attention", "multi_head_attention_forward")
+    ],
+    # Outside training, torch's transformer modules would compute all by themselves.
+    settings=[
+        (
+            "torch.backends.mha.get_fastpath_enabled",
+            "torch.backends.mha.set_fastpath_enabled",
+            False,
+        )
     ],
 )

@@ -3,6 +3,7 @@
 from trainfast.torch.accumulator import Accumulator
 from trainfast.torch.adamw import Adam, AdamW
 from trainfast.torch.amp import GradScaler
+from trainfast.torch.attention import attention, scaled_dot_product_attention
 from trainfast.torch.clip import clip_grad_norm_, clip_grad_value_, get_total_norm
 from trainfast.torch.scheduler import SkipAwareScheduler
 
@@ -12,7 +13,9 @@ __all__ = [
     "AdamW",
     "GradScaler",
     "SkipAwareScheduler",
+    "attention",
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_total_norm",
+    "scaled_dot_product_attention",
 ]

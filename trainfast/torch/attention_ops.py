@@ -1,0 +1,415 @@
+"""Calls of the attention kernels, and what makes torch know them: autograd, and the
+operators torch.ops.trainfast.attention and attention_backward for graphs.
+
+Eager calls take an autograd.Function, which costs a few microseconds. Where somebody
+looks at operators (torch.compile, fake tensors, dispatch modes), `as_operator` is the
+same thing as a custom operator.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils.flop_counter
+from torch import Tensor
+
+from trainfast import _core
+from trainfast.stats import count_call, count_fallback
+from trainfast.torch import attention_math
+from trainfast.torch.attention_math import Extras, Inputs, Options
+
+_N = len(Inputs._fields)
+_Grads = tuple[Tensor | None, ...]
+
+
+# ---- Calls of the core ---------------------------------------------------------------
+
+
+def empty_rows(like: Tensor, dim: int) -> Tensor:
+    """An uninitialised tensor of like's sizes but the last, its dims in memory in the
+    order of like's, the last one dense."""
+    if dim == like.shape[-1]:
+        made = torch.empty_like(like)
+        if made.stride(-1) == 1:
+            return made
+    shape, strides = [*like.shape[:-1], dim], [0] * like.dim()
+    strides[-1], step = 1, dim
+    order = sorted(range(like.dim() - 1), key=lambda i: (like.stride(i), -i))
+    for i in order:
+        strides[i] = step
+        step *= shape[i]
+    return like.new_empty_strided(shape, strides)
+
+
+def _empty_lse(q: Tensor, bnhd: bool) -> Tensor:
+    shape: Sequence[int]
+    if q.dim() == 3:
+        shape = (q.shape[1], q.shape[0])
+    elif bnhd:
+        shape = (q.shape[0], q.shape[2], q.shape[1])
+    else:
+        shape = q.shape[:3]
+    return q.new_empty(shape, dtype=_lse_dtype(q))
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _dense_rows(x: Tensor, count: bool = True) -> Tensor:
+    """x, or a copy whose last stride is 1."""
+    if x.stride(-1) == 1:
+        return x
+    if count:
+        count_fallback("attention", "an array without stride 1 was copied")
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fill_rest(x: Tensor, cu_seqlens: Tensor | None, value: float, dim: int) -> None:
+    """Fills x where its rows, its dim `dim`, are past the last item: the core does not
+    touch them. On a GPU all of x: a look at the lengths would wait for it."""
+    if cu_seqlens is not None:
+        used = 0 if x.is_cuda else int(cu_seqlens[-1])
+        if 0 <= used < x.shape[dim]:  # otherwise an error of the core's
+            x.narrow(dim, used, x.shape[dim] - used).fill_(value)
+
+
+def _count_call(q: Tensor) -> None:
+    count_call("attention", "cuda" if q.is_cuda else _core.backend_in_use())
+
+
+def _stream(q: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
+
+
+def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]:
+    """out and lse; knows nothing of autograd."""
+    q, k, v, bias, alibi_slopes, sinks = inputs
+    out = empty_rows(q, v.shape[-1])
+    lse = _empty_lse(q, o.bnhd)
+    _fill_rest(out, extras.cu_seqlens_q, 0.0, 0)
+    _fill_rest(lse, extras.cu_seqlens_q, -math.inf, 1)
+    _core.attention(
+        _dense_rows(q),
+        _dense_rows(k),
+        _dense_rows(v),
+        out,
+        lse,
+        mask=extras.mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        is_causal=o.is_causal,
+        bottom_right=o.bottom_right,
+        window_left=o.window_left,
+        window_right=o.window_right,
+        scale=o.scale,
+        softcap=o.softcap,
+        dropout_p=o.dropout_p,
+        seed=0 if extras.seed is None else extras.seed,
+        cu_seqlens_q=extras.cu_seqlens_q,
+        cu_seqlens_k=extras.cu_seqlens_k,
+        max_seqlen_q=o.max_seqlen_q,
+        max_seqlen_k=o.max_seqlen_k,
+        kv_lens=extras.kv_lens,
+        bnhd=o.bnhd,
+        stream=_stream(q),
+    )
+    _count_call(q)
+    return out, lse
+
+
+def _empty_grads(inputs: Inputs, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Where the core writes gradients; None for what is not wanted."""
+    dtype = _lse_dtype(inputs.q)
+    made: list[Tensor | None] = [None] * _N
+    for i, x in enumerate(inputs):
+        if wanted[i] and x is not None:
+            if i < 3:
+                made[i] = empty_rows(x, x.shape[-1])
+            else:
+                made[i] = x.new_empty(x.shape, dtype=dtype)
+    return made
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Sequence[bool],
+    inputs: Inputs,
+    extras: Extras,
+    out: Tensor,
+    lse: Tensor,
+    o: Options,
+) -> list[Tensor | None]:
+    """The gradients of `inputs` that are wanted; knows nothing of autograd."""
+    q, k, v, bias, alibi_slopes, sinks = inputs
+    grads = _empty_grads(inputs, wanted)
+    lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k)
+    for grad, cu_seqlens in zip(grads, lengths):
+        if grad is not None:
+            _fill_rest(grad, cu_seqlens, 0.0, 0)
+    if dout is None or dout._is_zerotensor():
+        dout = torch.zeros_like(out)
+    _core.attention_backward(
+        _dense_rows(dout, count=False),
+        _dense_rows(q),
+        _dense_rows(k),
+        _dense_rows(v),
+        out,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        *grads,
+        mask=extras.mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        is_causal=o.is_causal,
+        bottom_right=o.bottom_right,
+        window_left=o.window_left,
+        window_right=o.window_right,
+        scale=o.scale,
+        softcap=o.softcap,
+        dropout_p=o.dropout_p,
+        seed=0 if extras.seed is None else extras.seed,
+        cu_seqlens_q=extras.cu_seqlens_q,
+        cu_seqlens_k=extras.cu_seqlens_k,
+        max_seqlen_q=o.max_seqlen_q,
+        max_seqlen_k=o.max_seqlen_k,
+        kv_lens=extras.kv_lens,
+        bnhd=o.bnhd,
+        stream=_stream(q),
+    )
+    _count_call(q)
+    if bias is not None and grads[3] is not None:
+        grads[3] = grads[3].to(bias.dtype)
+    return grads
+
+
+# ---- Autograd ------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Any:
+        inputs, extras = Inputs(*tensors[:_N]), Extras(*tensors[_N:])
+        out, lse = forward(inputs, extras, options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        none = (None,) * len(Extras._fields)
+        if dout is None and dlse is None:
+            return (None, *[None] * _N, *none)
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1 : 1 + _N]
+        if torch.is_grad_enabled():
+            arguments = (ctx.options, wanted, dout, dlse, *tensors, out, lse)
+            return (None, *_AttentionBackward.apply(*arguments), *none)
+        inputs, extras = Inputs(*tensors[:_N]), Extras(*tensors[_N:])
+        grads = backward(dout, dlse, wanted, inputs, extras, out, lse, ctx.options)
+        return (None, *grads, *none)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: Options,
+        wanted: Sequence[bool],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        *tensors: Tensor,
+    ) -> Any:
+        *given, out, lse = tensors
+        inputs, extras = Inputs(*given[:_N]), Extras(*given[_N:])
+        if dout is None:
+            dout = torch.zeros_like(out)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(dout, dlse, *given)
+        ctx.options = options
+        grads = backward(dout, dlse, wanted, inputs, extras, out, lse, options)
+        return tuple(grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        dout, dlse, *given = ctx.saved_tensors
+        made = _second(grads, dout, dlse, given, ctx.options, ctx.needs_input_grad[2:])
+        return (None, None, *made, *[None] * (len(Extras._fields) + 2))
+
+
+def _second(
+    grads: _Grads,
+    dout: Tensor,
+    dlse: Tensor | None,
+    given: Sequence[Tensor | None],
+    options: Options,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of dout, dlse and the inputs, given those of the first gradients."""
+    count_fallback("attention", "double backward")
+    with torch.autocast(dout.device.type, enabled=False):
+        return attention_math.double_backward(
+            grads,
+            dout,
+            dlse,
+            Inputs(*given[:_N]),
+            Extras(*given[_N:]),
+            options,
+            tuple(needed[: 2 + _N]),
+        )
+
+
+def differentiable(
+    inputs: Inputs, extras: Extras, options: Options
+) -> tuple[Tensor, Tensor]:
+    """out and lse of eager tensors, with their history."""
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                return _Attention.apply(options, *inputs, *extras)
+    return forward(inputs, extras, options)
+
+
+# ---- The operators -------------------------------------------------------------------
+
+_TENSORS = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes,
+    Tensor? sinks, Tensor? mask, Tensor? seed, Tensor? cu_seqlens_q,
+    Tensor? cu_seqlens_k, Tensor? kv_lens"""
+_OPTIONS = """float scale, bool is_causal, bool bottom_right, SymInt window_left,
+    SymInt window_right, float softcap, float dropout_p, SymInt max_seqlen_q,
+    SymInt max_seqlen_k, bool bnhd"""
+_N_TENSORS = _N + len(Extras._fields)
+
+
+def _unpack(arguments: Sequence[Any]) -> tuple[Inputs, Extras, Options]:
+    return (
+        Inputs(*arguments[:_N]),
+        Extras(*arguments[_N:_N_TENSORS]),
+        Options(*arguments[_N_TENSORS:]),
+    )
+
+
+def _some(x: Tensor | None, like: Tensor) -> Tensor:
+    """x; where there is none, an empty tensor, since operators return no None."""
+    return like.new_empty(0) if x is None else x
+
+
+@torch.library.custom_op(
+    "trainfast::attention",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def _op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return forward(*_unpack(arguments))
+
+
+@_op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, _, options = _unpack(arguments)
+    out = empty_rows(inputs.q, inputs.v.shape[-1])
+    return out, _empty_lse(inputs.q, options.bnhd)
+
+
+@torch.library.custom_op(
+    "trainfast::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, "
+    f"{_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    inputs, extras, options = _unpack(arguments)
+    made = backward(dout, dlse, wanted, inputs, extras, out, lse, options)
+    return tuple(_some(x, inputs.q) for x in made)
+
+
+@_backward_op.register_fake
+def _(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    inputs, _, _ = _unpack(arguments)
+    made = _empty_grads(inputs, wanted)
+    if made[3] is not None:
+        made[3] = made[3].to(inputs.bias.dtype)
+    return tuple(_some(x, inputs.q) for x in made)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *inputs[:_N_TENSORS])
+    ctx.options = inputs[_N_TENSORS:]
+    ctx.wanted = list(ctx.needs_input_grad[:_N])
+
+
+def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    if dout is None and dlse is None:
+        return (None,) * (_N_TENSORS + len(Options._fields))
+    out, lse, *tensors = ctx.saved_tensors
+    grads = torch.ops.trainfast.attention_backward(
+        dout, dlse, out, lse, ctx.wanted, *tensors, *ctx.options
+    )
+    made = [x if n else None for x, n in zip(grads, ctx.wanted)]
+    return (*made, *[None] * (len(Extras._fields) + len(Options._fields)))
+
+
+_op.register_autograd(_op_backward, setup_context=_keep)
+
+
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dout, dlse, out, _, wanted, *arguments = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dout, dlse, out, *arguments[:_N_TENSORS])
+    ctx.options, ctx.wanted = arguments[_N_TENSORS:], wanted
+    needs = ctx.needs_input_grad
+    ctx.needed = (*needs[:2], *needs[5 : 5 + _N])
+
+
+def _op_second(ctx: Any, *grads: Tensor | None) -> Any:
+    dout, dlse, out, *given = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    asked = tuple(g if w else None for g, w in zip(grads, ctx.wanted))
+    made = _second(asked, dout, dlse, given, Options(*ctx.options), ctx.needed)
+    others = len(Extras._fields) + len(Options._fields)
+    return (*made[:2], None, None, None, *made[2:], *[None] * others)
+
+
+_backward_op.register_autograd(_op_second, setup_context=_keep_backward)
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.trainfast.attention)
+def _flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """As torch counts its own: neither masks nor lengths make it less."""
+    if len(q) == 3:
+        return 2 * q[0] * q[1] * k[0] * (q[2] + v[2])
+    bnhd = args[-1]
+    return 2 * q[0] * q[1] * q[2] * k[1 if bnhd else 2] * (q[3] + v[3])
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.trainfast.attention_backward)
+def _backward_flops(*args: Any, **kwargs: Any) -> int:
+    q, k, v = args[5:8]
+    return _flops(q, k, v, args[-1]) * 5 // 2
+
+
+def as_operator(
+    inputs: Inputs, extras: Extras, options: Options
+) -> tuple[Tensor, Tensor]:
+    """`differentiable`, as an operator that tracers, modes and fake tensors see."""
+    return torch.ops.trainfast.attention(*inputs, *extras, *options)

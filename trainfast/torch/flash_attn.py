@@ -1,0 +1,248 @@
+"""The functions of the flash-attn package, by name and signature, on these kernels:
+
+    from trainfast.torch.flash_attn import flash_attn_func
+
+float64 and float32 as well as half precision, on the CPU as on CUDA, and with second
+derivatives. What the kernels lack raises NotImplementedError.
+"""
+
+from torch import Tensor
+
+from trainfast.torch.attention import attention
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attention of q [batch, n_q, heads, dim] to k, v [batch, n_k, kv_heads, dim].
+
+    heads must be a multiple of kv_heads. Causal and windows are aligned to the bottom
+    right: query i is at key i + n_k - n_q. window_size is (left, right), -1 for any
+    distance; softcap <= 0 is off; alibi_slopes [heads] or [batch, heads]. Results are
+    deterministic in any case. Returns [batch, n_q, heads, dim].
+
+    Raises:
+        NotImplementedError: return_attn_probs.
+        ValueError: arguments that do not go together.
+    """
+    return _call(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """flash_attn_func with kv [batch, n_k, 2, kv_heads, dim]."""
+    return _call(
+        q,
+        *kv.unbind(-3),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """flash_attn_func with qkv [batch, n, 3, heads, dim]."""
+    return _call(
+        *qkv.unbind(-3),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """flash_attn_func for items of different lengths, one after another.
+
+    q [total_q, heads, dim], k and v [total_k, kv_heads, dim]; item b has the rows
+    cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of them (int32 or int64, [batch + 1]), at
+    most max_seqlen many. Returns [total_q, heads, dim].
+
+    Raises:
+        NotImplementedError: return_attn_probs, block_table.
+        ValueError: arguments that do not go together.
+    """
+    if block_table is not None:
+        raise NotImplementedError("block_table must be None, got a tensor")
+    return _call(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """flash_attn_varlen_func with kv [total_k, 2, kv_heads, dim]."""
+    return _call(
+        q,
+        *kv.unbind(-3),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """flash_attn_varlen_func with qkv [total, 3, heads, dim]."""
+    return _call(
+        *qkv.unbind(-3),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+        (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+    )
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+    lengths: tuple[Tensor | None, Tensor | None, int | None, int | None] = (None,) * 4,
+) -> Tensor:
+    if return_attn_probs:
+        raise NotImplementedError("return_attn_probs must be False, got True")
+    left, right = (None if side < 0 else side for side in window_size)
+    out = attention(
+        q,
+        k,
+        v,
+        is_causal=causal,
+        causal_align="bottom_right",
+        window=(left, right),
+        scale=softmax_scale,
+        softcap=softcap if softcap > 0 else None,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        cu_seqlens_q=lengths[0],
+        cu_seqlens_k=lengths[1],
+        max_seqlen_q=lengths[2],
+        max_seqlen_k=lengths[3],
+        layout="bnhd",
+    )
+    assert isinstance(out, Tensor)
+    return out
