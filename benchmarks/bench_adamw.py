@@ -16,73 +16,25 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import floor, harness, machine
-from benchmarks.harness import Budget, Case, Contender
+from benchmarks import command, floor, harness
+from benchmarks.harness import Contender
+from benchmarks.optimizers import (
+    LR,
+    WEIGHT_DECAY,
+    Problem,
+    Setup,
+    enough_memory,
+    gpt2_shapes,
+)
 
-RESULTS = Path(__file__).resolve().parent / "results"
-LR, WEIGHT_DECAY = 1e-3, 0.01
 # Compiling takes 0.2 s a tensor on 2 cores, 30 s for 148. On a GPU, whose times are
 # steady, the whole table must fit into two minutes.
 COMPILED_TENSORS = {"cpu": 150, "cuda": 1}
-SECONDS = {"cpu": 10.0, "cuda": 3.0}
-SMOKE_TENSORS, SMOKE_NUMEL = 5, 257
-
-
-def gpt2_shapes() -> list[tuple[int, ...]]:
-    """Return the 148 shapes of GPT-2 small (124,439,808 parameters)."""
-    width = 768
-    block = [
-        *[(width,), (width,)],  # ln_1
-        *[(width, 3 * width), (3 * width,)],  # attn.c_attn
-        *[(width, width), (width,)],  # attn.c_proj
-        *[(width,), (width,)],  # ln_2
-        *[(width, 4 * width), (4 * width,)],  # mlp.c_fc
-        *[(4 * width, width), (width,)],  # mlp.c_proj
-    ]
-    return [(50257, width), (1024, width), *(12 * block), (width,), (width,)]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One case: the tensors, and the dtypes of parameters with gradients and state."""
-
-    name: str
-    title: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype = torch.float32
-    state_dtype: torch.dtype = torch.float32
-
-    @property
-    def params(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes)
-
-    def nbytes(self, state_dtype: torch.dtype | None = None) -> int:
-        """Return what a step must move: reads p, g, m, v and writes p, m, v."""
-        state = (state_dtype or self.state_dtype).itemsize
-        return self.params * (3 * self.dtype.itemsize + 4 * state)
-
-    def resident(self) -> int:
-        """Return the bytes that one contender holds."""
-        return self.params * 2 * (self.dtype.itemsize + self.state_dtype.itemsize)
-
-    def case(self) -> Case:
-        dtype = str(self.dtype).removeprefix("torch.")
-        if self.state_dtype != self.dtype:
-            dtype += f", {self.state_dtype} state".replace("torch.", "")
-        counts = (len(self.shapes), self.params, self.nbytes())
-        return Case(self.name, self.title, dtype, *counts)
-
-    def shrunk(self) -> Problem:
-        """Return a case of the same kind that takes no time."""
-        shapes = self.shapes[:SMOKE_TENSORS]
-        small = [(min(torch.Size(s).numel(), SMOKE_NUMEL),) for s in shapes]
-        return replace(self, shapes=tuple(small), title=f"{self.title} (shrunk)")
 
 
 def problems() -> list[Problem]:
@@ -105,87 +57,6 @@ def problems() -> list[Problem]:
 
 
 # ---- Contenders ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a contender is built from."""
-
-    problem: Problem
-    device: str
-    threads: int
-    fresh_grads: bool
-
-    def tensors(self, seed: int, scale: float) -> list[torch.Tensor]:
-        """Return one tensor a shape; the same seed gives the same values."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        dtype = self.problem.dtype
-        return [
-            torch.empty(shape, device=self.device, dtype=dtype).normal_(
-                0.0, scale, generator=generator
-            )
-            for shape in self.problem.shapes
-        ]
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return parameters with their gradients set."""
-        params = [torch.nn.Parameter(p) for p in self.tensors(0, 0.02)]
-        for param, grad in zip(params, self.tensors(1, 0.01), strict=True):
-            param.grad = grad
-        return params
-
-    def renew(self, params: Sequence[torch.nn.Parameter]) -> Callable[[], None] | None:
-        """Return what frees and re-creates the gradients, as a training loop does."""
-        if not self.fresh_grads:
-            return None
-        values = [param.grad for param in params if param.grad is not None]
-
-        def prepare() -> None:
-            for param in params:
-                param.grad = None
-            for param, value in zip(params, values, strict=True):
-                param.grad = value.clone()
-
-        return prepare
-
-    def contender(
-        self,
-        name: str,
-        run: Callable[[], object],
-        params: Sequence[torch.nn.Parameter],
-        **fields: Any,
-    ) -> Contender:
-        """Return a contender whose first step has been done and checked."""
-        ends = (params[0], params[-1])
-        before = [_sample(param) for param in ends]
-        run()
-        for param, old in zip(ends, before, strict=True):
-            assert param.grad is not None
-            check_first_step(name, _sample(param), old, _sample(param.grad))
-        return Contender(name, run, prepare=self.renew(params), **fields)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float32 copy of a tensor's first elements."""
-    return tensor.detach().flatten()[:100_000].to(torch.float32, copy=True)
-
-
-def check_first_step(
-    name: str, new: torch.Tensor, old: torch.Tensor, grad: torch.Tensor
-) -> None:
-    """Raise RuntimeError unless AdamW's first step led from old to new.
-
-    A contender that does not do the work must not be timed. With bias correction the
-    first step is p (1 - lr wd) - lr g / (|g| + eps). A step is about lr an element, and
-    a bfloat16 parameter is a tenth of that off by rounding, on average.
-    """
-    expected = old * (1 - LR * WEIGHT_DECAY) - LR * grad / (grad.abs() + 1e-8)
-    error = float((new - expected).abs().mean())
-    if not error <= 0.2 * LR:
-        raise RuntimeError(
-            f"{name} must do AdamW's first step, got parameters that are {error:.2g} "
-            f"off on average with lr {LR}"
-        )
 
 
 def make_ours(setup: Setup) -> Contender:
@@ -298,22 +169,6 @@ def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]
     return [name for name in chosen if name not in skipped], skipped
 
 
-def enough_memory(problem: Problem, contenders: int, device: str) -> str | None:
-    """Return None, or why the case does not fit."""
-    if device == "cuda":
-        have: int | None = torch.cuda.mem_get_info()[0]
-    else:
-        have = machine.available_bytes()
-    # foreach needs about one more array of state, its own buffers a little.
-    need = problem.resident() * (contenders + 1)
-    if have is None or need <= have:
-        return None
-    return (
-        f"needs {need / 2**30:.1f} GiB and {have / 2**30:.1f} GiB are available; "
-        "choose fewer with --contender"
-    )
-
-
 def run_problem(args: argparse.Namespace, problem: Problem) -> dict | None:
     """Build a case's contenders, measure them, and return the case's report."""
     names, skipped = choose(args, problem)
@@ -334,9 +189,7 @@ def run_problem(args: argparse.Namespace, problem: Problem) -> dict | None:
             skipped[name] = f"{type(error).__name__}: {first}"[:200]
     if not any(contender.role != "bound" for contender in contenders):
         raise SystemExit(f"{problem.name}: no contender can run: {skipped}")
-    budget = Budget(args.seconds)
-    if args.smoke:
-        budget = Budget(0.02, warmup=1, min_rounds=3, max_rounds=50)
+    budget = command.make_budget(args)
     clock = harness.cuda_clock if args.device == "cuda" else harness.cpu_clock
     return harness.run_case(problem.case(), contenders, budget, clock, skipped)
 
@@ -344,84 +197,38 @@ def run_problem(args: argparse.Namespace, problem: Problem) -> dict | None:
 # ---- Command line --------------------------------------------------------------------
 
 
-def backend_in_use(device: str) -> str:
-    """Return the name of trainfast's backend for the device."""
-    import trainfast
-
-    for backend in trainfast.backends():
-        if backend["in_use"] and (backend["name"] == "cuda") == (device == "cuda"):
-            return str(backend["name"])
-    return "unknown"
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     cases = [problem.name for problem in problems()]
-    summary = (__doc__ or "").split("\n", maxsplit=1)[0]
-    parser = argparse.ArgumentParser("python -m benchmarks.bench_adamw", None, summary)
+    parser = command.make_parser("bench_adamw", __doc__, cases, list(CONTENDERS))
+    command.add_device(parser)
     add = parser.add_argument
-    add("--case", nargs="+", choices=cases, metavar="NAME", help=", ".join(cases))
-    add("--contender", nargs="+", choices=list(CONTENDERS), metavar="NAME",
-        help=", ".join(CONTENDERS))  # fmt: skip
-    add("--threads", type=int, default=2, help="torch.set_num_threads (default 2)")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--json", help="write the report to this file; auto: benchmarks/results/")
-    add("--seconds", type=float, help="per case (default 10, on a GPU 3)")
-    add("--smoke", action="store_true", help="tiny cases: does it run, not how fast")
     add("--compiled", action=argparse.BooleanOptionalAction,
         help="torch.compile (default: up to 150 tensors, on a GPU 1)")  # fmt: skip
     add("--fresh-grads", action="store_true",
         help="free and re-create the gradients between steps, untimed")  # fmt: skip
     add("--without-ours", action="store_true", help="rivals only")
-    args = parser.parse_args(argv)
-    if args.threads < 1:
-        parser.error(f"--threads must be at least 1, got {args.threads}")
-    if args.seconds is None:
-        args.seconds = SECONDS[args.device]
-    if not args.seconds >= 0:
-        parser.error(f"--seconds must be at least 0, got {args.seconds}")
-    partial = args.smoke or args.case or args.contender or args.without_ours
-    if args.json == "auto" and partial:
-        parser.error("--json must be a path unless everything runs, got auto")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device must be usable, got cuda without a GPU that torch sees")
-    return args
+    return command.parse(parser, argv, lambda args: args.without_ours)
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Run the chosen cases, printing each as it is done; return the report."""
-    torch.set_num_threads(args.threads)
+    """Run the chosen cases and return the report."""
     ours = not args.without_ours and "ours" in (args.contender or CONTENDERS)
-    backend = backend_in_use(args.device) if ours else "none"
-    about = machine.describe(args.device)
-    how = machine.describe_run(args.threads, backend)
+    backend = command.backend_in_use(args.device) if ours else "none"
     grads = "fresh gradients each step" if args.fresh_grads else "static gradients"
-    how["conditions"] = grads + (", SMOKE: sizes without meaning" * args.smoke)
-    how["smoke"], how["fresh_grads"] = args.smoke, args.fresh_grads
-    how["device"] = args.device
-    print(harness.heading("AdamW", about, how) + "\n", flush=True)
-    cases = []
-    for problem in problems():
-        if args.case and problem.name not in args.case:
-            continue
-        case = run_problem(args, problem.shrunk() if args.smoke else problem)
-        if case is not None:
-            cases.append(case)
-            print(harness.case_text(case) + "\n", flush=True)
-    how["openmp"] = [Path(path).name for path in floor.openmp_runtimes()]
-    return harness.make_report("adamw", about, how, cases)
+    cases = [
+        partial(run_problem, args, problem.shrunk() if args.smoke else problem)
+        for problem in problems()
+        if not args.case or problem.name in args.case
+    ]
+    fields = ("adamw", "AdamW", args, grads, backend, cases)
+    return command.run(*fields, fresh_grads=args.fresh_grads)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the process's exit status."""
     args = parse(argv)
-    report = run(args)
-    if args.json:
-        kind = "adamw-fresh-grads" if args.fresh_grads else "adamw"
-        path = Path(args.json)
-        if args.json == "auto":
-            path = RESULTS / f"{machine.slug(report['machine'])}_{kind}.json"
-        harness.write_json(report, path)
-        print(f"wrote {path}")
+    kind = "adamw-fresh-grads" if args.fresh_grads else "adamw"
+    command.write(args, run(args), kind)
     return 0
 
 

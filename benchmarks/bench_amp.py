@@ -15,21 +15,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 
-from benchmarks import bench_adamw, floor, harness, machine
-from benchmarks.bench_adamw import (
+from benchmarks import command, floor, harness
+from benchmarks.harness import Contender
+from benchmarks.optimizers import (
     LR,
-    RESULTS,
-    SECONDS,
     WEIGHT_DECAY,
     Problem,
     Setup,
+    check_first_step,
+    enough_memory,
     gpt2_shapes,
 )
-from benchmarks.harness import Budget, Contender
 
 SCALE, MAX_NORM, EMA_DECAY = 1024.0, 0.1, 0.999
 CLIP_BYTES = 12  # a read for the norm, then a read and a write
@@ -105,7 +105,7 @@ def make_contender(
     run()
     got = grads[-1]
     if optimizer is not None:
-        bench_adamw.check_first_step(name, params[-1].detach(), before, expected)
+        check_first_step(name, params[-1].detach(), before, expected)
         got = optimizer.state[params[-1]]["exp_avg"] / 0.1
     wanted = coef * values[-1] / scale
     if not torch.allclose(got, wanted, rtol=1e-3, atol=1e-12):
@@ -243,7 +243,7 @@ def choose(args: argparse.Namespace, problem: AmpProblem) -> list[str]:
 def run_problem(args: argparse.Namespace, problem: AmpProblem) -> dict | None:
     """Build a case's contenders, measure them, and return the case's report."""
     names = choose(args, problem)
-    lacking = bench_adamw.enough_memory(problem, len(names), args.device)
+    lacking = enough_memory(problem, len(names), args.device)
     if lacking:
         print(f"{problem.title}: not run, {lacking}\n", flush=True)
         return None
@@ -256,9 +256,7 @@ def run_problem(args: argparse.Namespace, problem: AmpProblem) -> dict | None:
             if name != "floor":  # a machine may lack a C compiler
                 raise
             skipped[name] = str(error)[:200]
-    budget = Budget(args.seconds)
-    if args.smoke:
-        budget = Budget(0.02, warmup=1, min_rounds=3, max_rounds=50)
+    budget = command.make_budget(args)
     clock = harness.cuda_clock if args.device == "cuda" else harness.cpu_clock
     return harness.run_case(problem.case(), contenders, budget, clock, skipped)
 
@@ -268,62 +266,27 @@ def run_problem(args: argparse.Namespace, problem: AmpProblem) -> dict | None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     cases = [problem.name for problem in problems()]
-    summary = (__doc__ or "").split("\n", maxsplit=1)[0]
-    parser = argparse.ArgumentParser("python -m benchmarks.bench_amp", None, summary)
-    add = parser.add_argument
-    add("--case", nargs="+", choices=cases, metavar="NAME", help=", ".join(cases))
-    add("--contender", nargs="+", choices=list(CONTENDERS), metavar="NAME",
-        help=", ".join(CONTENDERS))  # fmt: skip
-    add("--threads", type=int, default=2, help="torch.set_num_threads (default 2)")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--json", help="write the report to this file; auto: benchmarks/results/")
-    add("--seconds", type=float, help="per case (default 10, on a GPU 3)")
-    add("--smoke", action="store_true", help="tiny cases: does it run, not how fast")
-    args = parser.parse_args(argv)
-    if args.threads < 1:
-        parser.error(f"--threads must be at least 1, got {args.threads}")
-    if args.seconds is None:
-        args.seconds = SECONDS[args.device]
-    if not args.seconds >= 0:
-        parser.error(f"--seconds must be at least 0, got {args.seconds}")
-    if args.json == "auto" and (args.smoke or args.case or args.contender):
-        parser.error("--json must be a path unless everything runs, got auto")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device must be usable, got cuda without a GPU that torch sees")
-    return args
+    parser = command.make_parser("bench_amp", __doc__, cases, list(CONTENDERS))
+    command.add_device(parser)
+    return command.parse(parser, argv)
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Run the chosen cases, printing each as it is done; return the report."""
-    torch.set_num_threads(args.threads)
-    about = machine.describe(args.device)
-    how = machine.describe_run(args.threads, bench_adamw.backend_in_use(args.device))
-    how["conditions"] = "gradients written anew before each call, untimed"
-    how["conditions"] += ", SMOKE: sizes without meaning" * args.smoke
-    how["smoke"], how["device"] = args.smoke, args.device
-    print(harness.heading("AMP", about, how) + "\n", flush=True)
-    cases = []
-    for problem in problems():
-        if args.case and problem.name not in args.case:
-            continue
-        case = run_problem(args, problem.shrunk() if args.smoke else problem)
-        if case is not None:
-            cases.append(case)
-            print(harness.case_text(case) + "\n", flush=True)
-    how["openmp"] = [Path(path).name for path in floor.openmp_runtimes()]
-    return harness.make_report("amp", about, how, cases)
+    """Run the chosen cases and return the report."""
+    conditions = "gradients written anew before each call, untimed"
+    backend = command.backend_in_use(args.device)
+    cases = [
+        partial(run_problem, args, problem.shrunk() if args.smoke else problem)
+        for problem in problems()
+        if not args.case or problem.name in args.case
+    ]
+    return command.run("amp", "AMP", args, conditions, backend, cases)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the process's exit status."""
     args = parse(argv)
-    report = run(args)
-    if args.json:
-        path = Path(args.json)
-        if args.json == "auto":
-            path = RESULTS / f"{machine.slug(report['machine'])}_amp.json"
-        harness.write_json(report, path)
-        print(f"wrote {path}")
+    command.write(args, run(args), "amp")
     return 0
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from benchmarks import native
 
 if TYPE_CHECKING:
     import torch
@@ -49,17 +47,7 @@ def library() -> ctypes.CDLL:
 
     torch must be imported before, so that the OpenMP runtime found is its own.
     """
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if not compiler:
-        raise RuntimeError("the floor needs a C compiler (cc), and none was found")
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "floor.so"
-        flags = "-std=c11 -O3 -march=native -fopenmp -shared -fPIC -Wall -Wextra"
-        command = [*compiler.split(), *flags.split(), str(SOURCE), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-        loaded = ctypes.CDLL(str(built))
+    loaded = native.build(SOURCE)
     loaded.floor_run.restype = ctypes.c_int
     loaded.floor_run.argtypes = [
         ctypes.POINTER(Slot),

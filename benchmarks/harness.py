@@ -30,14 +30,18 @@ BUSY_LOAD = 0.3
 
 @dataclass(frozen=True)
 class Case:
-    """What every contender computes. `nbytes` is the least that one call must move."""
+    """What every contender computes; what has no meaning for a case is 0.
+
+    nbytes: the least that one call must move. flops: what one call must compute.
+    """
 
     name: str
     title: str
     dtype: str
-    tensors: int
-    params: int
-    nbytes: int
+    tensors: int = 0
+    params: int = 0
+    nbytes: int = 0
+    flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,9 +218,10 @@ def make_lines(
                 "role": contender.role,
                 "us": summarize(own, 1e3),
                 "host_us": summarize(host, 1e3) if host else None,
-                "ns_per_param": median / case.params,
+                "ns_per_param": median / case.params if case.params else None,
                 "bytes": nbytes,
-                "gb_per_s": nbytes / median,
+                "gb_per_s": nbytes / median if nbytes else None,
+                "gf_per_s": case.flops / median if case.flops else None,
                 "percent_of_bound": percent,
                 "ahead_of_best_rival": ratio(times[best], own)
                 if best and compares
@@ -245,6 +250,7 @@ def run_case(
         "tensors": case.tensors,
         "params": case.params,
         "bytes": case.nbytes,
+        "flops": case.flops,
         "rounds": len(next(iter(times.values()))),
         "others_cpu_share": others.share,
         "best_rival": best_rival(contenders, times),
@@ -296,24 +302,47 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(texts)
 
 
+# The heads of a case's rates, and the keys of its lines that hold them.
+RATES = {
+    "ns/param": ("ns_per_param", "{:.3f}"),
+    "GB/s": ("gb_per_s", "{:.1f}"),
+    "GF/s": ("gf_per_s", "{:.1f}"),
+}
+
+
+def amount(case: dict) -> str:
+    """Return how much one call does, in words."""
+    if case["params"]:
+        return f"{case['params']:,} parameters in {case['tensors']:,}"
+    return f"{case['flops'] / 1e9:,.3g} GF"
+
+
 def case_text(case: dict) -> str:
     """Return one case as a headline, an aligned table and its notes."""
     share = case["others_cpu_share"]
     busy = "unknown" if share is None else f"{100 * share:.0f} %"
     title = (
-        f"{case['title']}: {case['params']:,} parameters in {case['tensors']:,}, "
-        f"{case['rounds']} rounds, CPU used by others {busy}"
+        f"{case['title']}: {amount(case)}, {case['rounds']} rounds, "
+        f"CPU used by others {busy}"
     )
     if share is not None and share > BUSY_SHARE:
         title += " (NOISY)"
     on_gpu = any(line["host_us"] for line in case["lines"])
-    head = ["", "median us", "p10-p90", "ns/param", "GB/s", "% of bound", "p10-p90"]
+    rates = {
+        head: rate
+        for head, rate in RATES.items()
+        if any(line[rate[0]] is not None for line in case["lines"])
+    }
+    head = ["", "median us", "p10-p90", *rates, "% of bound", "p10-p90"]
     head += ["best rival/it", "p10-p90", "it/ours", "p10-p90"]
     rows = [head + (["host us", "p10-p90"] if on_gpu else [])]
     notes = [f"  {name}: not run, {why}" for name, why in case["skipped"].items()]
     for line in case["lines"]:
         row = [line["contender"], *spread(line["us"], microseconds)]
-        row += [f"{line['ns_per_param']:.3f}", f"{line['gb_per_s']:.1f}"]
+        row += [
+            "-" if line[key] is None else form.format(line[key])
+            for key, form in rates.values()
+        ]
         row += spread(line["percent_of_bound"], "{:.0f}".format)
         row += spread(line["ahead_of_best_rival"], "{:.2f}".format)
         row += spread(line["times_ours"], "{:.2f}".format)

@@ -20,6 +20,13 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 TITLES = {
     "adamw": "AdamW, a whole `optimizer.step()`",
     "amp": "AMP, loss scaling with clipping, step and update",
+    "attention": "Attention, forward and backward alone",
+    "attention-memory": "Attention, growth of the peak memory",
+}
+NOTES = {
+    "attention": "A causal pair of passes counts as half the work, a backward as 2.5 "
+    "forwards. The bound is as many float32 multiply-adds in registers, of the "
+    "backend's width; for one query, a read of k and v."
 }
 
 
@@ -51,6 +58,24 @@ def _ratio(summary: dict | None, form: str = "{:.2f}") -> str:
     return f"{median} ({between})"
 
 
+def _bound(lines: Sequence[dict]) -> str:
+    """Return the bound that was measured, in its own unit."""
+    bound = next((line for line in lines if line["role"] == "bound"), None)
+    if bound is None:
+        return "-"
+    unit = "GB/s" if bound["bytes"] else "GF/s"
+    return f"{bound['gb_per_s' if bound['bytes'] else 'gf_per_s']:.0f} {unit}"
+
+
+def _rates(ours: dict | None, lines: Sequence[dict], computes: bool) -> list[str]:
+    """Return the cells between the times and the share of the bound."""
+    if computes:
+        return [f"{ours['gf_per_s']:.0f}" if ours else "-", _bound(lines)]
+    if ours is None:
+        return ["-", "-"]
+    return [f"{ours['ns_per_param']:.2f}", f"{ours['gb_per_s']:.0f}"]
+
+
 def _row(case: dict, on_gpu: bool) -> list[str]:
     """Return a case's row: ours, the bound, the best rival, the other rivals."""
     lines = case["lines"]
@@ -67,7 +92,7 @@ def _row(case: dict, on_gpu: bool) -> list[str]:
     row = [case["title"], _time(ours["us"] if ours else None)]
     if on_gpu:
         row.append(_time(ours["host_us"] if ours else None))
-    row += [f"{ours['ns_per_param']:.2f}", f"{ours['gb_per_s']:.0f}"] if ours else "--"
+    row += _rates(ours, lines, bool(case.get("flops")))
     row.append(_ratio(ours["percent_of_bound"] if ours else None, "{:.0f}"))
     row.append(f"{best['contender']} {_time(best['us'])}" if best else "-")
     row.append(_ratio(ours["ahead_of_best_rival"] if ours else None))
@@ -84,7 +109,7 @@ def _caption(report: dict) -> str:
     where = f"{machine['cpu']} ({machine['cores']} cores, {wide})"
     if machine["gpu"]:
         where = f"{machine['gpu']} (driver {machine['driver']}) in {where}"
-    shares = [case["others_cpu_share"] or 0.0 for case in report["cases"]]
+    shares = [case.get("others_cpu_share") or 0.0 for case in report["cases"]]
     busy = max(shares, default=0.0)
     caption = (
         f"{where}, {run['threads']} threads, torch {machine['torch']}, "
@@ -93,17 +118,38 @@ def _caption(report: dict) -> str:
     )
     if busy > harness.BUSY_SHARE:
         caption += f" Other processes used up to {100 * busy:.0f} % of the CPU."
-    return caption
+    return " ".join([caption, *filter(None, [NOTES.get(report["bench"])])])
+
+
+def _timed(report: dict) -> list[list[str]]:
+    """Return the head and the rows of a report of times."""
+    on_gpu = any(line["host_us"] for c in report["cases"] for line in c["lines"])
+    head = ["case", "trainfast", *(["host time"] if on_gpu else [])]
+    computes = any(case.get("flops") for case in report["cases"])
+    head += ["GF/s", "bound"] if computes else ["ns/param", "GB/s"]
+    head += ["% of bound", "best rival"]
+    head += ["best rival / trainfast", "other rivals / trainfast"]
+    return [head, *(_row(case, on_gpu) for case in report["cases"])]
+
+
+def _memory(report: dict) -> list[list[str]]:
+    """Return the head and the rows of a report of memory."""
+    rows = [["case", "output and gradients", "trainfast", "rivals"]]
+    for case in report["cases"]:
+        row = [case["title"], f"{case['results_bytes'] / 2**20:.0f} MiB"]
+        each = [(line, f"{line['bytes'] / 2**20:.0f} MiB") for line in case["lines"]]
+        row.append(next((mib for line, mib in each if line["role"] == "ours"), "-"))
+        rivals = [(li["contender"], mib) for li, mib in each if li["role"] == "rival"]
+        row.append(", ".join(f"{name} {mib}" for name, mib in rivals) or "-")
+        rows.append(row)
+    return rows
 
 
 def table(report: dict) -> str:
     """Return one report as Markdown: a caption and a row per case."""
-    on_gpu = any(line["host_us"] for c in report["cases"] for line in c["lines"])
-    head = ["case", "trainfast", *(["host time"] if on_gpu else [])]
-    head += ["ns/param", "GB/s", "% of bound", "best rival"]
-    head += ["best rival / trainfast", "other rivals / trainfast"]
-    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    rows += [_row(case, on_gpu) for case in report["cases"]]
+    in_memory = report["bench"] == "attention-memory"
+    head, *body = (_memory if in_memory else _timed)(report)
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     title = TITLES.get(report["bench"], report["bench"])
     return f"**{title}.** {_caption(report)}\n\n{text}\n"
@@ -118,7 +164,8 @@ def tables(paths: Sequence[Path]) -> str:
     note = (
         "Medians; in brackets p10-p90. Contenders take turns in one process and ratios "
         "are formed round by round. The bound is a plain read-modify-write of the same "
-        "bytes (a copy on the GPU), measured in the same run. Made by "
+        "bytes (a copy on the GPU) where nothing else is said, measured in the same "
+        "run. Made by "
         + ", ".join(f"`{command}`" for command in commands)
         + " and `python -m benchmarks.table`.\n"
     )

@@ -322,9 +322,10 @@ enum { TFAST_ATTENTION_MAX_DIM = 256 };
  * where shift is 0, or with bottom_right n_k - n_q, of the item's own lengths (kv_lens,
  * cu_seqlens). Causal allows j <= i + shift, the window i + shift - window_left <= j <=
  * i + shift + window_right. A row without an allowed key has output 0, gradient 0 and
- * lse -infinity. Keys with a score of -infinity are forbidden; NaN or infinity in a key
- * or value reaches only queries that may look at it. Arithmetic is float32 (float64
- * where dtype is); same inputs give the same bits for any number of threads.
+ * lse -infinity. Keys with a score, mask or bias of -infinity are forbidden; NaN or
+ * infinity in a key or value reaches only queries that may look at it. Arithmetic is
+ * float32 (float64 where dtype is); same inputs give the same bits for any number of
+ * threads.
  *
  * Dropout drops element (b, h, i, j) where a 16-bit number is below
  * round(dropout_p * 65536): with r = i / 16 * 8 + i % 8 and c = j / 16 * 4 + j % 8 / 2,

@@ -114,7 +114,7 @@ class _Item:
     def __init__(self, q, k, v, b, o):
         self.q, self.o, self.b = q, o, b
         self.heads, n_q, _ = q.shape
-        self.group = self.heads // max(k.shape[0], 1)
+        self.group = max(self.heads // max(k.shape[0], 1), 1)
         self.k, self.v = (np.repeat(x, self.group, 0) for x in (k, v))
         n_k = k.shape[1]
         length = n_k if o.kv_lens is None else int(o.kv_lens[b])
@@ -134,7 +134,11 @@ class _Item:
         if o.dropout_p > 0:
             for h in range(self.heads):
                 self.keep[h] = dropout_factors(
-                    o.dropout_p, int(o.seed), b * self.heads + h, n_q, n_k
+                    o.dropout_p,
+                    int(np.reshape(o.seed, ())),
+                    b * self.heads + h,
+                    n_q,
+                    n_k,
                 )
         self.out = _weighted(self.p * self.keep, self.allowed, self.v)
 
@@ -147,7 +151,9 @@ class _Item:
             if term is not None and term.dtype == bool:
                 allowed &= _term(term, b, n_q, n_k)
             elif term is not None:
-                s = s + _term(term, b, n_q, n_k).astype(np.float64)
+                values = _term(term, b, n_q, n_k).astype(np.float64)
+                allowed &= values != -np.inf  # also where the score is NaN
+                s = s + values
         if o.alibi_slopes is not None:
             slopes = _slopes(o.alibi_slopes, b).astype(np.float64)
             s = s - slopes[:, None, None] * abs(self.distance)
@@ -183,7 +189,7 @@ class _Item:
         return dq, self._add_group(dk), self._add_group(dv), ds
 
     def _add_group(self, x):
-        return x.reshape(-1, self.group, *x.shape[1:]).sum(1)
+        return x.reshape(len(x) // self.group, self.group, *x.shape[1:]).sum(1)
 
 
 # ---- The calls -----------------------------------------------------------------------

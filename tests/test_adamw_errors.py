@@ -205,6 +205,9 @@ def test_overlapping_outputs_are_refused():
     arrays = [[a[0], a[0].copy()] for a in four()]
     arrays[1] = [shared, shared]  # two gradients may share memory: they are only read
     trainfast.adamw_step(*arrays, step=1, **HYPER)
+    for option in ("zero_grad", "write_back_grads"):
+        message = r"grads\[1\] must not overlap grads\[0\]"
+        assert_four_refused(arrays, ValueError, message, **{option: True})
     step = np.zeros((), np.float32)
     arrays = [[a[0], a[0].copy()] for a in four()]
     assert_four_refused(arrays, ValueError, "step.* overlap step", step=[step, step])

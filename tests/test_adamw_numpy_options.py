@@ -1,6 +1,8 @@
 """The options of trainfast.AdamW for NumPy, alone and in pairs, and its checkpoints."""
 
 import itertools
+import math
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -312,6 +314,18 @@ def test_extra_lists_are_checked(name):
         step([np.ones(4, np.int32)])
 
 
+@pytest.mark.parametrize(
+    "scale", [0, 0.0, -1.0, math.inf, math.nan, 1e39, np.float16(0)]
+)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_numbers_that_are_no_scale_are_refused(scale, clip):
+    optimizer = trainfast.AdamW([np.ones(3, np.float32)], max_grad_norm=clip)
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match="grad_scale must be a float32 > 0 and finite"):
+        optimizer.step([np.ones(3, np.float32)], grad_scale=scale)
+    assert everything(optimizer) == before and optimizer.step_count == 0
+
+
 def test_scalars_of_another_kind_are_refused(rng):
     optimizer = trainfast.AdamW([np.ones(3, np.float32)])
     for name in ("grad_scale", "found_inf"):
@@ -363,7 +377,13 @@ def test_a_state_of_another_layout_is_converted(rng, saved, wanted):
     new = trainfast.AdamW([np.zeros_like(p) for p in params], **HYPER, **wanted)
     for mine, value in zip(new.params, params, strict=True):
         mine[...] = value
-    new.load_state_dict(old.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        new.load_state_dict(old.state_dict())
+    lost = {"emas": "ema_decay", "master_params": "master_weights"}
+    lost = {n for n, o in lost.items() if o in saved and o not in wanted}
+    assert {str(w.message).split()[2] for w in caught} == lost
+    assert {w.filename for w in caught} <= {__file__}
     assert new.step_count == 1
     for mine, theirs in zip(new.exp_avgs, old.exp_avgs, strict=True):
         np.testing.assert_array_equal(mine, theirs.astype(mine.dtype))
@@ -376,6 +396,13 @@ def test_a_state_of_another_layout_is_converted(rng, saved, wanted):
             source = (theirs or started or params)[i]
             np.testing.assert_array_equal(array, source.astype(array.dtype))
     new.step(arrays(rng, "bfloat16"))
+
+
+def test_masters_that_are_the_parameters_are_not_missed(rng):
+    old = trainfast.AdamW(arrays(rng, "float32"), master_weights=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainfast.AdamW(arrays(rng, "float32")).load_state_dict(old.state_dict())
 
 
 def test_a_state_from_before_the_options_loads(rng):

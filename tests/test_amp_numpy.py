@@ -64,7 +64,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(bad, unscale, dtype):
     before = [a.tobytes() for a in (*optimizer.params, *optimizer.emas)]
     grads = grads_of(optimizer, bad=bad)
     if unscale:
-        assert scaler.unscale_(grads) is False
+        assert scaler.unscale_(optimizer, grads) is False
     assert scaler.step(optimizer, grads) is False
     assert [a.tobytes() for a in (*optimizer.params, *optimizer.emas)] == before
     assert optimizer.step_count == 1
@@ -78,7 +78,7 @@ def test_read_only_gradients_are_stepped_with_but_not_unscaled():
     for grad in grads:
         grad.flags.writeable = False
     with pytest.raises(ValueError, match=r"grads\[0\] must be writable"):
-        scaler.unscale_(grads)
+        scaler.unscale_(optimizer, grads)
     assert scaler.step(optimizer, grads)
     scaler.update()
 
@@ -86,16 +86,46 @@ def test_read_only_gradients_are_stepped_with_but_not_unscaled():
 def test_unscaled_gradients_are_not_scaled_again():
     scaler, optimizer, plain = trainfast.LossScaler(64.0), make(), make()
     grads = grads_of(optimizer, 64.0)
-    assert scaler.unscale_(grads) is True
+    assert scaler.unscale_(optimizer, grads) is True
     np.testing.assert_array_equal(grads[0], grads_of(optimizer)[0])
     assert scaler.step(optimizer, grads)
     plain.step(grads_of(plain))
     np.testing.assert_array_equal(optimizer.params[0], plain.params[0])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscaled_gradients_may_become_other_arrays(fused):
+    class Notes:
+        def step(self, grads):
+            self.seen = grads
+
+    scaler, optimizer, plain = trainfast.LossScaler(64.0), make(), make()
+    used = optimizer if fused else Notes()
+    for _ in range(2):  # also after an update()
+        grads = grads_of(optimizer, 64.0)
+        assert scaler.unscale_(used, grads)
+        clipped = [np.clip(g, -0.5, 0.5) for g in grads]
+        assert scaler.step(used, clipped)
+        scaler.update()
+        plain.step([np.clip(g, -0.5, 0.5) for g in grads_of(plain)])
+        if fused:
+            np.testing.assert_array_equal(optimizer.params[0], plain.params[0])
+        else:
+            assert used.seen[0] is clipped[0] and used.seen[1] is clipped[1]
+
+
+def test_an_overflow_that_unscaling_found_is_kept_though_clipping_hides_it():
+    scaler, optimizer = trainfast.LossScaler(8.0), make()
+    grads = grads_of(optimizer, bad=np.inf)
+    assert scaler.unscale_(optimizer, grads) is False
+    assert scaler.step(optimizer, [np.clip(g, -1, 1) for g in grads]) is False
+    scaler.update()
+    assert (optimizer.step_count, scaler.get_scale()) == (0, 4.0)
+
+
 def test_gradients_with_gaps_are_unscaled_in_place():
     values = np.arange(12, dtype=np.float32)
-    assert trainfast.LossScaler(2.0).unscale_([values[::2]])
+    assert trainfast.LossScaler(2.0).unscale_(make(), [values[::2]])
     np.testing.assert_array_equal(values, [0, 1, 1, 3, 2, 5, 3, 7, 4, 9, 5, 11])
 
 
@@ -140,33 +170,103 @@ def test_scale_multiplies_numbers_arrays_and_lists():
     assert scaler.scale((1.0, [2.0])) == (4.0, [8.0])
     for dtype in DTYPES.values():
         scaled = scaler.scale(np.ones(3, dtype))
-        assert scaled.dtype == dtype
+        assert scaled.dtype == max(
+            dtype, np.dtype(np.float32), key=lambda d: d.itemsize
+        )
         assert (scaled == 4).all()
-    assert trainfast.LossScaler().scale(np.float16([0.5])) == 32768
+    for name in ("float16", "bfloat16"):  # 65536 * 3 is infinite as a float16
+        scaled = trainfast.LossScaler().scale(DTYPES[name].type(3))
+        assert scaled == 3 * 65536 and scaled.dtype == np.float32
 
 
 # ---- The order of calls --------------------------------------------------------------
 
 
-def test_calls_out_of_order_raise_as_torchs_do():
-    scaler, optimizer = trainfast.LossScaler(), make()
+class Descent:
+    """Any other optimizer."""
+
+    def __init__(self):
+        self.params, self.step_count = [np.ones(5, np.float32)], 0
+
+    def step(self, grads):
+        self.step_count += 1
+
+
+@pytest.mark.parametrize("maker", [make, Descent])
+def test_calls_out_of_order_raise_as_torchs_do(maker):
+    scaler, optimizer = trainfast.LossScaler(), maker()
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to"):
         scaler.update()
     grads = grads_of(optimizer)
-    scaler.unscale_(grads)
+    scaler.unscale_(optimizer, grads)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        scaler.unscale_(grads)
-    with pytest.raises(RuntimeError, match="only some are unscaled"):
-        scaler.step(optimizer, [grads[0], grads[1].copy()])
+        scaler.unscale_(optimizer, grads_of(optimizer))
     scaler.step(optimizer, grads)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         scaler.step(optimizer, grads)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
-        scaler.unscale_(grads)
+        scaler.unscale_(optimizer, grads)
+    assert optimizer.step_count == 1
     scaler.update()
-    scaler.unscale_(grads)
+    scaler.unscale_(optimizer, [])
     with pytest.raises(AssertionError, match="No inf checks were recorded for this"):
-        scaler.step(optimizer, [])
+        scaler.step(optimizer, grads)  # they came after unscale_()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this"):
+        scaler.step(maker(), [])
+
+
+CALLS = ["unscale", "unscale empty", "step", "step empty", "update", "other step"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_order_of_calls_ends_as_torchs_does(seed):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(seed)
+    theirs = torch.amp.GradScaler("cpu", 8.0, growth_interval=2)
+    theirs.scale(torch.ones(()))
+    mine = trainfast.LossScaler(8.0, growth_interval=2)
+    param, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    descents = [torch.optim.SGD([p], lr=0.5) for p in (param, other)]
+
+    class Same:
+        def __init__(self):
+            self.param = np.ones(4, np.float32)
+
+        def step(self, grads):
+            for grad in grads:
+                self.param -= np.float32(0.5) * grad
+
+    sames, outcomes = [Same(), Same()], []
+    for _ in range(60):
+        call = rng.choice(CALLS)
+        which = int(call == "other step")
+        grad = rng.integers(-8, 8, 4).astype(np.float32)
+        if rng.random() < 0.25:
+            grad[2] = np.inf
+        empty = call.endswith("empty")
+        tensor = None if empty else torch.from_numpy(grad.copy())
+        held = descents[which].param_groups[0]["params"][0]
+        held.grad, grads = tensor, [] if empty else [grad]
+        for scaler, optimizer, arguments in (
+            (theirs, descents[which], ()),
+            (mine, sames[which], (grads,)),
+        ):
+            try:
+                if call == "update":
+                    scaler.update()
+                elif "step" in call:
+                    scaler.step(optimizer, *arguments)
+                else:
+                    scaler.unscale_(optimizer, *arguments)
+                outcomes.append("fine")
+            except (AssertionError, RuntimeError) as error:
+                outcomes.append(type(error).__name__)
+        assert outcomes[-1] == outcomes[-2], (call, outcomes)
+        assert mine.get_scale() == theirs.get_scale()
+        for same, descent in zip(sames, descents, strict=True):
+            value = descent.param_groups[0]["params"][0].detach().numpy()
+            np.testing.assert_array_equal(same.param, value)
+    assert {"fine", "RuntimeError", "AssertionError"} == set(outcomes)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +279,8 @@ def test_calls_out_of_order_raise_as_torchs_do():
         (dict(backoff_factor=1.0), "backoff_factor must be in"),
         (dict(growth_interval=0), "growth_interval must be at least 1"),
         (dict(min_scale=-1.0), "min_scale must be"),
+        (dict(init_scale=2.0, min_scale=4.0), r"init_scale must be in \[4.0, inf\]"),
+        (dict(init_scale=9.0, max_scale=8.0), r"init_scale must be in \[0.0, 8.0\]"),
         (dict(hysteresis=0), "hysteresis must be at least 1"),
     ],
 )
@@ -251,6 +353,14 @@ def test_a_new_scale_is_taken_as_it_is():
     assert scaler.get_scale() == 3.0
 
 
+def test_a_saved_scale_beyond_the_bounds_is_taken_as_it_is():
+    state = trainfast.LossScaler(2.0).state_dict()
+    scaler = trainfast.LossScaler(8.0, min_scale=4.0, growth_interval=1)
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == 2.0
+    assert run(scaler, [1]) == [2.0]  # nor moved by the bound, see csrc/tfast.h
+
+
 def test_states_that_do_not_fit_change_nothing():
     scaler = trainfast.LossScaler(8.0)
     before = scaler.state_dict()
@@ -271,7 +381,7 @@ def test_scale_that_has_backed_off_to_0_is_refused():
     with pytest.raises(ValueError, match=r"the loss scale must be .* got 0"):
         scaler.step(optimizer, [good])
     with pytest.raises(ValueError, match=r"the loss scale must be .* got 0"):
-        scaler.unscale_([good])
+        scaler.unscale_(optimizer, [good])
     assert (param == 1).all() and (good == 1).all()
 
 

@@ -17,6 +17,7 @@ from benchmarks import (  # noqa: E402
     floor,
     harness,
     machine,
+    optimizers,
     table,
 )
 from benchmarks.harness import Budget, Case, Contender  # noqa: E402
@@ -309,7 +310,7 @@ def test_published_results_make_tables(path):
 
 
 def test_gpt2_has_its_148_tensors():
-    shapes = bench_adamw.gpt2_shapes()
+    shapes = optimizers.gpt2_shapes()
     assert len(shapes) == 148
     assert sum(torch.Size(shape).numel() for shape in shapes) == 124_439_808
 
@@ -324,22 +325,22 @@ def test_bytes_count_four_reads_and_three_writes():
 def test_a_contender_that_does_nothing_is_refused():
     old, grad = torch.full((64,), 0.02), torch.full((64,), 0.01)
     with pytest.raises(RuntimeError, match="idle must do AdamW's first step, got"):
-        bench_adamw.check_first_step("idle", old, old, grad)
+        optimizers.check_first_step("idle", old, old, grad)
     with pytest.raises(RuntimeError, match="nan off on average"):
-        bench_adamw.check_first_step("broken", old * float("nan"), old, grad)
+        optimizers.check_first_step("broken", old * float("nan"), old, grad)
 
 
 @pytest.mark.parametrize("name", [p.name for p in bench_adamw.problems()])
 def test_torch_contenders_do_the_first_step(name):
     problem = next(p for p in bench_adamw.problems() if p.name == name).shrunk()
-    setup = bench_adamw.Setup(problem, "cpu", 1, fresh_grads=False)
+    setup = optimizers.Setup(problem, "cpu", 1, fresh_grads=False)
     assert bench_adamw.make_fused(setup).prepare is None
     assert bench_adamw.make_foreach(setup).role == "rival"
 
 
 def test_fresh_gradients_are_new_tensors_with_the_same_values():
     problem = bench_adamw.problems()[0].shrunk()
-    setup = bench_adamw.Setup(problem, "cpu", 1, fresh_grads=True)
+    setup = optimizers.Setup(problem, "cpu", 1, fresh_grads=True)
     params = setup.parameters()
     grad = params[0].grad
     prepare = setup.renew(params)
@@ -480,7 +481,7 @@ def test_amp_smoke_run_writes_valid_json(tmp_path):
 
 def test_amp_contender_that_does_not_clip_is_refused():
     problem = bench_amp.problems()[0].shrunk()
-    setup = bench_adamw.Setup(problem, "cpu", 1, fresh_grads=False)
+    setup = optimizers.Setup(problem, "cpu", 1, fresh_grads=False)
     with pytest.raises(RuntimeError, match="idle must clip its gradients to norm"):
         bench_amp.make_clip(setup, "idle", lambda params, limit: None, "rival")
 

@@ -496,8 +496,11 @@ def test_a_scaler_keeps_no_optimizer_alive():
 # ---- Schedulers ----------------------------------------------------------------------
 
 
-def rates(flags, maker, helper):
-    """The learning rate that each iteration's step has used."""
+def rates(flags, maker, helper, calls=(1,)):
+    """The learning rate that each iteration's step has used.
+
+    `calls` says how often in turn the scheduler's step() comes after an iteration.
+    """
     torch.manual_seed(0)
     param = torch.randn(3, requires_grad=True)
     optimizer = maker([param])
@@ -508,19 +511,21 @@ def rates(flags, maker, helper):
     optimizer.register_step_post_hook(
         lambda o, *_: used.append(o.param_groups[0]["lr"])
     )
-    for flag in flags:
+    for i, flag in enumerate(flags):
         iterate(scaler, optimizer, [param], math.inf if flag else 1.0)
-        if helper or not scaler.step_was_skipped():
-            wrapped.step()
+        for _ in range(calls[i % len(calls)]):
+            if helper or not scaler.step_was_skipped():
+                wrapped.step()
     return used, wrapped.get_last_lr(), wrapped.state_dict(), param.detach()
 
 
 @pytest.mark.parametrize("flags", [[0, 0, 0], [1, 0, 1, 1, 0, 0, 1], [0, 1, 0]])
-def test_a_scheduler_advances_as_if_it_had_waited(backend, maker, flags):
+@pytest.mark.parametrize("calls", [(1,), (2,), (0, 3, 1)])
+def test_a_scheduler_advances_as_if_it_had_waited(backend, maker, flags, calls):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mine = rates(flags, maker, True)
-        ideal = rates(flags, maker, False)
+        mine = rates(flags, maker, True, calls)
+        ideal = rates(flags, maker, False, calls)
     assert mine[:2] == ideal[:2]
     for state in (mine[2], ideal[2]):
         state.pop("_last_lr", None)

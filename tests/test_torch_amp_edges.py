@@ -17,12 +17,13 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_compiled_loop_takes_the_same_steps(maker):
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+def test_a_compiled_loop_takes_the_same_steps(maker, kind):
     def run(compiled):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
         optimizer = MAKERS[maker](model.parameters())
-        scaler = GradScaler("cpu", 8.0)
+        scaler = kind("cpu", 8.0)
 
         def step(x):
             optimizer.zero_grad()
@@ -36,6 +37,37 @@ def test_a_compiled_loop_takes_the_same_steps(maker):
         return [float(step(torch.ones(3, 4)).detach()) for _ in range(4)]
 
     assert run(True) == pytest.approx(run(False), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_grad_norm=0.5),
+        dict(ema_decay=0.5, weight_copy_dtype=torch.float16),
+        dict(master_weights=True, zero_grad=True),
+        dict(state_dtype=torch.float32, write_back_grads=True),
+    ],
+    ids="+".join,
+)
+def test_options_hold_in_a_compiled_step(options):
+    def run(compiled):
+        torch._dynamo.reset()
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 9, dtype=torch.bfloat16))
+        param.grad = torch.empty_like(param)
+        optimizer = AdamW([param], lr=0.1, **options)
+
+        def step():
+            optimizer.step()
+
+        step = torch.compile(step, backend="eager") if compiled else step
+        for value in (1.0, 2.0, 3.0):
+            param.grad.fill_(value)
+            step()
+        return [param.detach(), param.grad, *optimizer.state[param].values()]
+
+    compiled, plain = run(True), run(False)
+    assert len(compiled) == len(plain)
+    assert all(map(torch.equal, compiled, plain))
 
 
 class Loop:

@@ -63,6 +63,35 @@ def test_a_resized_gradient_is_refused(backend, device):
     assert all(float(optimizer.state[p]["step"]) == 5 for p in params)
 
 
+@pytest.mark.parametrize("option", ["zero_grad", "write_back_grads"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_written_gradient_that_two_parameters_share_is_refused(
+    backend, device, option, apart
+):
+    params = [torch.nn.Parameter(torch.ones(8, device=device)) for _ in range(3)]
+    groups = [[params[0], params[1]], [params[2]]] if apart else [params]
+    optimizer = AdamW([{"params": g} for g in groups], **{option: True})
+    own = [torch.ones(9, device=device) for _ in params]
+    for param, grad in zip(params, own, strict=True):
+        param.grad = grad[:8]
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    own[0].fill_(1.0)
+    for grad in (own[0][:8], own[0][1:]):  # all of it, or a part
+        params[2].grad, params[0].grad = grad, own[0][:8]
+        text = (
+            r"grads\[\d\] of group \d .* of group" if apart else r"grads\[2\] .*s\[0\]"
+        )
+        for _ in range(2):  # what was refused is not trusted the next time
+            with pytest.raises(ValueError, match=text):
+                optimizer.step()
+    assert all((g == 1).all() for g in own[:1])
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param, value)
+    params[2].grad = own[2][:8]
+    optimizer.step()
+
+
 def test_a_parameter_that_changes_shape_takes_new_state(backend, device):
     p = torch.nn.Parameter(torch.ones(2, 3, device=device))
     optimizer = AdamW([p])

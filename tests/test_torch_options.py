@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -242,7 +243,12 @@ def test_any_layout_resumes_as_any_other(saved, wanted):
     set_grads(params, 1)
     first.step()
     second = AdamW(params, **wanted)
-    second.load_state_dict(reload(first))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.load_state_dict(reload(first))
+    lost = {"ema": "ema_decay", "master_param": "master_weights"}
+    lost = {n for n, o in lost.items() if o in saved and o not in wanted}
+    assert {str(w.message).split()[2] for w in caught} == lost
     set_grads(params, 2)
     second.step()
     for p in params:

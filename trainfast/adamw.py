@@ -234,11 +234,13 @@ class AdamW:
     ) -> None:
         """Updates the parameters by their gradients, one array for each.
 
-        `grad_scale` is what the loss was multiplied by; with a `found_inf` that is not
-        zero the step is skipped and does not count. Both are numbers, or arrays of one
-        float32 where the parameters are. See also `trainfast.LossScaler`.
+        `grad_scale` is what the loss was multiplied by, > 0 and finite; with a
+        `found_inf` that is not zero the step is skipped and does not count. Both are
+        numbers, or arrays of one float32 where the parameters are, which are not
+        looked at. See also `trainfast.LossScaler`.
 
-        Raises what `adamw_step` raises; nothing has changed then.
+        Raises what `adamw_step` raises, and ValueError for a number that is no scale;
+        nothing has changed then.
         """
         self.step_checked(grads, grad_scale, found_inf, find_inf=False)
 
@@ -257,6 +259,8 @@ class AdamW:
         """
         grads = list(grads)
         clip = norm = None
+        if isinstance(grad_scale, (int, float, np.generic)):
+            grad_scale = adamw_state.check_scale("grad_scale", grad_scale)
         if self.params:
             grad_scale = scalar(self.params[0], grad_scale)
             found_inf = scalar(self.params[0], found_inf)
@@ -321,7 +325,8 @@ class AdamW:
         """Takes what `state_dict` gave, also where other options gave it.
 
         Arrays become the dtypes of this optimizer. EMAs, copies and masters that the
-        state lacks start from the parameters, and what it has beyond is dropped.
+        state lacks start from the parameters, and what it has beyond is dropped: EMAs
+        and masters, which nothing brings back, with a UserWarning.
 
         Raises ValueError where names, numbers of arrays or shapes do not fit, a dtype
         is not a float, or only one of the two has AMSGrad's maxima, which cannot be

@@ -1,5 +1,7 @@
 """The options and the state of trainfast.AdamW: checked, made, saved and loaded."""
 
+import math
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,15 @@ def check_options(optimizer: "AdamW") -> None:
             "zero_grad and write_back_grads must not be given together: one gradient "
             "cannot be both zeroed and kept"
         )
+
+
+def check_scale(name: str, scale: float) -> float:
+    """A loss scale as it is in float32; ValueError for one that is no scale there."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(scale))
+    if not 0 < rounded < math.inf:
+        raise ValueError(f"{name} must be a float32 > 0 and finite, got {scale}")
+    return rounded
 
 
 # ---- Making it -----------------------------------------------------------------------
@@ -122,6 +133,7 @@ def load_state_dict(optimizer: "AdamW", state: dict[str, Any]) -> None:
     for name in _EXTRAS:
         if getattr(optimizer, name) is not None and state.get(name) is not None:
             _check_arrays(name, getattr(optimizer, name), state[name])
+    _warn_of_loss(optimizer, state)
     makers = {
         "master_params": new_masters,
         "weight_copies": new_copies,
@@ -136,6 +148,19 @@ def load_state_dict(optimizer: "AdamW", state: dict[str, Any]) -> None:
                 to[...] = new[i]
     for name in _SCALARS:
         setattr(optimizer, name, state[name])
+
+
+def _warn_of_loss(optimizer: "AdamW", state: dict[str, Any]) -> None:
+    """Warns of what is saved and cannot be made again, and has no place here."""
+    options = {"emas": "ema_decay"}
+    if any(dtype_name(param) in HALVES for param in optimizer.params):
+        options["master_params"] = "master_weights"
+    for name, option in options.items():
+        if state.get(name) is not None and getattr(optimizer, name) is None:
+            warnings.warn(
+                f"the saved {name} are dropped: this optimizer has no {option}",
+                stacklevel=4,  # who calls AdamW.load_state_dict
+            )
 
 
 def _check_arrays(name: str, mine: list[Array] | None, new: Any) -> None:

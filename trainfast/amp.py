@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from trainfast import _core
 from trainfast.adamw import AdamW
-from trainfast.arrays import FLOATS, Array, dense, dtype_name, number, scalar
+from trainfast.adamw_state import check_scale
+from trainfast.arrays import FLOATS, HALVES, Array, dense, dtype_name, number, scalar
 from trainfast.stats import count_call
 
 _KEYS = (
@@ -18,6 +20,16 @@ _KEYS = (
     "growth_interval",
     "_growth_tracker",
 )
+
+
+@dataclass
+class _Progress:
+    """How far one optimizer is in this iteration."""
+
+    optimizer: Any  # kept alive, for it is known by its id
+    unscaled: bool = False
+    stepped: bool = False
+    found: list[float] = field(default_factory=list)  # a flag for each look
 
 
 class LossScaler:
@@ -35,9 +47,11 @@ class LossScaler:
         min_scale, max_scale: where backing off and growing stop.
         hysteresis: how many overflows in a row make the scale back off.
 
-    The scale lives on the host, so a step waits for arrays on a GPU.
+    As there, each optimizer's gradients are unscaled and stepped with once between two
+    calls of update(); between `unscale_` and `step` they may be changed, in place or
+    into other arrays. The scale lives on the host, so a step waits for arrays on a GPU.
 
-    Raises ValueError for an argument out of range.
+    Raises ValueError for an argument out of range, or bounds that `init_scale` breaks.
     """
 
     def __init__(
@@ -57,68 +71,72 @@ class LossScaler:
         self.min_scale = min_scale
         self.max_scale = max_scale
         self.hysteresis = hysteresis
-        self._scale = np.full(1, _checked("init_scale", init_scale), np.float32)
+        self._scale = np.full(1, check_scale("init_scale", init_scale), np.float32)
         self._growth_tracker = np.zeros(1, np.int32)
         self._hysteresis_tracker = np.full(1, hysteresis, np.int32)
         self._workspace = _core.Workspace()
-        self._forget()
+        self._progress: dict[int, _Progress] = {}  # since the last update()
         _update(self, [arrays.copy() for arrays in self._arrays()], 0.0)
+        low = 0.0 if min_scale is None else min_scale
+        high = math.inf if max_scale is None else max_scale
+        if not low <= init_scale <= high:
+            raise ValueError(
+                f"init_scale must be in [{low}, {high}], the bounds, got {init_scale}"
+            )
 
     def _arrays(self) -> list[np.ndarray]:
         return [self._scale, self._growth_tracker, self._hysteresis_tracker]
 
-    def _forget(self) -> None:
-        """Starts an iteration: nothing unscaled, nothing stepped."""
-        self._found: list[float] = []
-        self._unscaled: dict[int, tuple[Array, float]] = {}  # by id, kept alive
-        self._stepped: dict[int, Any] = {}  # optimizers and gradients
+    def _progress_of(self, optimizer: Any) -> _Progress:
+        return self._progress.setdefault(id(optimizer), _Progress(optimizer))
 
     # ---- An iteration --------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """A loss times the scale: a number, an array, or a list or tuple of them."""
+        """A loss times the scale: a number, an array, or a list or tuple of them.
+
+        Float16 and bfloat16 become float32, in which 65536 times a loss is finite.
+        """
         if isinstance(outputs, (list, tuple)):
             return type(outputs)([self.scale(output) for output in outputs])
+        if dtype_name(outputs) in HALVES:
+            outputs = outputs.astype(np.float32)
         if dtype_name(outputs) in FLOATS:
-            # in float32, where 65536 does not overflow as in float16
-            return (outputs * self._scale[0]).astype(outputs.dtype)
+            return outputs * self._scale[0]
         return outputs * self.get_scale()
 
-    def unscale_(self, grads: Sequence[Array]) -> bool:
-        """Divides the gradients by the scale in place; True if all are finite.
+    def unscale_(self, optimizer: Any, grads: Sequence[Array]) -> bool:
+        """Divides the optimizer's gradients by the scale in place; True if all finite.
 
-        Not needed before `step`, only to look at the gradients, or to change them in
-        place. `step` knows them again by identity: it must get these very arrays.
+        Not needed before `step`, only to look at the gradients, or to change them: what
+        `step` then gets is taken as unscaled. Float16 gradients become 0 where the
+        quotient is below 2^-25, and lose digits below 2^-14; `trainfast.AdamW.step`
+        divides in registers, in float32, and needs no `unscale_`.
 
-        Raises RuntimeError if that was done since the last update(), or they have been
-        stepped with; ValueError for read-only arrays, and once the scale has backed off
-        to 0.
+        Raises RuntimeError if that was done for the optimizer since the last update(),
+        or it was stepped; ValueError for read-only arrays, and once the scale has
+        backed off to 0.
         """
-        grads = list(grads)
-        if any(id(grad) in self._stepped for grad in grads):
+        progress = self._progress_of(optimizer)
+        if progress.stepped:
             raise RuntimeError("unscale_() is being called after step().")
-        if any(id(grad) in self._unscaled for grad in grads):
+        if progress.unscaled:
             raise RuntimeError(
-                "unscale_() has already been called on these gradients since the last "
+                "unscale_() has already been called on this optimizer since the last "
                 "update()."
             )
-        if not grads:
-            return True
-        self._check_scale()
-        found = number(self._divide(grads))
-        self._unscaled.update({id(grad): (grad, found) for grad in grads})
-        self._found.append(found)
-        return found == 0
-
-    def _check_scale(self) -> None:
-        """Refuses a scale by which every gradient would become NaN without notice."""
-        _checked("the loss scale", self.get_scale())
+        grads = list(grads)
+        if grads:
+            progress.found.append(number(self._divide(grads)))
+        progress.unscaled = True
+        return not any(progress.found)
 
     def _divide(self, grads: list[Array]) -> Array:
         """Unscales in place and returns the flag."""
         like = grads[0]
         found = scalar(like, 0.0)
-        options = {"grad_scale": scalar(like, self.get_scale()), "rewrite": "multiply"}
+        scale = scalar(like, self._usable_scale())
+        options = {"grad_scale": scale, "rewrite": "multiply"}
         try:
             _core.amp_grads(grads, self._workspace, found_inf=found, **options)
         except NotImplementedError:
@@ -132,43 +150,40 @@ class LossScaler:
         count_call("amp", _core.backend_in_use())
         return found
 
+    def _usable_scale(self) -> float:
+        """The scale; not 0, by which every gradient would become NaN without notice."""
+        return check_scale("the loss scale", self.get_scale())
+
     def step(self, optimizer: Any, grads: Sequence[Array]) -> bool:
         """Steps unless a gradient is not finite; returns whether it did.
 
         trainfast.AdamW reads the gradients twice and unscales in registers; any other
-        optimizer gets them unscaled in place, by its `step(grads)`.
+        optimizer gets them unscaled in place, by its `step(grads)`. After `unscale_`
+        they are taken as they are, and finite if they were so then.
 
-        Raises RuntimeError if the optimizer was stepped since the last update(), or
-        only some of the gradients have been unscaled; ValueError once the scale has
-        backed off to 0.
+        Raises RuntimeError if the optimizer was stepped since the last update();
+        AssertionError without gradients; ValueError once the scale has backed off to 0.
         """
-        grads = list(grads)
-        if id(optimizer) in self._stepped:
+        progress = self._progress_of(optimizer)
+        if progress.stepped:
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        if not grads:
+        grads, fused = list(grads), isinstance(optimizer, AdamW)
+        if not (progress.unscaled or fused):
+            self.unscale_(optimizer, grads)
+        if not (progress.found if progress.unscaled else grads):
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        known = [self._unscaled.get(id(grad)) for grad in grads]
-        if any(known) and not all(known):
-            raise RuntimeError("step() got gradients of which only some are unscaled.")
-        fused = isinstance(optimizer, AdamW)
-        if not fused and not any(known):
-            self.unscale_(grads)
-            known = [self._unscaled[id(grad)] for grad in grads]
-        if not any(known):
-            self._check_scale()
-            done = optimizer.step_checked(grads, self.get_scale())
-            self._found.append(float(not done))
+        if not progress.unscaled:
+            done = optimizer.step_checked(grads, self._usable_scale())
+            progress.found.append(float(not done))
         else:
-            found = float(any(flag != 0 for _, flag in known))
-            done = found == 0
+            done = not any(progress.found)
             if fused:
-                optimizer.step_checked(grads, None, found)
+                optimizer.step_checked(grads, None, float(not done))
             elif done:
                 optimizer.step(grads)
-        for stepped in (optimizer, *grads):
-            self._stepped[id(stepped)] = stepped
+        progress.stepped = True
         return done
 
     def update(self, new_scale: float | None = None) -> None:
@@ -176,13 +191,14 @@ class LossScaler:
 
         Raises AssertionError if nothing was stepped or unscaled.
         """
+        found = [flag for each in self._progress.values() for flag in each.found]
         if new_scale is not None:
-            self._scale[0] = _checked("new_scale", new_scale)
-        elif not self._found:
+            self._scale[0] = check_scale("new_scale", new_scale)
+        elif not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            _update(self, self._arrays(), float(any(f != 0 for f in self._found)))
-        self._forget()
+            _update(self, self._arrays(), float(any(found)))
+        self._progress = {}
 
     def get_scale(self) -> float:
         """The current scale."""
@@ -223,8 +239,6 @@ class LossScaler:
             state["growth_factor"],
             state["backoff_factor"],
             state["growth_interval"],
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
             hysteresis=self.hysteresis,
         )
         made._growth_tracker[0] = state["_growth_tracker"]
@@ -234,14 +248,6 @@ class LossScaler:
             setattr(self, name, state[name])
         for mine, new in zip(self._arrays(), made._arrays(), strict=True):
             mine[...] = new
-
-
-def _checked(name: str, scale: float) -> float:
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(scale))
-    if not 0 < rounded < math.inf:
-        raise ValueError(f"{name} must be a float32 > 0 and finite, got {scale}")
-    return rounded
 
 
 def _update(scaler: LossScaler, arrays: list[np.ndarray], found: float) -> None:

@@ -87,3 +87,205 @@ attention_forward(const tfast_attention_args *args)
     tfast_scratch_give(job.room);
     return TFAST_OK;
 }
+
+/* ---- Backward -------------------------------------------------------------------- */
+
+/* Enough tasks for most machines; more would cost memory for sums of dq. */
+enum { ATTENTION_BACK_TASKS = 16 };
+
+/* How many tasks a head's keys are dealt out to. A bias that is broadcast over keys has
+ * its gradient summed by one task. */
+static int
+attention_back_parts(const tfast_attention_args *args, int64_t heads)
+{
+    const int64_t blocks =
+        (args->n_k + 2 * ATTENTION_BACK_KEYS - 1) / (2 * ATTENTION_BACK_KEYS);
+    const int64_t wanted = (ATTENTION_BACK_TASKS + heads - 1) / heads;
+
+    if (args->dbias != NULL && args->dbias_stride[3] == 0) {
+        return 1;
+    }
+    return (int)attention_max(1, attention_min(wanted, blocks));
+}
+
+static void
+attention_backward_part(void *context, int part, int parts)
+{
+    attention_back_job *job = context;
+    const tfast_attention_args *args = job->args;
+    void *room = job->room + job->room_bytes * (size_t)part;
+    const int64_t heads = job->join_heads ? 1 : args->kv_heads;
+
+    (void)parts;
+    for (int64_t t; (t = atomic_fetch_add(&job->next, 1)) < job->tasks;) {
+        const int of = (int)(t % job->parts);
+        const int64_t b0 = t / job->parts / heads, h0 = t / job->parts % heads;
+        const int64_t b1 = job->join_batch ? args->batch : b0 + 1;
+        const int64_t h1 = job->join_heads ? args->kv_heads : h0 + 1;
+
+        for (int64_t b = b0; b < b1; b++) {
+            for (int64_t h = h0; h < h1; h++) {
+                if (args->dtype == TFAST_F64) {
+                    attention_backward_f64(job, b, h, of, room);
+                } else {
+                    attention_backward_f32(job, b, h, of, room);
+                }
+            }
+        }
+    }
+}
+
+static void
+attention_join_part(void *context, int part, int parts)
+{
+    attention_back_job *job = context;
+    const tfast_attention_args *args = job->args;
+
+    for (int64_t i = part; i < args->batch * args->heads; i += parts) {
+        const attention_head h =
+            attention_head_of(args, i / args->heads, i % args->heads);
+
+        if (args->dtype == TFAST_F64) {
+            join_parts_f64(job, &h);
+        } else {
+            join_parts_f32(job, &h);
+        }
+    }
+}
+
+/* Zeros in the gradient of the bias. Its dimensions that are broadcast have one place.
+ */
+static void
+attention_clear_dbias(const tfast_attention_args *args)
+{
+    const int64_t full[4] = {args->batch, args->heads, args->n_q, args->n_k};
+    const size_t size = args->dtype == TFAST_F64 ? 8 : 4;
+    const int64_t *stride = args->dbias_stride;
+    int64_t n[4];
+
+    for (int d = 0; d < 4; d++) {
+        n[d] = stride[d] == 0 ? attention_min(1, full[d]) : full[d];
+    }
+    for (int64_t b = 0; b < n[0]; b++) {
+        for (int64_t h = 0; h < n[1]; h++) {
+            for (int64_t i = 0; i < n[2]; i++) {
+                char *row =
+                    (char *)args->dbias +
+                    size * (size_t)(b * stride[0] + h * stride[1] + i * stride[2]);
+
+                for (int64_t j = 0; j < n[3] && stride[3] > 1; j++) {
+                    memset(row + size * (size_t)(j * stride[3]), 0, size);
+                }
+                if (stride[3] <= 1) {
+                    memset(row, 0, size * (size_t)n[3]);
+                }
+            }
+        }
+    }
+}
+
+static void
+attention_write_number(const tfast_attention_args *args, void *array, int64_t i,
+                       double number)
+{
+    if (args->dtype == TFAST_F64) {
+        ((double *)array)[i] = number;
+    } else {
+        ((float *)array)[i] = (float)number;
+    }
+}
+
+/* Adds up the gradients of slopes and sinks, in a fixed order. */
+static void
+attention_join_numbers(const attention_back_job *job)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t heads = args->heads, all = args->batch * heads;
+
+    for (int64_t i = 0; i < all && job->dalibi != NULL; i++) {
+        for (int part = 1; part < job->parts; part++) {
+            job->dalibi[i] += job->dalibi[part * all + i];
+        }
+    }
+    for (int64_t i = heads; i < all; i++) {
+        if (job->dalibi != NULL && args->alibi_batch == 0) {
+            job->dalibi[i % heads] += job->dalibi[i];
+        }
+        if (job->dsinks != NULL) {
+            job->dsinks[i % heads] += job->dsinks[i];
+        }
+    }
+    for (int64_t i = 0; i < (args->alibi_batch == 0 ? heads : all); i++) {
+        if (job->dalibi != NULL) {
+            attention_write_number(args, args->dalibi, i, job->dalibi[i]);
+        }
+    }
+    for (int64_t i = 0; i < heads && job->dsinks != NULL; i++) {
+        attention_write_number(args, args->dsinks, i, job->dsinks[i]);
+    }
+}
+
+/* Bytes of what all tasks share. Places it at `memory`, unless that is NULL. */
+static size_t
+attention_back_shared(attention_back_job *job, char *memory)
+{
+    const tfast_attention_args *args = job->args;
+    const size_t all = (size_t)(args->batch * args->heads);
+    const size_t size = args->dtype == TFAST_F64 ? 8 : 4;
+    const size_t dq = job->parts == 1 || args->dq.data == NULL
+                          ? 0
+                          : (size_t)(job->parts * args->heads * job->rows) * size *
+                                (size_t)attention_round_up(args->dim, 16);
+    const size_t alibi = args->dalibi == NULL ? 0 : all * (size_t)job->parts * 8;
+    const size_t sinks = args->dsinks == NULL ? 0 : all * 8;
+
+    if (memory != NULL) {
+        job->dq = memory;
+        job->dalibi = alibi == 0 ? NULL : (double *)(memory + dq);
+        job->dsinks = sinks == 0 ? NULL : (double *)(memory + dq + alibi);
+        memset(memory + dq, 0, alibi + sinks);
+    }
+    return (dq + alibi + sinks + 4095) / 4096 * 4096;
+}
+
+static tfast_status
+attention_backward(const tfast_attention_args *args)
+{
+    backward_room_f32 narrow;
+    backward_room_f64 wide;
+    attention_back_job job = {.args = args};
+    int64_t heads;
+    size_t bytes, shared;
+    char *memory;
+    int threads;
+
+    job.join_batch = args->dbias != NULL && args->dbias_stride[0] == 0;
+    job.join_heads = args->dbias != NULL && args->dbias_stride[1] == 0;
+    job.rows = args->cu_seqlens_q != NULL ? args->total_q : args->batch * args->n_q;
+    heads = (job.join_batch ? 1 : args->batch) * (job.join_heads ? 1 : args->kv_heads);
+    job.parts = heads == 0 ? 1 : attention_back_parts(args, heads);
+    job.tasks = args->batch == 0 ? 0 : heads * job.parts;
+    bytes = args->dtype == TFAST_F64
+                ? backward_cut_f64(&wide, args, job.parts > 1, NULL)
+                : backward_cut_f32(&narrow, args, job.parts > 1, NULL);
+    job.room_bytes = (bytes + 4095) / 4096 * 4096 + 256;
+    threads = attention_parts(args, attention_max(1, job.tasks));
+    shared = attention_back_shared(&job, NULL);
+    memory = tfast_scratch_take(shared + job.room_bytes * (size_t)threads);
+    if (memory == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "attention_backward cannot allocate %zu bytes",
+                          shared + job.room_bytes * (size_t)threads);
+    }
+    job.room = memory + shared;
+    attention_back_shared(&job, memory);
+    if (args->dbias != NULL) {
+        attention_clear_dbias(args);
+    }
+    tfast_parallel(threads, attention_backward_part, &job);
+    if (job.parts > 1 && args->dq.data != NULL) {
+        tfast_parallel(threads, attention_join_part, &job);
+    }
+    attention_join_numbers(&job);
+    tfast_scratch_give(memory);
+    return TFAST_OK;
+}

@@ -175,7 +175,7 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
         REAL ignored[PANEL] = {0};
 
         R(scores_panel)(&call, scores, ignored);
-        R(finish_scores)(scores, room->terms, p);
+        R(finish_scores)(scores, NULL, room->terms, p);
         R(maximum)(scores, p, top);
     } else {
         R(scores_panel)(&call, scores, top);

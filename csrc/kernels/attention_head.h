@@ -1,8 +1,12 @@
 /* Attention: one head of one batch item, its arrays and which keys its queries see. */
-
-/* Queries and keys of a tile of scores: multiples of 16, as dropout's blocks are, and of
- * every panel's width. 48 KB of float32. */
-enum { ATTENTION_QUERIES = 96, ATTENTION_KEYS = 128, DROPOUT_BLOCK = 16 };
+/* Queries and keys of a tile of scores: multiples of 16, as dropout's blocks are, and
+ * of every panel's width. */
+enum {
+    ATTENTION_QUERIES = 96,
+    ATTENTION_KEYS = 128,
+    ATTENTION_BACK_KEYS = 96,
+    DROPOUT_BLOCK = 16
+};
 
 static const double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 
@@ -10,6 +14,7 @@ typedef struct {
     const tfast_attention_args *args;
     int64_t batch, head;
     int64_t n_q, n_k, shift;           /* of this item */
+    int64_t rows_k;                    /* its keys, those past kv_lens too */
     int64_t first_q, first_k;          /* its first rows with variable lengths */
     int64_t window_left, window_right; /* with causal in it; negative left: any */
     bool bounded_right, bounded_left;
@@ -28,6 +33,7 @@ attention_head_of(const tfast_attention_args *args, int64_t batch, int64_t head)
         h.n_q = args->cu_seqlens_q[batch + 1] - h.first_q;
         h.n_k = args->cu_seqlens_k[batch + 1] - h.first_k;
     }
+    h.rows_k = h.n_k;
     if (args->kv_lens != NULL) {
         h.n_k = args->kv_lens[batch] < h.n_k ? args->kv_lens[batch] : h.n_k;
     }
@@ -122,6 +128,22 @@ attention_has_terms(const tfast_attention_args *args)
 {
     return args->mask.data != NULL || args->bias.data != NULL ||
            args->alibi_slopes != NULL || args->softcap != 0;
+}
+
+/* Whether the backward pass has more to do with scores than the forward pass without
+ * terms. */
+static inline bool
+attention_is_general(const tfast_attention_args *args)
+{
+    return attention_has_terms(args) || args->dropout_p > 0;
+}
+
+/* Whether there can be keys that one query may look at and another may not. */
+static inline bool
+attention_can_forbid(const tfast_attention_args *args)
+{
+    return args->is_causal || args->window_left >= 0 || args->window_right >= 0 ||
+           args->mask.data != NULL || args->bias.data != NULL || args->dropout_p > 0;
 }
 
 static inline int64_t
@@ -226,4 +248,42 @@ static inline int64_t
 attention_copy_stride(int64_t dim)
 {
     return attention_round_up(dim, 16) + 16;
+}
+
+/* ---- The backward pass as a whole ------------------------------------------------ */
+
+/* A head's blocks of keys are dealt out to `parts` tasks, each with its own sums of dq
+ * where there are several. How many parts depends on sizes alone, so that the sums do
+ * not depend on the number of threads. */
+typedef struct {
+    const tfast_attention_args *args;
+    char *room; /* of all threads */
+    size_t room_bytes;
+    int parts;
+    bool join_batch, join_heads; /* one task adds up what shares a bias' gradient */
+    int64_t rows;                /* of q, of all items */
+    void *dq;                    /* [parts][heads][rows][width], for several parts */
+    double *dalibi;              /* [parts][batch][heads]; NULL: not wanted */
+    double *dsinks;              /* [batch][heads]; NULL: not wanted */
+    int64_t tasks;
+    _Atomic int64_t next;
+} attention_back_job;
+
+/* To and fro: under a causal mask the first blocks have most queries. */
+static inline int
+attention_part_of(int64_t block, int parts)
+{
+    const int place = (int)(block % (2 * parts));
+
+    return place < parts ? place : 2 * parts - 1 - place;
+}
+
+static inline int64_t
+attention_partial_row(const attention_back_job *job, const attention_head *h, int part)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t first =
+        args->cu_seqlens_q != NULL ? h->first_q : h->batch * args->n_q;
+
+    return (part * args->heads + h->head) * job->rows + first;
 }

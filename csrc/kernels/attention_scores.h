@@ -155,14 +155,15 @@ R(alibi_diagonal)(const R(panel) * p, int v)
     return vr_load(lane);
 }
 
-/* Turns products of query and key into scores, in place; t is room for the terms. */
+/* Turns products of query and key into scores, in place; t is room for the terms. With
+ * softcap, `slope` (NULL: not wanted) becomes 1 - tanh^2. */
 static void
-R(finish_scores)(REAL *scores, REAL *t, const R(panel) * p)
+R(finish_scores)(REAL *scores, REAL *slope, REAL *t, const R(panel) * p)
 {
     const tfast_attention_args *args = p->head->args;
     const bool tabled = args->mask.data != NULL || args->bias.data != NULL;
     const vr cap = vr_set1((REAL)(args->softcap * LOG2E));
-    const vr slope = vr_set1((REAL)attention_slope(p->head));
+    const vr alibi = vr_set1((REAL)attention_slope(p->head));
     const vr least = vr_set1(-REAL_MAX), none = vr_set1(-INFINITY);
 
     if (tabled) {
@@ -183,11 +184,16 @@ R(finish_scores)(REAL *scores, REAL *t, const R(panel) * p)
             vr s = vr_load(at);
 
             if (args->softcap != 0) {
-                s = vr_mul(cap, R(vector_tanh)(s));
+                s = R(vector_tanh)(s);
+                if (slope != NULL) {
+                    vr_store(slope + key * ATTENTION_QUERIES + v * VR_WIDTH,
+                             vr_sub(vr_set1(1), vr_mul(s, s)));
+                }
+                s = vr_mul(cap, s);
             }
             if (args->alibi_slopes != NULL) {
                 const vr far = R(vector_abs)(vr_sub(diagonal, vr_set1((REAL)key)));
-                s = vr_sub(s, vr_mul(slope, far));
+                s = vr_sub(s, vr_mul(alibi, far));
             }
             if (tabled) {
                 const vr term = vr_load(t + key * PANEL + v * VR_WIDTH);
@@ -257,6 +263,140 @@ R(drop)(REAL *weights, const REAL *dropout, const R(panel) * p)
 
             vr_store(weights + at,
                      vr_mul(vr_load(weights + at), vr_load(dropout + at)));
+        }
+    }
+}
+
+/* ---- Gradients of scores --------------------------------------------------------- */
+
+/* From scores and products of dout and v to weights (after dropout) and gradients of
+ * scores, in place. `lse` and `delta` are negated. Lanes without a query become 0. */
+static void
+R(finish_gradients)(REAL *weights, REAL *products, const REAL *dropout, const REAL *lse,
+                    const REAL *delta, const R(panel) * p)
+{
+    const vr zero = vr_set1(0);
+
+    for (int v = 0; v < p->vectors; v++) {
+        const vr less = vr_load(lse + v * VR_WIDTH),
+                 minus = vr_load(delta + v * VR_WIDTH);
+        REAL lane[VR_WIDTH];
+        vr there;
+
+        for (int i = 0; i < VR_WIDTH; i++) {
+            lane[i] = v * VR_WIDTH + i < p->n;
+        }
+        there = vr_load(lane);
+        for (int key = p->begin; key < p->end; key++) {
+            const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
+            const vr weight = R(vector_exp2)(vr_add(vr_load(weights + at), less));
+            const vr w = vr_if_less(zero, there, weight, zero);
+            const vr keep = dropout == NULL ? vr_set1(1) : vr_load(dropout + at);
+            const vr ds = vr_mul(w, vr_madd(vr_load(products + at), keep, minus));
+
+            vr_store(products + at, vr_if_less(zero, w, ds, vr_mul(zero, w)));
+            vr_store(weights + at, vr_mul(w, keep));
+        }
+    }
+}
+
+/* Gradients of scores become those of the products of query and key. */
+static void
+R(scale_gradients)(REAL *gradients, const REAL *slope, REAL scale, const R(panel) * p)
+{
+    for (int key = p->begin; key < p->end; key++) {
+        for (int v = 0; v < p->vectors; v++) {
+            const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
+            vr x = vr_mul(vr_load(gradients + at), vr_set1(scale));
+
+            vr_store(gradients + at,
+                     slope == NULL ? x : vr_mul(x, vr_load(slope + at)));
+        }
+    }
+}
+
+/* The sum of a vector's lanes, in order. */
+static inline double
+R(sum_lanes)(vr x)
+{
+    REAL lanes[VR_WIDTH];
+    double sum = 0;
+
+    vr_store(lanes, x);
+    for (int i = 0; i < VR_WIDTH; i++) {
+        sum += (double)lanes[i];
+    }
+    return sum;
+}
+
+/* What a panel's gradients add to that of its head's slope. */
+static double
+R(alibi_gradient)(const REAL *gradients, const R(panel) * p)
+{
+    double sum = 0;
+
+    for (int v = 0; v < p->vectors; v++) {
+        const vr diagonal = R(alibi_diagonal)(p, v);
+        vr all = vr_set1(0);
+
+        for (int key = p->begin; key < p->end; key++) {
+            const vr far = R(vector_abs)(vr_sub(diagonal, vr_set1((REAL)key)));
+
+            all = vr_madd(vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH),
+                          far, all);
+        }
+        sum -= R(sum_lanes)(all);
+    }
+    return sum;
+}
+
+/* VR_WIDTH keys' gradients, from tile rows to up to VR_WIDTH rows of a bias. */
+static void
+R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n)
+{
+    vr block[VR_WIDTH];
+
+    for (int j = 0; j < VR_WIDTH; j++) {
+        block[j] = vr_load(gradients + j * ATTENTION_QUERIES);
+    }
+    vr_transpose(block);
+    for (int i = 0; i < VR_WIDTH && i < n; i++) {
+        vr_store(to + i * stride, vr_add(vr_load(to + i * stride), block[i]));
+    }
+}
+
+/* Adds a panel's gradients to those of the bias, summed where it is broadcast. */
+static void
+R(add_dbias)(REAL *dbias, const int64_t *stride, const REAL *gradients,
+             const R(panel) * p)
+{
+    REAL *to = dbias + attention_term_head(p->head, stride) + p->query * stride[2] +
+               p->key * stride[3];
+    int key = p->begin;
+
+    if (stride[2] == 0) {
+        for (; key < p->end; key++) {
+            double sum = 0;
+
+            for (int v = 0; v < p->vectors; v++) {
+                sum += R(sum_lanes)(
+                    vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
+            }
+            to[key * stride[3]] += (REAL)sum;
+        }
+        return;
+    }
+    for (; stride[3] == 1 && key + VR_WIDTH <= p->end; key += VR_WIDTH) {
+        for (int v = 0; v < p->vectors; v++) {
+            R(add_dbias_block)
+            (to + key + v * VR_WIDTH * stride[2], stride[2],
+             gradients + key * ATTENTION_QUERIES + v * VR_WIDTH, p->n - v * VR_WIDTH);
+        }
+    }
+    for (; key < p->end; key++) {
+        for (int i = 0; i < p->n; i++) {
+            to[key * stride[3] + i * stride[2]] +=
+                gradients[key * ATTENTION_QUERIES + i];
         }
     }
 }

@@ -1,9 +1,9 @@
-/* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of REAL. A tile lies
- * with a key's scores side by side, so that queries are lanes: their maxima and sums
- * need no horizontal operation, and each vector operation serves a panel of PANEL
- * queries. Matrix products go through one register tile, `multiply`.
+/* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of REAL. A key's
+ * scores lie side by side, so that queries are lanes: their maxima and sums need no
+ * horizontal operation, and each vector operation serves a panel of PANEL queries. Matrix
+ * products go through one register tile, `multiply`.
  *
- * Scores are in units of log2: exp(s) is exp2(s * log2 e), and log2 e rides on scale. */
+ * Scores are in units of log2: exp(s) is exp2(s * log2 e), and scale carries log2 e. */
 
 #undef PANEL
 #define PANEL (2 * VR_WIDTH)

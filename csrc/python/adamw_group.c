@@ -332,6 +332,37 @@ add_groups(py_state *state, step *step)
     return 0;
 }
 
+/* Refuses a gradient that two groups share and one of them writes: the second would
+ * find it zeroed or unscaled. */
+static int
+check_shared_grads(const step *step)
+{
+    bool writes = false, changed = false;
+    py_table **tables;
+    int status;
+
+    for (Py_ssize_t g = 0; g < step->n; g++) {
+        const py_adamw_call *call = &step->groups[g].call;
+
+        writes |= call->args.zero_grad || call->args.write_back_grads;
+        changed |= py_table_changed(&call->workspace->table);
+    }
+    if (!writes || !changed || step->n < 2) {
+        return 0;
+    }
+    tables = PyMem_Malloc((size_t)step->n * sizeof(py_table *));
+    if (tables == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t g = 0; g < step->n; g++) {
+        tables[g] = &step->groups[g].call.workspace->table;
+    }
+    status = py_tables_check(tables, step->n, GRAD);
+    PyMem_Free(tables);
+    return status;
+}
+
 /* What the groups share. */
 typedef struct {
     PyObject *workspace, *grad_scale, *found_inf, *total_norm, *total_norm_f64,
@@ -453,7 +484,7 @@ run_groups(py_state *state, step *step, shared *shared)
     if (rows == 0) {
         return PyLong_FromLong(0);
     }
-    if (take_shared(state, shared, device) < 0 ||
+    if (check_shared_grads(step) < 0 || take_shared(state, shared, device) < 0 ||
         ((shared->measure_inf || shared->measure_norm) &&
          prepare_pass(state, step, shared, rows, device) < 0)) {
         return NULL;
@@ -485,8 +516,13 @@ step_groups(py_state *state, step *step, shared *shared)
         result = Py_BuildValue("(nn)", step->stopped_group, step->stopped_place);
     }
     for (Py_ssize_t g = 0; g < step->n; g++) {
-        if (step->groups[g].call.workspace != NULL) {
-            py_adamw_end(&step->groups[g].call);
+        py_adamw_call *call = &step->groups[g].call;
+
+        if (call->workspace != NULL) {
+            if (status != 0 || result == NULL) {
+                call->workspace->table.n_checked = 0; /* not against other groups */
+            }
+            py_adamw_end(call);
         }
     }
     for (int i = 0; i < 5; i++) {

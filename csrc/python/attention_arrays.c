@@ -341,7 +341,7 @@ take_lse(py_attention_call *call, PyObject *object, const char *name, int how,
         return -1;
     }
     for (int d = 0; d < ndim; d++) {
-        if (array->shape[d] > 1 &&
+        if (array->numel > 0 && array->shape[d] > 1 &&
             (d == ndim - 1 ? array->strides[d] != 1 : array->strides[d] < 0)) {
             return py_attention_wrong(PyExc_NotImplementedError, name,
                                       "must have stride 1 in its last dimension",

@@ -353,8 +353,8 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
 
 typedef struct {
     uintptr_t start, end;
-    Py_ssize_t place;
-    int column;
+    const py_column *column;
+    Py_ssize_t place, table;
 } span;
 
 static int
@@ -365,75 +365,121 @@ span_order(const void *a, const void *b)
     return (x->start > y->start) - (x->start < y->start);
 }
 
+/* Appends what a table's columns first .. last - 1 hold; returns how many there are. */
 static Py_ssize_t
-fill_spans(const py_table *table, span *spans)
+fill_spans(const py_table *table, Py_ssize_t index, int first, int last, span *spans)
 {
     Py_ssize_t n = 0;
 
     for (Py_ssize_t r = 0; r < table->n_rows; r++) {
         const py_row *row = &table->rows[r];
 
-        for (int c = 0; c < table->n_columns; c++) {
-            const int64_t numel = table->columns[c].scalar ? 1 : row->numel;
+        for (int c = first; c < last; c++) {
+            const py_column *column = &table->columns[c];
+            const int64_t numel = column->scalar ? 1 : row->numel;
             const uintptr_t start = (uintptr_t)row->data[c];
 
             if (start != 0 && numel > 0) {
                 const size_t size = tfast_dtype_size(row->dtype[c]);
-                spans[n++] = (span){start, start + (size_t)numel * size, row->place, c};
+                spans[n++] = (span){start, start + (size_t)numel * size, column,
+                                    row->place, index};
             }
         }
     }
     return n;
 }
 
+static int
+overlap_error(const span *one, const span *other)
+{
+    if (one->table == other->table) {
+        PyErr_Format(PyExc_ValueError, "%s[%zd] must not overlap %s[%zd]",
+                     one->column->name, one->place, other->column->name, other->place);
+    } else {
+        PyErr_Format(PyExc_ValueError,
+                     "%s[%zd] of group %zd must not overlap %s[%zd] of group %zd",
+                     one->column->name, one->place, one->table, other->column->name,
+                     other->place, other->table);
+    }
+    return -1;
+}
+
 /* Sweeps spans by their start; an overlap counts when either side is written. */
 static int
-sweep(const py_table *table, const span *spans, Py_ssize_t n)
+sweep(span *spans, Py_ssize_t n)
 {
     const span *write = NULL, *any = NULL; /* those that reach furthest so far */
 
+    qsort(spans, (size_t)n, sizeof *spans, span_order);
     for (Py_ssize_t i = 0; i < n; i++) {
         const span *s = &spans[i];
-        const span *other = table->columns[s->column].write ? any : write;
+        const span *other = s->column->write ? any : write;
 
         if (other != NULL && s->start < other->end) {
-            PyErr_Format(PyExc_ValueError, "%s[%zd] must not overlap %s[%zd]",
-                         table->columns[s->column].name, s->place,
-                         table->columns[other->column].name, other->place);
-            return -1;
+            return overlap_error(s, other);
         }
         if (any == NULL || s->end > any->end) {
             any = s;
         }
-        if (table->columns[s->column].write && (write == NULL || s->end > write->end)) {
+        if (s->column->write && (write == NULL || s->end > write->end)) {
             write = s;
         }
     }
     return 0;
 }
 
+static span *
+new_spans(Py_ssize_t n)
+{
+    span *spans = PyMem_Malloc(((size_t)n + 1) * sizeof *spans);
+
+    if (spans == NULL) {
+        PyErr_NoMemory();
+    }
+    return spans;
+}
+
 int
 py_table_check(py_table *table)
 {
+    const int columns = table->n_columns;
     span *spans;
     int status;
 
-    if (!table->changed && table->n_rows <= table->n_trusted) {
+    if (!py_table_changed(table)) {
         table->n_checked = table->n_trusted;
         return 0;
     }
-    spans = PyMem_Malloc(((size_t)table->n_rows * (size_t)table->n_columns + 1) *
-                         sizeof *spans);
+    spans = new_spans(table->n_rows * columns);
     if (spans == NULL) {
-        PyErr_NoMemory();
         return -1;
     }
-    const Py_ssize_t n = fill_spans(table, spans);
-    qsort(spans, (size_t)n, sizeof *spans, span_order);
-    status = sweep(table, spans, n);
+    status = sweep(spans, fill_spans(table, 0, 0, columns, spans));
     PyMem_Free(spans);
     if (status == 0) {
         table->n_checked = table->n_rows;
     }
+    return status;
+}
+
+int
+py_tables_check(py_table *const *tables, Py_ssize_t n_tables, int column)
+{
+    Py_ssize_t n = 0, rows = 0;
+    span *spans;
+    int status;
+
+    for (Py_ssize_t t = 0; t < n_tables; t++) {
+        rows += tables[t]->n_rows;
+    }
+    spans = new_spans(rows);
+    if (spans == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t t = 0; t < n_tables; t++) {
+        n += fill_spans(tables[t], t, column, column + 1, spans + n);
+    }
+    status = sweep(spans, n);
+    PyMem_Free(spans);
     return status;
 }

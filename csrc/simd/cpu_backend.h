@@ -35,6 +35,10 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention_forward.h"
 
+#include "../kernels/attention_backward.h"
+
+#include "../kernels/attention_backward_task.h"
+
 #include "real_f64.h"
 
 #include "../kernels/tile.h"
@@ -48,6 +52,10 @@ enum { TILE = 256, PREFETCH = 512 };
 #include "../kernels/attention_scores.h"
 
 #include "../kernels/attention_forward.h"
+
+#include "../kernels/attention_backward.h"
+
+#include "../kernels/attention_backward_task.h"
 
 #include "../kernels/parts.h"
 
@@ -78,4 +86,5 @@ const tfast_backend CONCAT(tfast_backend_, NAME) = {
     .amp_grads = amp_grads,
     .amp_update = amp_update,
     .attention = attention_forward,
+    .attention_backward = attention_backward,
 };

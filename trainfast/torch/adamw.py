@@ -68,8 +68,28 @@ class _FusedStep:
         runs on it. The step is skipped, counters included, when a gradient scaler has
         found infinities.
         """
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            return self._own_step(closure)
+        if self._is_plain():
             return self._torch_step(closure)
+        return self._uncompiled_step(closure)
+
+    def _is_plain(self) -> bool:
+        """True where torch's step does all that is asked of this one."""
+        scalars = (self.max_grad_norm, getattr(self, "grad_scale", None))
+        if any(v is not None for v in (*scalars, getattr(self, "found_inf", None))):
+            return False
+        return all(
+            group[name] == plain
+            for group in self.param_groups
+            for name, plain in OPTIONS.items()
+        )
+
+    @torch._disable_dynamo  # a compiled step breaks its graph here and goes on
+    def _uncompiled_step(self, closure: Callable[[], Any] | None) -> Any:
+        return self._own_step(closure)
+
+    def _own_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -246,7 +266,8 @@ class _FusedStep:
         group's `state_dtype`, else the parameter's, and `step` becomes a float32 on the
         parameter's device. The options of this class stay as they were given, not as
         they were saved: what the state lacks for them starts from the parameter at the
-        next step (a master weight, a copy, an EMA), and what it has beyond is dropped.
+        next step (a master weight, a copy, an EMA), and what it has beyond is dropped:
+        a master weight and an EMA, which nothing brings back, with a UserWarning.
         """
         if self._before_ema:
             raise RuntimeError(
@@ -424,8 +445,9 @@ class AdamW(_FusedStep, torch.optim.AdamW):
     Checkpoints load both ways. Parameters and gradients may be float64, float32,
     float16 or bfloat16, in any mix; anything else runs torch's own step, which
     trainfast.stats() counts with the reason, and so does a step inside torch.compile
-    (not counted). State tensors may be replaced between steps, or written in place;
-    giving a small one other data through `.data` is noticed within 16 steps.
+    (not counted), unless a scaler or an option asks for more: that breaks the graph and
+    runs as everywhere. State tensors may be replaced between steps, or written in
+    place; giving a small one other data through `.data` is noticed within 16 steps.
 
     Formula and roundings: see trainfast.adamw_step.
     """

@@ -1,6 +1,7 @@
 """The options and the state of trainfast's torch optimizers: made, checked, loaded."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -160,6 +161,7 @@ def load_state_dict(
     """
     own = [{name: g[name] for name in OPTIONS} for g in optimizer.param_groups]
     loaded: dict[str, Any] = {}
+    dropped: set[str] = set()
 
     def note(_: Any, final: dict[str, Any]) -> None:
         loaded.update(final)
@@ -167,7 +169,7 @@ def load_state_dict(
     def cast(_: Any) -> None:
         for group, options in zip(optimizer.param_groups, own, strict=True):
             group.update(options)
-        _cast_state(optimizer, loaded)
+        dropped.update(_cast_state(optimizer, loaded))
 
     before = optimizer.register_load_state_dict_pre_hook(note)
     after = optimizer.register_load_state_dict_post_hook(cast, prepend=True)
@@ -176,10 +178,18 @@ def load_state_dict(
     finally:
         before.remove()
         after.remove()
+    for name, option in (("ema", "ema_decay"), ("master_param", "master_weights")):
+        if name in dropped:  # nothing brings it back, as it does a copy
+            warnings.warn(
+                f"the saved {name} is dropped where parameters have no {option}",
+                stacklevel=2,
+            )
 
 
 @torch.no_grad()
-def _cast_state(optimizer: Any, loaded: dict[str, Any]) -> None:
+def _cast_state(optimizer: Any, loaded: dict[str, Any]) -> set[str]:
+    """Casts what torch has loaded, and returns the names of what it dropped."""
+    dropped = set()
     saved = [i for group in loaded["param_groups"] for i in group["params"]]
     mine = [(p, g) for g in optimizer.param_groups for p in g["params"]]
     for place, (param, group) in zip(saved, mine, strict=True):
@@ -188,6 +198,7 @@ def _cast_state(optimizer: Any, loaded: dict[str, Any]) -> None:
             state = optimizer.state[param]
             if name in ("master_param", "weight_copy", "ema") and name not in extras:
                 del state[name]  # of a layout that this optimizer does not have
+                dropped.add(name)
             elif name == "step":
                 state[name] = torch.as_tensor(
                     value, dtype=torch.float32, device=param.device
@@ -198,3 +209,4 @@ def _cast_state(optimizer: Any, loaded: dict[str, Any]) -> None:
                 if cast.shape == param.shape and cast.stride() != param.stride():
                     cast = relayout(param, cast)
                 state[name] = cast
+    return dropped

@@ -15,8 +15,10 @@ class SkipAwareScheduler:
     Call step() after each iteration, with what the scheduler takes. It notes whether
     the optimizer's step was skipped without waiting to know; the scheduler advances, or
     not, at the beginning of the optimizer's next step, or at the next step() here. The
-    rates are those of `if not scaler.step_was_skipped(optimizer): scheduler.step()`.
-    All else is the scheduler's: what is read here is up to date, `param_groups` is not
+    rates are those of `if not scaler.step_was_skipped(optimizer): scheduler.step()`, so
+    that, as with torch's, every call counts: two after one step that was not skipped
+    advance twice, and a schedule in epochs needs the scheduler itself, not this. All
+    else is the scheduler's: what is read here is up to date, `param_groups` is not
     before the next step.
 
     Args:
