@@ -1,7 +1,7 @@
 /* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of REAL. A key's
  * scores lie side by side, so that queries are lanes: their maxima and sums need no
- * horizontal operation, and each vector operation serves a panel of PANEL queries. Matrix
- * products go through one register tile, `multiply`.
+ * horizontal operation, and each vector operation serves a panel of PANEL queries.
+ * Matrix products go through one register tile, `multiply`.
  *
  * Scores are in units of log2: exp(s) is exp2(s * log2 e), and scale carries log2 e. */
 
