@@ -9,9 +9,9 @@ from arrays import DTYPES
 import trainfast
 
 # Half a unit in the last place, relative.
-ROUNDING = {"float64": 1e-16, "float32": 6e-8, "float16": 5e-4, "bfloat16": 4e-3}
+ROUNDING = {"float64": 1.2e-16, "float32": 6e-8, "float16": 5e-4, "bfloat16": 4e-3}
 # What arithmetic in float32 (float64) adds, relative to the largest number around.
-NOISE = {"float64": 1e-13, "float32": 3e-6, "float16": 3e-6, "bfloat16": 3e-6}
+NOISE = {"float64": 1e-14, "float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6}
 OPTION_GRADIENTS = ("bias", "alibi_slopes", "sinks")
 
 

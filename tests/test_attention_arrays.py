@@ -1,0 +1,430 @@
+"""Attention's arrays: strides, frameworks, outputs, threads, memory, and its counts."""
+
+import array
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+
+import ml_dtypes
+import numpy as np
+import pytest
+from arrays import DTYPES, Framed
+from attention_calls import Problem, call, on_device, to_float64
+
+import trainfast
+from trainfast import _core
+
+needs_torch = pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+
+
+@pytest.fixture
+def host_only(device):
+    if device == "cuda":
+        pytest.skip("NumPy arrays")
+
+
+# ---- Strides -------------------------------------------------------------------------
+
+
+def strided(array, pad):
+    """The same values with `pad` more places between rows, heads and items."""
+    big = np.full([n + pad for n in array.shape], np.nan, array.dtype)
+    view = big[tuple(slice(0, n) for n in array.shape)]
+    view[...] = array
+    return view
+
+
+@pytest.mark.usefixtures("host_only")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pad", [1, 3, 16])
+def test_any_strides_give_the_same_bits(rng, dtype, pad):
+    problem = Problem(rng, kv_heads=2, dim_v=8, dtype=dtype, is_causal=True)
+    dense = [x.tobytes() for x in problem.forward()]
+    gradients = [x.tobytes() for x in problem.backward()[:3]]
+    for name in ("q", "k", "v", "dout"):
+        setattr(problem, name, strided(getattr(problem, name), pad))
+    trainfast.reset_stats()
+    assert [x.tobytes() for x in problem.forward()] == dense
+    assert [x.tobytes() for x in problem.backward()[:3]] == gradients
+    assert "attention" not in trainfast.stats().fallbacks
+
+
+@pytest.mark.usefixtures("host_only")
+def test_one_packed_array_may_hold_q_k_and_v(rng):
+    packed = rng.standard_normal((2, 33, 3, 4, 16)).astype("f")
+    problem = Problem(rng, (2, 4, 33, 33, 16), layout="bnhd", is_causal=True)
+    problem.q, problem.k, problem.v = packed.transpose(2, 0, 1, 3, 4)
+    problem.check()
+
+
+@pytest.mark.usefixtures("host_only")
+def test_gradients_may_lie_in_one_packed_array(rng):
+    problem = Problem(rng, (2, 4, 33, 33, 16), layout="bnhd")
+    expected = problem.backward()
+    whole = np.full((2, 33, 4, 4, 16), np.nan, "f")
+    out, lse = problem.forward()
+    _core.attention_backward(
+        problem.dout,
+        *(problem.q, problem.k, problem.v, out, lse, problem.dlse),
+        *whole.transpose(2, 0, 1, 3, 4)[:3],
+        *(None, None, None),
+        scale=0.25,
+        bnhd=True,
+    )
+    for i in range(3):
+        np.testing.assert_array_equal(whole[:, :, i], expected[i])
+    assert np.isnan(whole[:, :, 3]).all()
+
+
+@pytest.mark.usefixtures("host_only")
+def test_rows_may_repeat_in_memory(rng):
+    problem = Problem(rng)
+    problem.k = np.broadcast_to(problem.k[:1, :1], problem.k.shape)
+    problem.v = np.broadcast_to(problem.v[:, :, :1], problem.v.shape)
+    problem.check()
+
+
+@pytest.mark.usefixtures("host_only")
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_strides_that_kernels_do_not_take_are_copied_and_counted(rng, which):
+    for flip in (False, True):
+        problem = Problem(rng, (2, 2, 9, 9, 6))
+        original = getattr(problem, which)
+        twisted = original.swapaxes(2, 3).copy().swapaxes(2, 3)
+        if flip:
+            twisted = original[:, :, ::-1].copy()[:, :, ::-1]
+        dense = [x.tobytes() for x in problem.backward()[:3]]
+        setattr(problem, which, twisted)
+        trainfast.reset_stats()
+        assert [x.tobytes() for x in problem.backward()[:3]] == dense
+        counts = trainfast.stats().fallbacks["attention"]
+        assert counts == {"an array without stride 1 was copied": 1 + (which != "dout")}
+
+
+@pytest.mark.usefixtures("host_only")
+def test_lse_may_have_gaps(rng):
+    problem = Problem(rng)
+    expected = problem.backward()
+    out, lse = problem.forward()
+    found = trainfast.attention_backward(
+        *(problem.dout, problem.q, problem.k, problem.v, out, strided(lse, 2)),
+        dlse=np.asfortranarray(problem.dlse),
+        scale=problem.options["scale"],
+    )
+    for mine, theirs in zip(found[:3], expected):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+# ---- Outputs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dim_v", [1, 5, 16, 33])
+def test_nothing_is_written_outside_the_outputs(rng, device, dtype, offset, dim_v):
+    options = dict(dim_v=dim_v, dtype=dtype, device=device)
+    problem = Problem(rng, (2, 2, 19, 21, 7), **options)
+    wide = np.dtype(problem.wide).name
+
+    def framed(like, kind=dtype):
+        values = np.zeros(np.shape(like))
+        return Framed(values, kind, offset=offset, device=device)
+
+    bias = on_device(np.zeros((1, 2, 19, 21), "f"), device)
+    q, k, v, dout, dlse = problem.moved(
+        problem.q, problem.k, problem.v, problem.dout, problem.dlse
+    )
+    out, lse = framed(problem.dout), framed(problem.dlse, wide)
+    call(_core.attention, q, k, v, out.array, lse.array, scale=0.5, bias=bias)
+    assert out.get().any()
+    assert lse.get().any()
+    made = [framed(x) for x in (problem.q, problem.k, problem.v)]
+    made.append(framed(np.zeros((1, 2, 19, 21)), wide))
+    call(
+        _core.attention_backward,
+        *(dout, q, k, v, out.array, lse.array, dlse),
+        *(x.array for x in made),
+        *(None, None),
+        scale=0.5,
+        bias=bias,
+    )
+    for gradient in made:
+        assert gradient.get().any()
+
+
+@pytest.mark.usefixtures("host_only")
+def test_gradients_overwrite_what_was_there(rng):
+    bias = rng.standard_normal((1, 4, 33, 49)).astype("f")
+    sinks = rng.standard_normal(4).astype("f")
+    slopes = rng.random((2, 4)).astype("f")
+    options = dict(bias=bias, sinks=sinks, alibi_slopes=slopes)
+    problem = Problem(rng, **options)
+    expected = problem.backward()
+    made = [np.full_like(x, np.nan) for x in expected]
+    options |= {"scale": problem.options["scale"]}
+    _core.attention_backward(
+        *(problem.dout, problem.q, problem.k, problem.v, *problem.forward()),
+        *(problem.dlse, *made),
+        **options,
+    )
+    for mine, theirs in zip(made, expected):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("host_only")
+@pytest.mark.parametrize("count", range(6))
+def test_each_gradient_alone_has_the_same_bits(rng, count):
+    problem = Problem(
+        rng,
+        kv_heads=2,
+        bias=rng.standard_normal((2, 1, 33, 49)).astype("f"),
+        alibi_slopes=rng.random(4).astype("f"),
+        sinks=rng.standard_normal(4).astype("f"),
+    )
+    name = ("q", "k", "v", "bias", "alibi_slopes", "sinks")[count]
+    arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
+    options = dict(dlse=problem.dlse, **problem.options)
+    both = problem.backward()
+    alone = trainfast.attention_backward(*arrays, wanted=[name], **options)
+    assert sum(x is not None for x in alone) == 1
+    np.testing.assert_array_equal(alone[count], both[count])
+
+
+@pytest.mark.usefixtures("host_only")
+def test_out_is_written_and_returned(rng):
+    problem = Problem(rng)
+    out = np.full((2, 33, 4, 16), np.nan, "f").swapaxes(1, 2)
+    found = trainfast.attention(problem.q, problem.k, problem.v, out=out)
+    assert found is out
+    np.testing.assert_array_equal(out, problem.forward()[0])
+
+
+@pytest.mark.usefixtures("host_only")
+def test_out_may_lie_between_the_rows_of_an_input(rng):
+    whole = rng.standard_normal((2, 9, 2, 4, 8)).astype("f")
+    problem = Problem(rng, (2, 4, 9, 9, 8), layout="bnhd")
+    problem.q = whole[:, :, 0]
+    expected = problem.forward()[0]
+    out = whole[:, :, 1]
+    trainfast.attention(
+        problem.q, problem.k, problem.v, layout="bnhd", out=out, scale=8**-0.5
+    )
+    np.testing.assert_array_equal(out, expected)
+
+
+# ---- Frameworks ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("host_only")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_gives_numpy(rng, dtype):
+    problem = Problem(rng, dtype=dtype)
+    out, lse = problem.forward()
+    assert type(out) is type(lse) is np.ndarray
+    assert out.dtype == problem.q.dtype
+    assert lse.dtype == problem.wide
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_gives_torch_with_the_same_bits(rng, dtype):
+    import torch
+
+    options = dict(
+        bias=rng.standard_normal((4, 1, 49)).astype("f"),
+        mask=rng.random((33, 49)) < 0.9,
+    )
+    problem = Problem(rng, dtype=dtype, **options)
+    expected, numbers = problem.forward(), problem.backward()
+    problem.device = "torch"  # anything but "cpu" makes tensors
+
+    def moved(array, device):
+        if not isinstance(array, np.ndarray):
+            return array
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attention_calls.on_device", moved)
+        found, tensors = problem.forward(), problem.backward()
+    for mine, theirs in zip((*found, *tensors[:4]), (*expected, *numbers[:4])):
+        assert type(mine) is torch.Tensor
+        np.testing.assert_array_equal(to_float64(mine), to_float64(theirs))
+    assert str(found[0].dtype) == f"torch.{dtype}"
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+def test_out_of_torch_tells_autograd_that_it_changed(rng):
+    import torch
+
+    q, k, v, out = (torch.randn(1, 2, 5, 8) for _ in range(4))
+    before = out._version
+    call(trainfast.attention, q, k, v, out=out)
+    assert out._version > before
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+def test_tensors_that_need_a_gradient_are_refused_while_autograd_records(rng):
+    import torch
+
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    k.requires_grad_()
+    with pytest.raises(ValueError, match="k must not require a gradient"):
+        trainfast.attention(q, k, v)
+    with torch.no_grad():
+        call(trainfast.attention, q, k, v)
+
+
+@pytest.mark.usefixtures("host_only")
+def test_buffers_are_taken_with_out(rng):
+    problem = Problem(rng, (1, 1, 4, 4, 8))
+    expected = problem.forward()[0]
+    shape = [1, 1, 4, 8]
+    buffers = [
+        memoryview(array.array("f", x.ravel().tolist())).cast("B").cast("f", shape)
+        for x in (problem.q, problem.k, problem.v, np.zeros(shape))
+    ]
+    found = trainfast.attention(*buffers[:3], out=buffers[3])
+    assert found is buffers[3]
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+class OnlyDlpack:
+    """An array of a library that has nothing but DLPack's two methods."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.usefixtures("host_only")
+def test_dlpack_arrays_are_taken(rng):
+    problem = Problem(rng)
+    expected = problem.forward()[0]
+    arrays = [OnlyDlpack(x) for x in (problem.q, problem.k, problem.v)]
+    out = np.zeros_like(expected)
+    trainfast.attention(*arrays, out=OnlyDlpack(out))
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.usefixtures("host_only")
+def test_lengths_and_numbers_per_head_may_be_lists(rng):
+    at = [0, 5, 12]
+    problem = Problem(rng, (1, 2, 12, 12, 8), cu_seqlens_q=at, cu_seqlens_k=at)
+    problem.options |= {"alibi_slopes": [0.5, 0.25], "sinks": [1.0, -1.0]}
+    out = problem.forward()[0]
+    problem.options |= {"cu_seqlens_q": np.array(at), "cu_seqlens_k": np.array(at)}
+    problem.options["alibi_slopes"] = np.array([0.5, 0.25])
+    problem.options["sinks"] = np.array([1.0, -1.0], np.float16)
+    np.testing.assert_array_equal(problem.forward()[0], out)
+    problem.check_forward()
+
+
+# ---- Threads and memory --------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_any_number_of_threads_gives_the_same_bits(rng, dtype):
+    import torch
+
+    bias = rng.standard_normal((1, 2, 300, 400)).astype("f")
+    shapes = {
+        "one head": dict(shape=(1, 1, 700, 700, 32), is_causal=True),
+        "a bias": dict(shape=(2, 2, 300, 400, 16), bias=bias, dropout_p=0.2, seed=3),
+        "decode": dict(shape=(1, 2, 1, 5000, 64)),
+        "groups": dict(shape=(2, 8, 200, 200, 16), kv_heads=2, sinks=np.ones(8, "f")),
+    }
+    before = torch.get_num_threads()
+    for name, options in shapes.items():
+        problem = Problem(rng, options.pop("shape"), dtype=dtype, **options)
+        results = []
+        try:
+            for threads in (1, 2, 3, 5):
+                torch.set_num_threads(threads)
+                made = [x.tobytes() for x in problem.forward()]
+                made += [x.tobytes() for x in problem.backward() if x is not None]
+                results.append(made)
+        finally:
+            torch.set_num_threads(before)
+        assert results[1:] == results[:1] * 3, name
+
+
+def test_memory_grows_with_the_rows_and_not_their_square():
+    """The scores of one head would be 1 GiB."""
+    script = """
+        import resource
+        import numpy as np
+        import trainfast
+        q, k, v = (np.ones((1, 1, 16384, 8), np.float32) for _ in range(3))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        options = dict(is_causal=True)
+        try:
+            out, lse = trainfast.attention(q, k, v, return_lse=True, **options)
+            trainfast.attention_backward(out, q, k, v, out, lse, **options)
+        except NotImplementedError as error:
+            print(error)
+        else:
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    if "has no attention" in done.stdout:
+        pytest.skip(done.stdout)
+    assert int(done.stdout) < 100_000, "kilobytes"
+
+
+# ---- Beside torch --------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_error_is_at_most_twice_that_of_torch(rng, dtype, is_causal):
+    import torch
+
+    problem = Problem(rng, (1, 2, 700, 700, 64), dtype=dtype, is_causal=is_causal)
+    mine = (problem.forward()[0], *problem.backward(dlse=False)[:3])
+    true = (problem.expected()[0], *problem.expected_gradients(dlse=False)[:3])
+    kind = getattr(torch, dtype)
+    q, k, v, dout = (
+        torch.from_numpy(to_float64(x)).to(kind)
+        for x in (problem.q, problem.k, problem.v, problem.dout)
+    )
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=problem.options["scale"]
+    )
+    out.backward(dout)
+    theirs = (out, q.grad, k.grad, v.grad)
+    for name, ours, torchs, exact in zip(("out", "dq", "dk", "dv"), mine, theirs, true):
+        error = abs(to_float64(ours) - exact)
+        theirs_error = abs(to_float64(torchs) - exact)
+        assert error.max() <= 2 * theirs_error.max(), name
+        assert error.mean() <= 2 * theirs_error.mean(), name
+
+
+# ---- Counts --------------------------------------------------------------------------
+
+
+def test_calls_are_counted(rng, backend, device):
+    trainfast.reset_stats()
+    problem = Problem(rng, device=device)
+    problem.forward()
+    assert trainfast.stats().calls["attention"] == {_core.backend_in_use(): 1}
+    problem.backward()
+    assert trainfast.stats().calls["attention"] == {_core.backend_in_use(): 3}
