@@ -231,6 +231,50 @@ def test_patched_block_within_patch_keeps_it(shop):
     assert shop.Hammer is FastHammer
 
 
+# ---- Settings ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switch(shop, monkeypatch):
+    """A setting of the shop, "on"; patch("light") makes it "off"."""
+    state = ["on"]
+    module = add_module(
+        monkeypatch,
+        "shop.light",
+        get=lambda: state[0],
+        put=lambda x: state.insert(0, x),
+    )
+    patching.register(
+        "light", [], settings=[("shop.light.get", "shop.light.put", "off")]
+    )
+    return module
+
+
+def test_patch_makes_a_setting_and_unpatch_takes_it_back(switch):
+    report = trainfast.patch("light")
+    assert switch.get() == "off"
+    change = report.changes[0]
+    assert (change.old, change.new) == ("shop.light.get()", "'off'")
+    assert change.places == ["shop.light.get()"]
+    assert trainfast.patch("light").changes[0].places == []
+    assert trainfast.unpatch("light").changes[0].places == ["shop.light.get()"]
+    assert switch.get() == "on"
+
+
+def test_unpatch_leaves_a_setting_that_has_another_value_by_now(switch):
+    trainfast.patch("light")
+    switch.put("dim")
+    assert trainfast.unpatch("light").changes[0].left == ["shop.light.get()"]
+    assert switch.get() == "dim"
+
+
+def test_a_setting_that_was_so_before_stays_so(switch):
+    switch.put("off")
+    with trainfast.patched("light"):
+        pass
+    assert switch.get() == "off"
+
+
 # ---- Errors and reports --------------------------------------------------------------
 
 

@@ -211,7 +211,11 @@ def test_sdpa_agrees_with_torch_on_torchs_samples():
         torch.testing.assert_close(mine, theirs)
         compared += 1
     assert compared > 10
-    assert set(reasons()) <= {"numbers of heads that differ", "batch dims that differ"}
+    assert set(reasons()) <= {
+        "numbers of dims that differ, or below 2",
+        "numbers of heads that differ",
+        "batch dims that differ",
+    }
 
 
 # ---- What torch's function does ------------------------------------------------------

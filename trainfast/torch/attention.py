@@ -150,7 +150,7 @@ def scaled_dot_product_attention(
     """
     refusal = _refusal((query, key, value, attn_mask))
     if refusal is None:
-        refusal = _sdpa_refusal(query, key, value, attn_mask, is_causal, enable_gqa)
+        refusal = sdpa_refusal(query, key, value, attn_mask, is_causal, enable_gqa)
     if refusal is None and not 0 <= dropout_p < 1:
         refusal = "dropout_p outside [0, 1)"
     if refusal is None:
@@ -175,7 +175,7 @@ def scaled_dot_product_attention(
     return out
 
 
-def _sdpa_refusal(
+def sdpa_refusal(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainfast.torch import attention_math, attention_ops
+from trainfast.torch import attention_ops
 from trainfast.torch.attention import (
     DTYPES,
-    MAX_DIM,
     count_once,
     scaled_dot_product_attention,
+    sdpa_refusal,
 )
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
@@ -60,75 +60,113 @@ _keep_scriptable()
 # ---- torch.nn.attention.activate_flash_attention_impl --------------------------------
 
 
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_BACKWARD = f"{_FORWARD}_backward"
+
+
 class _Registered:
     """The kernels under torch's operators, until remove()."""
 
     def __init__(self) -> None:
-        self._library: torch.library.Library | None = torch.library.Library(
-            "aten", "IMPL"
-        )
-        name = "_scaled_dot_product_flash_attention_for_cpu"
+        self._torchs = {
+            name: torch.library.get_kernel(f"aten::{name}", "CPU")
+            for name in (_FORWARD, _BACKWARD)
+        }
+        self._library: torch.library.Library | None
+        self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # that torch's own are overridden
             warnings.simplefilter("ignore")
-            self._library.impl(name, _flash_for_cpu, "CPU")
-            self._library.impl(f"{name}_backward", _flash_for_cpu_backward, "CPU")
+            for name, function in (
+                (_FORWARD, self._forward),
+                (_BACKWARD, self._backward),
+            ):
+                self._library.impl(name, function, "CPU", with_keyset=True)
 
     def remove(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        self._library = None  # which unregisters them
 
-
-def _taken(q: Tensor, v: Tensor) -> bool:
-    dims = (q.shape[-1], v.shape[-1])
-    return q.dtype in DTYPES and min(dims) > 0 and max(dims) <= MAX_DIM
-
-
-def _flash_for_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """aten::_scaled_dot_product_flash_attention_for_cpu."""
-    options = Options(query.shape[-1] ** -0.5 if scale is None else scale, is_causal)
-    inputs, extras = Inputs(query, key, value), Extras(attn_mask)
-    if _taken(query, value):
-        return attention_ops.forward(inputs, extras, options)
-    return attention_math.attention(inputs, extras, options)
-
-
-def _flash_for_cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
-    options = Options(query.shape[-1] ** -0.5 if scale is None else scale, is_causal)
-    inputs, extras = Inputs(query, key, value), Extras(attn_mask)
-    if _taken(query, value):
-        lse = logsumexp.contiguous()
-        wanted = (True, True, True, False, False, False)
-        grads = attention_ops.backward(
-            grad_out, None, wanted, inputs, extras, out, lse, options
+    def _forward(
+        self,
+        keys: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Any:
+        call = _call_of(query, key, value, is_causal, attn_mask, scale)
+        if call is not None:
+            return attention_ops.forward(*call)
+        return self._torchs[_FORWARD].call_boxed(
+            keys,
+            query,
+            key,
+            value,
+            dropout_p,
+            is_causal,
+            attn_mask=attn_mask,
+            scale=scale,
         )
-        return tuple(grads[:3])
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        again, _ = attention_math.attention(Inputs(*leaves), extras, options)
-    return torch.autograd.grad(again, leaves, grad_out)
+
+    def _backward(
+        self,
+        keys: Any,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Any:
+        call = _call_of(query, key, value, is_causal, attn_mask, scale)
+        if call is not None:
+            inputs, extras, options = call
+            wanted = (True, True, True, False, False, False)
+            lse = logsumexp.contiguous()
+            grads = attention_ops.backward(
+                grad_out, None, wanted, inputs, extras, out, lse, options
+            )
+            return tuple(grads[:3])
+        return self._torchs[_BACKWARD].call_boxed(
+            keys,
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            dropout_p,
+            is_causal,
+            attn_mask=attn_mask,
+            scale=scale,
+        )
+
+
+def _call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Inputs, Extras, Options] | None:
+    """The kernel's arguments; None, counted, where it does not take them."""
+    reason = sdpa_refusal(query, key, value, mask, is_causal, True)
+    if reason is None and query.dtype not in DTYPES:
+        reason = f"dtype {query.dtype}"
+    if reason is not None:
+        count_once(reason)
+        return None
+    options = Options(query.shape[-1] ** -0.5 if scale is None else scale, is_causal)
+    return Inputs(query, key, value), Extras(mask), options
 
 
 def register_flash_attention_impl() -> bool:
@@ -140,6 +178,7 @@ def register_flash_attention_impl() -> bool:
     do not get that far in torch. Returns whether this torch has the registration.
     """
     try:
+        from torch.library import get_kernel  # noqa: F401
         from torch.nn.attention import register_flash_attention_impl as register
     except ImportError:
         return False

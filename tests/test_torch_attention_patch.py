@@ -1,0 +1,171 @@
+"""trainfast.patch("attention"), and torch's registration of implementations."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import trainfast
+from trainfast.torch import attention_patch, scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    trainfast.reset_stats()
+    yield
+    trainfast.unpatch()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def calls():
+    return sum(trainfast.stats().calls.get("attention", {}).values())
+
+
+def fallbacks():
+    return trainfast.stats().fallbacks.get("attention", {})
+
+
+def test_patch_reroutes_the_function_and_unpatch_restores_it(monkeypatch):
+    before = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    user = types.ModuleType("user")
+    user.sdpa = before[0]
+    monkeypatch.setitem(__import__("sys").modules, "user", user)
+    with trainfast.patched("attention") as report:
+        assert F.scaled_dot_product_attention is scaled_dot_product_attention
+        assert user.sdpa is scaled_dot_product_attention
+        assert not torch.backends.mha.get_fastpath_enabled()
+        assert "torch.backends.mha.get_fastpath_enabled()" in str(report)
+        q = torch.randn(1, 2, 5, 8)
+        F.scaled_dot_product_attention(q, q, q)
+        assert calls() == 1
+    assert (F.scaled_dot_product_attention, F.multi_head_attention_forward) == before
+    assert user.sdpa is before[0]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_transformer_encoder_layer_runs_on_the_kernel(training, batch_first):
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 4, 32, dropout=0.0, batch_first=batch_first
+    ).train(training)
+    x, mask = (
+        torch.randn(3, 5, 16),
+        torch.nn.Transformer.generate_square_subsequent_mask(5 if batch_first else 3),
+    )
+    found = []
+    for names in ([], ["attention"]):
+        with trainfast.patched(*names) if names else trainfast.patched("clip"):
+            leaf = x.clone().requires_grad_()
+            out = layer(leaf, mask)
+            found.append((out, *torch.autograd.grad(out.pow(2).sum(), leaf)))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+    assert calls() == 2 and fallbacks() == {}
+
+
+def test_multihead_attention_with_weights_is_counted():
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    wanted, _ = layer(x, x, x)
+    with trainfast.patched("attention"):
+        out, weights = layer(x, x, x)
+        assert weights is not None and torch.equal(out, wanted)
+        assert fallbacks() == {"need_weights=True of multi-head attention": 1}
+        assert calls() == 0
+        out, _ = layer(x, x, x, need_weights=False)
+        assert calls() == 1
+    torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_masks_of_multihead_attention_run_on_the_kernel(kind):
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[0, 0, 0, 1, 1], [0] * 5]).bool()
+    if kind == "float":
+        padding = torch.zeros(2, 5).masked_fill(padding, -torch.inf)
+    wanted, _ = layer(x, x, x, key_padding_mask=padding, need_weights=False)
+    with trainfast.patched("attention"):
+        out, _ = layer(x, x, x, key_padding_mask=padding, need_weights=False)
+    torch.testing.assert_close(out, wanted)
+    assert calls() == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_can_still_be_scripted():
+    layer = torch.nn.MultiheadAttention(16, 4)
+    x = torch.randn(2, 5, 16)
+    with trainfast.patched("attention"):
+        scripted = torch.jit.script(layer)
+        out, _ = scripted(x, x, x, need_weights=False)
+    torch.testing.assert_close(out, layer(x, x, x, need_weights=False)[0])
+
+
+def test_patched_model_compiles_without_a_break():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(3, 5, 16)
+    wanted = layer(x)
+    with trainfast.patched("attention"):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), wanted)
+    assert calls() == 1
+
+
+def test_setting_that_somebody_else_changed_is_left_alone():
+    torch.backends.mha.set_fastpath_enabled(True)
+    trainfast.patch("attention")
+    torch.backends.mha.set_fastpath_enabled(True)
+    report = trainfast.unpatch("attention")
+    name = "torch.backends.mha.get_fastpath_enabled()"
+    assert [change.left for change in report.changes if change.old == name] == [[name]]
+    torch.backends.mha.set_fastpath_enabled(False)
+    with trainfast.patched("attention"):
+        trainfast.patch("attention")
+    assert not torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+# ---- torch.nn.attention.activate_flash_attention_impl --------------------------------
+
+registry = pytest.importorskip("torch.nn.attention")
+
+
+@pytest.fixture
+def activated():
+    if not attention_patch.register_flash_attention_impl():
+        pytest.skip("this torch has no registration of implementations")
+    registry.activate_flash_attention_impl("trainfast")
+    yield
+    registry.restore_flash_attention_impl()
+
+
+def results(function, q, *args, **kwargs):
+    leaf = q.clone().requires_grad_()
+    out = function(leaf, leaf, leaf, *args, **kwargs)
+    return [out, *torch.autograd.grad(out.pow(2).sum(), leaf)]
+
+
+@pytest.mark.parametrize("dim", [8, 300])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2}])
+def test_activated_implementation_is_under_torchs_operator(activated, dim, options):
+    assert registry.current_flash_attention_impl() == "trainfast"
+    q = torch.randn(2, 3, 5, dim)
+    mine = results(F.scaled_dot_product_attention, q, **options)
+    assert calls() == (2 if dim == 8 else 0)
+    reason = "a head dim of 0 or above 256"
+    assert fallbacks() == ({} if dim == 8 else {reason: 2})
+    registry.restore_flash_attention_impl()
+    theirs = results(F.scaled_dot_product_attention, q, **options)
+    assert calls() == (2 if dim == 8 else 0)
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    registry.activate_flash_attention_impl("trainfast")
+
+
+def test_activated_implementation_takes_masks(activated):
+    q, mask = torch.randn(2, 3, 5, 8), torch.rand(5, 5) > 0.5
+    mine = results(F.scaled_dot_product_attention, q, mask)
+    assert calls() == 2
+    theirs = results(scaled_dot_product_attention, q, mask)
+    torch.testing.assert_close(mine, theirs)
