@@ -8,7 +8,7 @@ iterations, so that whatever else the machine does slows all of them alike. At t
 stand a table of speeds and losses, how far attention moves the losses, their curves in
 a PNG, and a sample.
 
-    python examples/char_transformer.py                  # about three minutes
+    python examples/char_transformer.py                  # about two minutes
     python examples/char_transformer.py --preset tiny    # seconds
     python examples/char_transformer.py --resume         # goes on after a Ctrl-C
 """
@@ -53,7 +53,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(2, 32, 2, 32, 4, steps=75, eval_every=25),
-    "small": Preset(4, 128, 4, 64, 8, steps=800, eval_every=100),
+    "small": Preset(4, 128, 4, 64, 8, steps=600, eval_every=100),
 }
 
 
