@@ -281,10 +281,40 @@ def test_selftest_skips_a_kernel_that_a_backend_lacks(monkeypatch):
     assert not selftest.selftest(["scalar"]).ok
 
 
+@pytest.mark.parametrize("damage", ["norm", "finds nothing", "factor", "growth"])
+def test_selftest_finds_damaged_amp(monkeypatch, damage):
+    name = "amp_update" if damage == "growth" else "amp_grads"
+    right = getattr(trainfast._core, name)
+
+    def wrong(first, *rest, **options):
+        if damage == "norm":
+            options["norm_type"] = 2.0
+        if damage == "factor":
+            options["factor"] = options["factor"] * 1.01
+        if damage == "growth":
+            options["growth_interval"] = 4
+        result = right(first, *rest, **options)
+        if damage == "finds nothing":
+            options["found_inf"][...] = 0
+        return result
+
+    monkeypatch.setattr(trainfast._core, name, wrong)
+    rows = selftest.selftest(["scalar"]).rows
+    dtypes = {row.dtype for row in rows if row.ok is False and row.kernel == name}
+    assert dtypes == (
+        {"float32"} if damage == "growth" else {name for (name,) in selftest.AMP_DTYPES}
+    )
+
+
 @pytest.mark.parametrize("dtypes", selftest.ATTENTION_DTYPES, ids="-".join)
-def test_selftest_measures_torchs_attention_as_numpys(dtypes):
+def test_selftest_measures_other_kernels_on_torchs_arrays_as_on_numpys(dtypes):
     pytest.importorskip("torch")
-    for check in (selftest.check_attention, selftest.check_attention_backward):
+    for check in (
+        selftest.check_amp_grads,
+        selftest.check_amp_update,
+        selftest.check_attention,
+        selftest.check_attention_backward,
+    ):
         errors = [
             check(dtypes, arrays)
             for arrays in (selftest.TorchArrays("cpu"), selftest.NumpyArrays())

@@ -9,6 +9,11 @@ import numpy as np
 import trainfast
 from trainfast.report import Report, Table
 from trainfast.tools._selftest_adamw import ADAMW_DTYPES, check_adamw
+from trainfast.tools._selftest_amp import (
+    AMP_DTYPES,
+    check_amp_grads,
+    check_amp_update,
+)
 from trainfast.tools._selftest_arrays import Array, NumpyArrays, TorchArrays
 from trainfast.tools._selftest_attention import (
     ATTENTION_DTYPES,
@@ -43,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
 class Row(NamedTuple):
     """One comparison. `error` is the largest one, in the unit of `allowed`: relative to
-    the sum of an element's magnitudes before and after (AdamW), or of the magnitudes of
-    all that was added up to it (attention). `ok` is None if it was skipped, for the
-    reason in `note`."""
+    the result (AMP), to the sum of an element's magnitudes before and after (AdamW), or
+    to that of the magnitudes of all that was added up (attention). `ok` is None if it
+    was skipped, for the reason in `note`."""
 
     kernel: str
     backend: str
@@ -151,6 +156,8 @@ def _check_one(
 Check = Callable[[tuple[str, ...], Array], tuple[float, float]]
 KERNELS: dict[str, tuple[list[tuple[str, ...]], Check]] = {
     "adamw": (ADAMW_DTYPES, check_adamw),
+    "amp_grads": (AMP_DTYPES, check_amp_grads),
+    "amp_update": ([("float32",)], check_amp_update),
     "attention": (ATTENTION_DTYPES, check_attention),
     "attention_backward": (ATTENTION_DTYPES, check_attention_backward),
 }
