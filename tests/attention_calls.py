@@ -19,6 +19,8 @@ OPTION_GRADIENTS = ("bias", "alibi_slopes", "sinks")
 
 def on_device(array, device):
     """The array where the backend looks for it."""
+    if isinstance(array, np.generic):
+        array = np.asarray(array)
     if array is None or device == "cpu" or not isinstance(array, np.ndarray):
         return array
     import torch
