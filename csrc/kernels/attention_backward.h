@@ -115,7 +115,7 @@ R(open_sums)(const R(backward_work) * work)
         for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
             sum = vr_madd(vr_load(dout + d), vr_load(room->stage + d), sum);
         }
-        room->delta[i] = -(REAL)R(sum_lanes)(sum);
+        room->delta[i] = -vr_sum(sum);
         if (args->dlse != NULL && lse[i] != -(REAL)INFINITY) {
             room->delta[i] += dlse[i];
         }
