@@ -189,7 +189,7 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            c[r][v] = vr_load(call->lse + v * VR_WIDTH);
+            c[r][v] = vr_set1(0); /* not lse: a sum that starts large rounds coarsely */
         }
     }
     R(multiply)
@@ -198,7 +198,8 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            const vr s = border ? R(bound)(call->panel, v, key + r, c[r][v]) : c[r][v];
+            const vr t = vr_add(c[r][v], vr_load(call->lse + v * VR_WIDTH));
+            const vr s = border ? R(bound)(call->panel, v, key + r, t) : t;
 
             vr_store(weights + r * ATTENTION_QUERIES + v * VR_WIDTH, R(vector_exp2)(s));
             c[r][v] = vr_load(call->delta + v * VR_WIDTH);
