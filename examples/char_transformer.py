@@ -5,8 +5,8 @@ trainfast's, and in bfloat16 autocast with a gradient scaler and clipping, by to
 by trainfast; then both of trainfast's again, with its attention in place of torch's.
 All start from the same seeds and see the same batches. The runs take turns of a few
 iterations, so that whatever else the machine does slows all of them alike. At the end
-stand a table of speeds and losses, how far attention moves the losses, their curves in
-a PNG, and a sample.
+stand a table of speeds and losses, how far apart the losses are, their curves in a PNG,
+and a sample.
 
     python examples/char_transformer.py                  # about two minutes
     python examples/char_transformer.py --preset tiny    # seconds
@@ -64,11 +64,12 @@ class Variant:
     name: str
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     make_scaler: Callable[[str], torch.amp.GradScaler] | None = None
-    like: str | None = None  # of VARIANTS: the same, but with torch's attention
+    like: str | None = None  # of VARIANTS: computes the same but for roundings
+    patches: tuple[str, ...] = ()
 
-    def attention(self) -> AbstractContextManager:
-        """In it, the model's attention is this variant's."""
-        return trainfast.patched("attention") if self.like else nullcontext()
+    def patched(self) -> AbstractContextManager:
+        """In it, the model runs in this variant's way."""
+        return trainfast.patched(*self.patches) if self.patches else nullcontext()
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -87,10 +88,12 @@ VARIANTS = {
     "torch-fused": Variant(
         "torch fused AdamW",
         lambda model: torch.optim.AdamW(groups(model), fused=True, **DEFAULTS),
+        like="torch",
     ),
     "trainfast": Variant(
         "trainfast AdamW",
         lambda model: trainfast.torch.AdamW(groups(model), **DEFAULTS),
+        like="torch",
     ),
     "amp-torch": Variant(
         "AMP, torch",
@@ -103,11 +106,15 @@ VARIANTS = {
             groups(model), max_grad_norm=1.0, **DEFAULTS
         ),
         trainfast.torch.GradScaler,
+        like="amp-torch",
     ),
 }
 for name, new in (("trainfast", "AdamW"), ("amp-trainfast", "AMP")):
     VARIANTS[f"{name}-attention"] = replace(
-        VARIANTS[name], name=f"{new} + attention", like=name
+        VARIANTS[name],
+        name=f"{new} + attention",
+        like=name,
+        patches=("attention",),
     )
 
 
@@ -216,7 +223,7 @@ class Run:
             self.whole.spans.clear()
             self.step.spans.clear()
         self.turns += 1
-        with self.variant.attention():
+        with self.variant.patched():
             losses = [self.iteration() for _ in range(count)]
             self.losses += torch.stack(losses).tolist()
             self.bar.update(count)
@@ -285,20 +292,21 @@ def print_table(runs: list[Run]) -> None:
     print(NOTE)
 
 
-def print_attention(runs: list[Run]) -> None:
-    """How far trainfast's attention leads the losses away from where torch's does:
-    by roundings at first, which training then magnifies."""
+def print_differences(runs: list[Run]) -> None:
+    """How far apart are the losses of runs that compute the same: by roundings in the
+    beginning, which training then magnifies."""
     named = {run.name: run for run in runs}
+    rows = [("at most, relative", "to", f"first {TURN}", "all")]
     for run in runs:
         like = run.variant.like and named.get(VARIANTS[run.variant.like].name)
-        if not like:
-            continue
-        apart = torch.tensor(run.losses) / torch.tensor(like.losses) - 1
-        first, whole = apart[:TURN].abs().max(), apart.abs().max()
-        print(
-            f"{run.name} and {like.name}: training losses differ by at most\n"
-            f"{first:.0e} of a loss in the first {TURN} iterations, {whole:.0e} in all."
-        )
+        if like:
+            apart = (torch.tensor(run.losses) / torch.tensor(like.losses) - 1).abs()
+            ends = (f"{apart[:TURN].max():.0e}", f"{apart.max():.0e}")
+            rows.append((run.name, like.name, *ends))
+    if len(rows) > 1:
+        print("Training losses differ by roundings, which training magnifies:")
+        for name, other, *cells in rows:
+            print(f"{name:17} {other:17}", *(f"{cell:>9}" for cell in cells))
     fallbacks = trainfast.stats().fallbacks.get("attention", {})
     for reason, count in fallbacks.items():
         print(f"torch's attention ran instead of trainfast's {count} times: {reason}")
@@ -355,13 +363,13 @@ def main(arguments: list[str] | None = None) -> None:
         for run in runs:
             run.bar.close()
     print_table(runs)
-    print_attention(runs)
+    print_differences(runs)
     plot(runs, args.out / "losses.png")
     print(
         f"Loss curves: {args.out / 'losses.png'}. A sample of {runs[-1].name}'s model:"
     )
     prompt = corpus.encode(b"def ")
-    with runs[-1].variant.attention():
+    with runs[-1].variant.patched():
         sample = runs[-1].model.generate(prompt, 400, args.seed)
     print(corpus.decode(sample))
 
