@@ -248,9 +248,9 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     REAL *weights = room->weights + at, *scores = room->scores + at,
          ignored[PANEL] = {0};
     const R(scores_call)
-        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false};
+        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false, NULL};
     const R(scores_call)
-        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false};
+        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false, NULL};
     REAL *slope = args->softcap != 0 ? room->slope + at : NULL;
 
     R(scores_panel)(&of_k, weights, ignored);

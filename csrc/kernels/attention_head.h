@@ -250,6 +250,83 @@ attention_copy_stride(int64_t dim)
     return attention_round_up(dim, 16) + 16;
 }
 
+/* ---- Looking ahead --------------------------------------------------------------- */
+
+/* Small heads come from memory faster when they are asked for while the one before them
+ * is computed: what is to be asked for, some rows at a time. */
+typedef struct {
+    struct {
+        const char *data;
+        int64_t stride, rows; /* bytes; 0 rows: none */
+        int bytes;            /* of a row */
+    } arrays[8];
+    int n;
+    int64_t next, end; /* rows asked for, and there are */
+    int64_t step;      /* rows at a time */
+} attention_ahead;
+
+/* Of q, k, v and out. Measured: +30 % for heads of 128 KB that come from memory, -5 %
+ * where they are in the cache, -10 % at 512 KB, where there is enough to do anyway. */
+enum {
+    ATTENTION_AHEAD_BYTES = 256 << 10,
+    ATTENTION_COLD_BYTES = 8 << 20,
+    CACHE_LINE = 64
+};
+
+static inline void
+attention_look_ahead(attention_ahead *ahead)
+{
+    const int64_t end = attention_min(ahead->next + ahead->step, ahead->end);
+
+    for (; ahead->next < end; ahead->next++) {
+        for (int i = 0; i < ahead->n; i++) {
+            const char *row =
+                ahead->arrays[i].data + ahead->next * ahead->arrays[i].stride;
+
+            for (int at = 0;
+                 at < ahead->arrays[i].bytes && ahead->next < ahead->arrays[i].rows;
+                 at += CACHE_LINE) {
+                __builtin_prefetch(row + at, 0, 2);
+            }
+        }
+    }
+}
+
+static inline void
+attention_plan_rows(attention_ahead *ahead, const attention_head *h,
+                    const tfast_attention_rows *rows, int64_t first, int64_t n,
+                    int64_t dim)
+{
+    const int64_t size = (int64_t)tfast_dtype_size((tfast_dtype)h->args->dtype);
+
+    if (rows->data != NULL) {
+        ahead->arrays[ahead->n].data = (const char *)rows->data + first * size;
+        ahead->arrays[ahead->n].stride = rows->row * size;
+        ahead->arrays[ahead->n].rows = n;
+        ahead->arrays[ahead->n++].bytes = (int)(dim * size);
+        ahead->end = attention_max(ahead->end, n);
+    }
+}
+
+/* Plans to ask for all of a head in `calls` calls. */
+static inline void
+attention_plan(attention_ahead *ahead, const attention_head *h, int64_t calls)
+{
+    const tfast_attention_args *args = h->args;
+
+    ahead->n = 0;
+    ahead->next = ahead->end = 0;
+    attention_plan_rows(ahead, h, &args->q, attention_query_row(h, &args->q, 0), h->n_q,
+                        args->dim);
+    attention_plan_rows(ahead, h, &args->k, attention_key_row(h, &args->k, 0), h->n_k,
+                        args->dim);
+    attention_plan_rows(ahead, h, &args->v, attention_key_row(h, &args->v, 0), h->n_k,
+                        args->dim_v);
+    attention_plan_rows(ahead, h, &args->out, attention_query_row(h, &args->out, 0),
+                        h->n_q, args->dim_v);
+    ahead->step = ahead->end / attention_max(1, calls) + 1;
+}
+
 /* ---- The backward pass as a whole ------------------------------------------------ */
 
 /* A head's blocks of keys are dealt out to `parts` tasks, each with its own sums of dq
