@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +24,7 @@ from trainfast.torch.attention_math import Extras, Inputs, Options
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PLAIN = (Tensor, Parameter)
-_FAKE = (FakeTensor,)
+_TRACED = (FakeTensor, FunctionalTensor)
 _FORWARD_MODE = "forward-mode differentiation"
 _by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
 
@@ -47,7 +48,7 @@ def _refusal(tensors: Sequence[Tensor | None]) -> str | None:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in _PLAIN and not isinstance(x, _FAKE):
+        if type(x) not in _PLAIN and not isinstance(x, _TRACED):
             return f"a tensor of type {type(x).__name__}"
         if x.is_nested or x.layout != torch.strided:
             return "a nested or sparse tensor"
@@ -84,7 +85,7 @@ def _is_watched(q: Tensor) -> bool:
         torch.compiler.is_compiling()
         or q.device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
-        or isinstance(q, _FAKE)
+        or isinstance(q, _TRACED)
     )
 
 
