@@ -60,18 +60,3 @@ def device(backend):
 @pytest.fixture
 def rng():
     return np.random.default_rng(1234)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def stand_in_for_missing_attention():
-    """Until there is a backward kernel: the float64 reference instead of it."""
-    import attention_stand_in
-
-    row = np.ones((1, 1, 1, 1), np.float32)
-    lse = np.ones((1, 1, 1), np.float32)
-    rows = (row, row, row, row, row, lse, None, row.copy(), None, None, None, None)
-    try:
-        trainfast._core.attention_backward(*rows, None, scale=1.0)
-    except NotImplementedError:
-        trainfast._core.attention_backward = attention_stand_in.attention_backward
-    yield

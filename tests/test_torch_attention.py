@@ -267,6 +267,13 @@ def test_sdpa_raises_torchs_error(case):
     assert str(mine.value) == str(theirs.value)
 
 
+def test_sdpa_leaves_a_user_who_wants_the_math_path_alone():
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(q4, q4, q4)
+        assert torch.equal(out, F.scaled_dot_product_attention(q4, q4, q4))
+    assert reasons() == {"sdpa_kernel(SDPBackend.MATH)": 1} and calls() == 0
+
+
 def test_sdpa_scale_is_keyword_only_as_in_torch():
     for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
         with pytest.raises(TypeError):
@@ -399,6 +406,13 @@ BAD = {
 def test_attention_names_the_bad_argument(name):
     with pytest.raises(ValueError, match=rf"^{name}.* must .*, got "):
         attention(q4, q4, q4, **BAD[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_attention_of_another_dtype_is_not_implemented(dtype):
+    q = torch.ones(1, 2, 3, 4, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=rf"^q must be .*, got {dtype}$"):
+        attention(q, q, q)
 
 
 def test_attention_without_a_kernel_takes_plain_operations():

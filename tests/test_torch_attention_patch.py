@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import trainfast
-from trainfast.torch import attention_patch, scaled_dot_product_attention
+from trainfast.torch import register_flash_attention_impl, scaled_dot_product_attention
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ registry = pytest.importorskip("torch.nn.attention")
 
 @pytest.fixture
 def activated():
-    if not attention_patch.register_flash_attention_impl():
+    if not register_flash_attention_impl():
         pytest.skip("this torch has no registration of implementations")
     registry.activate_flash_attention_impl("trainfast")
     yield

@@ -142,10 +142,12 @@ def backward(
     out: Tensor,
     lse: Tensor,
     o: Options,
+    into: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """The gradients of `inputs` that are wanted; knows nothing of autograd."""
+    """The gradients of `inputs` that are wanted, those of q, k and v in `into` if it is
+    given; knows nothing of autograd."""
     q, k, v, bias, alibi_slopes, sinks = inputs
-    grads = _empty_grads(inputs, wanted)
+    grads = _empty_grads(inputs, wanted) if into is None else [*into, None, None, None]
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k)
     for grad, cu_seqlens in zip(grads, lengths):
         if grad is not None:
@@ -264,6 +266,52 @@ def _second(
         )
 
 
+class _Packed(torch.autograd.Function):
+    """Attention of the parts of one tensor, [..., 3, heads, dim], whose gradient is
+    made in one piece, not put together from three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: Options, packed: Tensor, *others: Tensor | None
+    ) -> Tensor:
+        inputs, extras = _parts(packed, others)
+        out, lse = forward(inputs, extras, options)
+        ctx.save_for_backward(packed, out, lse, *others)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        packed, out, lse, *others = ctx.saved_tensors
+        inputs, extras = _parts(packed, others)
+        wanted = (True, True, True, False, False, False)
+        if torch.is_grad_enabled():
+            arguments = (ctx.options, wanted, dout, None, *inputs, *extras, out, lse)
+            grad = torch.stack(_AttentionBackward.apply(*arguments)[:3], -3)
+        else:
+            grad = empty_rows(packed, packed.shape[-1])
+            parts = grad.unbind(-3)
+            backward(
+                dout, None, wanted, inputs, extras, out, lse, ctx.options, into=parts
+            )
+        return (None, grad, *[None] * len(others))
+
+
+def _parts(packed: Tensor, others: Sequence[Tensor | None]) -> tuple[Inputs, Extras]:
+    alibi_slopes, *extras = others
+    q, k, v = packed.unbind(-3)
+    return Inputs(q, k, v, None, alibi_slopes), Extras(*extras)
+
+
+def differentiable_packed(
+    packed: Tensor, alibi_slopes: Tensor | None, extras: Extras, options: Options
+) -> Tensor:
+    """out of the parts of an eager tensor [..., 3, heads, dim], with its history; the
+    slopes have no gradient."""
+    out: Tensor = _Packed.apply(options, packed, alibi_slopes, *extras)
+    return out
+
+
 def differentiable(
     inputs: Inputs, extras: Extras, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -271,7 +319,8 @@ def differentiable(
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and x.requires_grad:
-                return _Attention.apply(options, *inputs, *extras)
+                out, lse = _Attention.apply(options, *inputs, *extras)
+                return out, lse
     return forward(inputs, extras, options)
 
 
@@ -345,7 +394,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     inputs, _, _ = _unpack(arguments)
     made = _empty_grads(inputs, wanted)
-    if made[3] is not None:
+    if inputs.bias is not None and made[3] is not None:
         made[3] = made[3].to(inputs.bias.dtype)
     return tuple(_some(x, inputs.q) for x in made)
 
@@ -412,4 +461,5 @@ def as_operator(
     inputs: Inputs, extras: Extras, options: Options
 ) -> tuple[Tensor, Tensor]:
     """`differentiable`, as an operator that tracers, modes and fake tensors see."""
-    return torch.ops.trainfast.attention(*inputs, *extras, *options)
+    out, lse = torch.ops.trainfast.attention(*inputs, *extras, *options)
+    return out, lse
