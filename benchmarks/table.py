@@ -77,7 +77,7 @@ def _rates(ours: dict | None, lines: Sequence[dict], computes: bool) -> list[str
 
 
 def _row(case: dict, on_gpu: bool) -> list[str]:
-    """Return a case's row: ours, the bound, the best rival, the other rivals."""
+    """Return a case's row: ours, the bound, the best rival, the others."""
     lines = case["lines"]
     named = {line["contender"]: line for line in lines}
     ours = next((line for line in lines if line["role"] == "ours"), None)
@@ -128,7 +128,7 @@ def _timed(report: dict) -> list[list[str]]:
     computes = any(case.get("flops") for case in report["cases"])
     head += ["GF/s", "bound"] if computes else ["ns/param", "GB/s"]
     head += ["% of bound", "best rival"]
-    head += ["best rival / trainfast", "other rivals / trainfast"]
+    head += ["best rival / trainfast", "others / trainfast"]
     return [head, *(_row(case, on_gpu) for case in report["cases"])]
 
 

@@ -148,15 +148,27 @@ class Problem:
 
     def check_backward(self, factor=1.0, dlse=True):
         found, expected = self.backward(dlse), self.expected_gradients(dlse)
-        # out is rounded before the backward pass reads it
-        noise = factor * (20 * NOISE[self.dtype] + 4 * ROUNDING[self.dtype])
+        relative = factor * 20 * NOISE[self.dtype]
+        absolute = self.noise_of_rounded_out()
         for name, mine, true in zip(found._fields, found, expected):
             assert (mine is None) == (true is None), name
             if true is not None:
                 mine = to_float64(mine)
                 assert mine.shape == true.shape, name
                 dtype = self.dtype if name in ("dq", "dk", "dv") else self.wide
-                close(mine, true, np.dtype(dtype).name, noise * largest(true), name)
+                noise = relative * largest(true) + absolute
+                if name == "dalibi_slopes":  # summed with distances as weights
+                    noise *= max(self.dout.shape[-3:-1] + self.k.shape[-3:-1])
+                close(mine, true, np.dtype(dtype).name, noise, name)
+
+    def noise_of_rounded_out(self):
+        """What the gradients cannot know better than: the scores' are differences with
+        dout * out, summed, and out has been rounded."""
+        products = to_float64(self.dout) * self.expected()[0]
+        row = np.sqrt(np.nansum(products**2, -1)).max(initial=0)
+        weight = abs(self.options["scale"]) * max(largest(self.q), largest(self.k))
+        rows = self.q.size / self.q.shape[-1] / len(self.k) if self.q.size else 1
+        return 2 * ROUNDING[self.dtype] * row * max(1.0, weight) * rows**0.5
 
     def check(self, factor=1.0, dlse=True):
         self.check_forward(factor)

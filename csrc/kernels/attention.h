@@ -164,7 +164,7 @@ attention_clear_dbias(const tfast_attention_args *args)
     int64_t n[4];
 
     for (int d = 0; d < 4; d++) {
-        n[d] = stride[d] == 0 ? attention_min(1, full[d]) : full[d];
+        n[d] = stride[d] == 0 ? 1 : full[d];
     }
     for (int64_t b = 0; b < n[0]; b++) {
         for (int64_t h = 0; h < n[1]; h++) {

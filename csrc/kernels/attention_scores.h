@@ -309,8 +309,11 @@ R(scale_gradients)(REAL *gradients, const REAL *slope, REAL scale, const R(panel
             const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
             vr x = vr_mul(vr_load(gradients + at), vr_set1(scale));
 
-            vr_store(gradients + at,
-                     slope == NULL ? x : vr_mul(x, vr_load(slope + at)));
+            if (slope != NULL) { /* which may be NaN where the gradient is 0 */
+                const vr y = vr_mul(x, vr_load(slope + at));
+                x = vr_if_less(vr_set1(0), R(vector_abs)(x), y, x);
+            }
+            vr_store(gradients + at, x);
         }
     }
 }

@@ -62,7 +62,7 @@ py_attention_check_shape(const py_array *array, const char *name, int ndim,
     return py_attention_wrong(PyExc_ValueError, name, rule, array);
 }
 
-/* ---- Rows: q, k, v, out and their gradients --------------------------------------- */
+/* ---- Rows: q, k, v, out and their gradients -------------------------------------- */
 
 /* Which dimensions of an array are batch (-1: none), head and row. */
 typedef struct {
@@ -222,7 +222,7 @@ take_inputs(py_attention_call *call)
     return 0;
 }
 
-/* ---- Lengths ---------------------------------------------------------------------- */
+/* ---- Lengths --------------------------------------------------------------------- */
 
 /* An int64 array [n], or [any] for n < 0. */
 static const py_array *
@@ -319,7 +319,7 @@ take_kv_lens(py_attention_call *call)
     return array == NULL ? -1 : 0;
 }
 
-/* ---- Results ---------------------------------------------------------------------- */
+/* ---- Results --------------------------------------------------------------------- */
 
 static int
 take_lse(py_attention_call *call, PyObject *object, const char *name, int how,

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- Terms: mask, bias and its gradient ------------------------------------------- */
+/* ---- Terms: mask, bias and its gradient ------------------------------------------ */
 
 /* Strides with which an array broadcasts to the scores. */
 static int
@@ -79,7 +79,7 @@ option_named(const py_attention_call *call, const char *name)
     return NULL;
 }
 
-/* ---- Numbers for heads: ALiBi slopes, sinks, and their gradients ------------------ */
+/* ---- Numbers for heads: ALiBi slopes, sinks, and their gradients ----------------- */
 
 int
 py_attention_lse_dtype(const py_attention_call *call)
@@ -157,7 +157,7 @@ py_attention_take_options(py_attention_call *call)
     return 0;
 }
 
-/* ---- Gradients of options ------------------------------------------------------- */
+/* ---- Gradients of options ------------------------------------------------------ */
 
 /* The gradient of an option; it needs the option, and has its shape. */
 static int
