@@ -291,6 +291,15 @@ def test_sdpa_leaves_nested_tensors_and_subclasses_to_torch():
     assert reasons() == {"a tensor of type Mine": 1, "a nested or sparse tensor": 1}
 
 
+def test_sdpa_works_in_inference_mode_and_with_its_tensors():
+    with torch.inference_mode():
+        x = torch.randn(2, 3, 5, 8)
+        out = scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(out, scaled_dot_product_attention(x, x, x))
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        scaled_dot_product_attention(rows(2, 3, 5, 8), x, x)
+
+
 def test_sdpa_sees_the_negative_bit():
     x = torch.randn(2, 3, 5, 8, dtype=torch.complex64).conj().imag
     assert x.is_neg()
@@ -399,13 +408,18 @@ BAD = {
     "sinks": {"sinks": torch.ones(2)},
     "kv_lens": {"kv_lens": torch.tensor([6, 6])},
     "alibi_slopes": {"alibi_slopes": torch.ones(5)},
+    "cu_seqlens_q": {
+        "cu_seqlens_q": torch.zeros(0, dtype=torch.int64),
+        "cu_seqlens_k": torch.zeros(0, dtype=torch.int64),
+    },
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_attention_names_the_bad_argument(name):
+    q = q4[0] if name == "cu_seqlens_q" else q4
     with pytest.raises(ValueError, match=rf"^{name}.* must .*, got "):
-        attention(q4, q4, q4, **BAD[name])
+        attention(q, q, q, **BAD[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])

@@ -1,11 +1,15 @@
 """trainfast.torch's attention where torch looks at operators: torch.compile, fake
 tensors, tracers, exports and function transforms."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import trainfast
@@ -178,6 +182,18 @@ def test_compiled_function_takes_any_length_without_compiling_again():
     assert len(counts) == 1
 
 
+def test_compiled_math_path_stays_torchs():
+    def function(q):
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(q, q, q)
+
+    q = rows(1, 2, 20, 8, grad=False)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), function(q))
+    assert fallbacks() == {"sdpa_kernel(SDPBackend.MATH)": 2}
+    assert trainfast.stats().calls == {}
+
+
 def test_compiled_dropout_follows_manual_seed():
     def function(q):
         return scaled_dot_product_attention(q, q, q, dropout_p=0.5)
@@ -231,6 +247,15 @@ def test_symbolic_trace_and_jit_trace_keep_torchs_operator():
     traced = torch.jit.trace(Model(), (q,))
     torch.testing.assert_close(traced(k), Model()(k))
     assert "torch.jit.trace" in fallbacks()
+
+
+def test_importing_does_not_import_torchs_compiler():
+    code = (
+        "import sys, torch; before = 'torch._dynamo' in sys.modules;"
+        "import trainfast.torch, trainfast.torch.flash_attn;"
+        "assert before or 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_flops_are_counted_as_torchs():

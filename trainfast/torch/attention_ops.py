@@ -69,8 +69,8 @@ def _dense_rows(x: Tensor, count: bool = True) -> Tensor:
 def _fill_rest(x: Tensor, cu_seqlens: Tensor | None, value: float, dim: int) -> None:
     """Fills x where its rows, its dim `dim`, are past the last item: the core does not
     touch them. On a GPU all of x: a look at the lengths would wait for it."""
-    if cu_seqlens is not None:
-        used = 0 if x.is_cuda else int(cu_seqlens[-1])
+    if cu_seqlens is not None and cu_seqlens.numel() > 0:
+        used = 0 if x.is_cuda else int(cu_seqlens.view(-1)[-1])
         if 0 <= used < x.shape[dim]:  # otherwise an error of the core's
             x.narrow(dim, used, x.shape[dim] - used).fill_(value)
 

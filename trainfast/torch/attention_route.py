@@ -4,7 +4,8 @@ know, or torch's own operations.
 What the kernels do not take is counted, with the reason, in trainfast.stats().
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,18 +21,24 @@ from trainfast.torch.attention_math import Extras, Inputs, Options
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD_MODE = "forward-mode differentiation"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _PLAIN = (Tensor, Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
 
+def constant_when_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A graph keeps what `function` returns when it is traced. This is
+    torch.compiler.assume_constant_result, which takes a second to import torch's
+    compiler."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant_when_compiled
 def count_once(reason: str) -> None:
     """Counts a fallback; in a compiled function once, when it is traced."""
     count_fallback("attention", reason)
-
-
-# As torch.compiler.assume_constant_result does, which takes a second to import torch's
-# compiler for it.
-count_once.__dict__["_dynamo_marked_constant"] = True
 
 
 def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:

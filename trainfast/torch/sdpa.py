@@ -17,6 +17,7 @@ from trainfast.torch.attention_route import (
     FORWARD_MODE,
     MAX_DIM,
     autocast,
+    constant_when_compiled,
     count_once,
     draw_seed,
     refusal_of,
@@ -89,6 +90,7 @@ def scaled_dot_product_attention(
     return out
 
 
+@constant_when_compiled
 def _may_fuse() -> bool:
     """False where the user has left torch only its unfused operations."""
     return flash_sdp_enabled() or mem_efficient_sdp_enabled() or cudnn_sdp_enabled()
