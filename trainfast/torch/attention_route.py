@@ -41,6 +41,10 @@ def count_once(reason: str) -> None:
     count_fallback("attention", reason)
 
 
+def is_plain(x: Tensor | None) -> bool:
+    return x is None or type(x) in _PLAIN
+
+
 def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
     """Why the kernels cannot take these tensors, q first; None where they can."""
     compiling = torch.compiler.is_compiling()

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch.backends.cuda import (
     flash_sdp_enabled,
     mem_efficient_sdp_enabled,
 )
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function
 
 from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_route import (
@@ -20,6 +23,7 @@ from trainfast.torch.attention_route import (
     constant_when_compiled,
     count_once,
     draw_seed,
+    is_plain,
     refusal_of,
     run,
 )
@@ -61,7 +65,11 @@ def scaled_dot_product_attention(
     Everything else runs torch's own function, which raises torch's errors;
     trainfast.stats() counts it with the reason.
     """
-    refusal = refusal_of((query, key, value, attn_mask))
+    given = (query, key, value, attn_mask)
+    if has_torch_function(given):
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return _by_override((*given, dropout_p, is_causal), options)
+    refusal = refusal_of(given)
     if refusal is None and not _may_fuse():
         refusal = "sdpa_kernel(SDPBackend.MATH)"
     if refusal is None:
@@ -88,6 +96,20 @@ def scaled_dot_product_attention(
         )
     count_once(refusal)
     return out
+
+
+def _by_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What subclasses of Tensor, or modes, do in place of torch's function.
+
+    Subclasses such as torch.nn.attention.bias.CausalBias know it by its name in
+    torch.nn.functional, which may be this one.
+    """
+    function: Any = scaled_dot_product_attention
+    others = [type(x).__name__ for x in args[:4] if not is_plain(x)]
+    if others and functional.scaled_dot_product_attention is not function:
+        function = functional.scaled_dot_product_attention
+        count_once(f"a tensor of type {others[0]}")
+    return handle_torch_function(function, args[:4], *args, **kwargs)
 
 
 @constant_when_compiled
