@@ -30,6 +30,29 @@ check_sizes(const tfast_attention_args *args)
     return TFAST_OK;
 }
 
+/* Positions and windows are added up, which must not pass 2^63. */
+static tfast_status
+check_reach(const tfast_attention_args *args)
+{
+    const int64_t most = INT64_MAX / 4;
+    const struct {
+        const char *name;
+        int64_t value;
+    } checked[] = {{"n_q", args->n_q},
+                   {"n_k", args->n_k},
+                   {"window_left", args->window_left},
+                   {"window_right", args->window_right}};
+
+    for (int i = 0; i < 4; i++) {
+        if (checked[i].value > most) {
+            return tfast_fail(TFAST_EINVAL, "%s must be at most %lld, got %lld",
+                              checked[i].name, (long long)most,
+                              (long long)checked[i].value);
+        }
+    }
+    return TFAST_OK;
+}
+
 static tfast_status
 check_numbers(const tfast_attention_args *args)
 {
@@ -125,7 +148,10 @@ check(const tfast_attention_args *args)
     if (status == TFAST_OK) {
         status = check_numbers(args);
     }
-    return status == TFAST_OK ? check_lengths(args) : status;
+    if (status == TFAST_OK) {
+        status = check_lengths(args);
+    }
+    return status == TFAST_OK ? check_reach(args) : status;
 }
 
 tfast_status

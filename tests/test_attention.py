@@ -315,6 +315,16 @@ def test_the_gradient_of_lse_counts(rng, device):
     assert abs(to_float64(problem.backward().dk) - without).max() > 1e-3
 
 
+@pytest.mark.parametrize("side", [200, 2**62, 2**63 - 1, 2**70])
+def test_windows_past_every_key_are_none(rng, device, side):
+    problem = Problem(rng, device=device, is_causal=True)
+    expected = [to_float64(x) for x in problem.forward()]
+    for window in ((side, None), (None, side), (side, side)):
+        problem.options["window"] = window
+        for mine, true in zip(problem.forward(), expected):
+            np.testing.assert_array_equal(to_float64(mine), true)
+
+
 # ---- Lengths -------------------------------------------------------------------------
 
 

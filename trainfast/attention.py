@@ -310,7 +310,10 @@ def _window(window: Window | None) -> tuple[int, int]:
     sides = (None, None) if window is None else tuple(window)
     if len(sides) != 2:
         raise ValueError(f"window must be (left, right) or None, got {window!r}")
-    left, right = (-1 if side is None else operator.index(side) for side in sides)
+    far = 2**62  # beyond any key, and within the core's integers
+    left, right = (
+        -1 if side is None else min(operator.index(side), far) for side in sides
+    )
     for side, number in zip(sides, (left, right)):
         if side is not None and number < 0:
             raise ValueError(f"window must be None or >= 0 on a side, got {window!r}")
@@ -382,7 +385,8 @@ def _check_shapes(options: dict[str, Any], **arrays: Array) -> None:
 
 
 def _records() -> bool:
-    return sys.modules["torch"].is_grad_enabled()
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()
 
 
 def _lse_shape(q: Array, options: dict[str, Any]) -> tuple[int, ...]:

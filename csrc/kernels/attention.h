@@ -58,14 +58,94 @@ attention_forward_part(void *context, int part, int parts)
     }
 }
 
+/* ---- Decoding -------------------------------------------------------------------- */
+
+enum { ATTENTION_SPLIT_TASKS = 64, ATTENTION_SPLIT_KEYS = 4 * ATTENTION_KEYS };
+
+static bool
+attention_is_few(const tfast_attention_args *args)
+{
+    return args->dtype == TFAST_F64 ? attention_is_few_f64(args)
+                                    : attention_is_few_f32(args);
+}
+
+static void
+attention_decode_part(void *context, int part, int parts)
+{
+    attention_decode_job *job = context;
+    const tfast_attention_args *args = job->args;
+    void *room = job->room + job->room_bytes * (size_t)part;
+
+    (void)parts;
+    for (int64_t t; (t = atomic_fetch_add(&job->next, 1)) < job->tasks;) {
+        const int split = (int)(t % job->splits);
+        const int64_t head = t / job->splits % args->kv_heads;
+        const int64_t batch = t / job->splits / args->kv_heads;
+
+        if (args->dtype == TFAST_F64) {
+            attention_decode_f64(job, batch, head, split, room);
+        } else {
+            attention_decode_f32(job, batch, head, split, room);
+        }
+    }
+}
+
+static tfast_status
+attention_decode(const tfast_attention_args *args)
+{
+    const bool wide = args->dtype == TFAST_F64;
+    forward_room_f32 room_f32;
+    forward_room_f64 room_f64;
+    attention_decode_job job = {.args = args};
+    const int64_t heads = args->batch * args->kv_heads;
+    const int64_t most = (args->n_k + ATTENTION_SPLIT_KEYS - 1) / ATTENTION_SPLIT_KEYS;
+    const size_t width = (size_t)attention_round_up(args->dim_v, 16) + 2;
+    size_t bytes, results;
+    char *memory;
+    int parts;
+
+    job.splits = (int)attention_max(
+        1, attention_min(most, (ATTENTION_SPLIT_TASKS + heads - 1) / heads));
+    job.keys =
+        attention_round_up((args->n_k + job.splits - 1) / job.splits, ATTENTION_KEYS);
+    job.tasks = heads * job.splits;
+    bytes = wide ? forward_cut_f64(&room_f64, args, decode_queries_f64(args), NULL)
+                 : forward_cut_f32(&room_f32, args, decode_queries_f32(args), NULL);
+    job.room_bytes = (bytes + 4095) / 4096 * 4096 + 256;
+    parts = attention_parts(args, job.tasks);
+    results = (size_t)(job.splits * args->batch * args->heads * args->n_q) * width *
+              (wide ? 8 : 4);
+    results = (results + 4095) / 4096 * 4096;
+    memory = tfast_scratch_take(results + job.room_bytes * (size_t)parts);
+    if (memory == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "attention cannot allocate %zu bytes",
+                          results + job.room_bytes * (size_t)parts);
+    }
+    job.results = memory;
+    job.room = memory + results;
+    tfast_parallel(parts, attention_decode_part, &job);
+    for (int64_t i = 0; i < args->batch * args->heads; i++) {
+        const attention_head h =
+            attention_head_of(args, i / args->heads, i % args->heads);
+
+        if (wide) {
+            join_splits_f64(&job, &h, job.room);
+        } else {
+            join_splits_f32(&job, &h, job.room);
+        }
+    }
+    tfast_scratch_give(memory);
+    return TFAST_OK;
+}
+
 static tfast_status
 attention_forward(const tfast_attention_args *args)
 {
     forward_room_f32 narrow;
     forward_room_f64 wide;
     const size_t bytes = args->dtype == TFAST_F64
-                             ? forward_cut_f64(&wide, args, NULL)
-                             : forward_cut_f32(&narrow, args, NULL);
+                             ? forward_cut_f64(&wide, args, ATTENTION_QUERIES, NULL)
+                             : forward_cut_f32(&narrow, args, ATTENTION_QUERIES, NULL);
     attention_job job = {.args = args,
                          .room_bytes = (bytes + 4095) / 4096 * 4096 + 256};
     int parts;
@@ -74,6 +154,9 @@ attention_forward(const tfast_attention_args *args)
     job.tasks = args->batch * args->heads * job.blocks;
     if (job.tasks == 0) {
         return TFAST_OK;
+    }
+    if (attention_is_few(args)) {
+        return attention_decode(args);
     }
     parts = attention_parts(args, job.tasks);
     /* A head's blocks share its keys: to one thread, where there are many heads. */

@@ -115,7 +115,7 @@ R(open_sums)(const R(backward_work) * work)
         for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
             sum = vr_madd(vr_load(dout + d), vr_load(room->stage + d), sum);
         }
-        room->delta[i] = -(REAL)R(sum_lanes)(sum);
+        room->delta[i] = -vr_sum(sum);
         if (args->dlse != NULL && lse[i] != -(REAL)INFINITY) {
             room->delta[i] += dlse[i];
         }
@@ -189,7 +189,7 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            c[r][v] = vr_load(call->lse + v * VR_WIDTH);
+            c[r][v] = vr_set1(0); /* not lse: a sum that starts large rounds coarsely */
         }
     }
     R(multiply)
@@ -198,7 +198,8 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            const vr s = border ? R(bound)(call->panel, v, key + r, c[r][v]) : c[r][v];
+            const vr t = vr_add(c[r][v], vr_load(call->lse + v * VR_WIDTH));
+            const vr s = border ? R(bound)(call->panel, v, key + r, t) : t;
 
             vr_store(weights + r * ATTENTION_QUERIES + v * VR_WIDTH, R(vector_exp2)(s));
             c[r][v] = vr_load(call->delta + v * VR_WIDTH);

@@ -34,7 +34,7 @@ R(all_finite)(R(sums) from, int64_t first, int64_t n, int64_t width)
             odd = vr_madd(x, vr_set1(0), odd); /* 0, or NaN from then on */
         }
     }
-    return R(sum_lanes)(odd) == 0;
+    return vr_sum(odd) == 0;
 }
 
 /* Writes rows first .. first + n - 1 of an output whose sums are beside it. */

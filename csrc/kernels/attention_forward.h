@@ -3,7 +3,7 @@
 
 /* Room of one thread; parts that a call does not need are empty. */
 typedef struct {
-    REAL *queries; /* panels */
+    REAL *queries; /* panels, or with `few` rows of whole vectors */
     REAL *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
     REAL *dropout; /* the same */
     REAL *terms;   /* TERM_ROOM */
@@ -11,37 +11,42 @@ typedef struct {
     REAL *k, *v;   /* copies of rows; their strides: */
     int64_t k_stride, v_stride, out_stride;
     REAL *stage; /* VR_WIDTH rows */
+    bool few;    /* queries: rows, not panels */
     /* of each query: maximum so far, sum so far, what the last maximum is worth */
     REAL *top, *sum, *fade;
 } R(forward_room);
 
-/* Cuts the room, or with base NULL only measures it. Returns its bytes. */
+/* Cuts the room for n_q queries, or with base NULL only measures it. Returns its bytes.
+ */
 static size_t
-R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, REAL *base)
+R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t n_q,
+               REAL *base)
 {
-    const int64_t widest = args->dim > args->dim_v ? args->dim : args->dim_v;
+    const int64_t q_width = attention_round_up(args->dim, VR_WIDTH);
+    const int64_t v_width = attention_round_up(args->dim_v, VR_WIDTH);
     const int64_t tile = (int64_t)ATTENTION_KEYS * ATTENTION_QUERIES;
     int64_t used = 0;
     const struct {
         REAL **part;
         int64_t count;
     } parts[] = {
-        {&room->queries, ATTENTION_QUERIES * args->dim},
+        {&room->queries, n_q * q_width},
         {&room->scores, tile},
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
         {&room->terms, attention_has_terms(args) ? TERM_ROOM : 0},
-        {&room->out, ATTENTION_QUERIES * attention_round_up(args->dim_v, VR_WIDTH)},
+        {&room->out, n_q * v_width},
         {&room->k, ATTENTION_KEYS * attention_copy_stride(args->dim)},
         {&room->v, ATTENTION_KEYS * attention_copy_stride(args->dim_v)},
-        {&room->stage, VR_WIDTH * attention_round_up(widest, VR_WIDTH)},
-        {&room->top, ATTENTION_QUERIES},
-        {&room->sum, ATTENTION_QUERIES},
-        {&room->fade, ATTENTION_QUERIES},
+        {&room->stage, VR_WIDTH * (q_width > v_width ? q_width : v_width)},
+        {&room->top, n_q},
+        {&room->sum, n_q},
+        {&room->fade, n_q},
     };
 
     room->k_stride = attention_copy_stride(args->dim);
     room->v_stride = attention_copy_stride(args->dim_v);
-    room->out_stride = attention_round_up(args->dim_v, VR_WIDTH);
+    room->out_stride = v_width;
+    room->few = false;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         *parts[i].part = base == NULL ? NULL : base + used;
         used += attention_round_up(parts[i].count, 16);
@@ -104,6 +109,53 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
     }
     for (int v = 0; v < p->vectors; v++) {
         vr_store(top + v * VR_WIDTH, most[v]);
+    }
+}
+
+/* Four keys' products with one query, whose row is whole vectors. */
+static inline void
+R(few_scores)(const REAL *query, const REAL *k, int64_t k_stride, int64_t dim, int keys,
+              REAL *to)
+{
+    vr sum[4];
+
+    for (int j = 0; j < 4; j++) {
+        sum[j] = vr_set1(0);
+    }
+    for (int64_t d = 0; d < dim; d += VR_WIDTH) {
+        const vr q = vr_load(query + d);
+
+        for (int j = 0; j < keys; j++) {
+            sum[j] = vr_madd(q, vr_load(k + j * k_stride + d), sum[j]);
+        }
+    }
+    for (int j = 0; j < keys; j++) {
+        to[j * ATTENTION_QUERIES] = vr_sum(sum[j]);
+    }
+}
+
+/* The products of a panel of few queries: lanes are dims, for a vector of queries would
+ * be mostly empty. */
+static void
+R(few_panel)(const R(scores_call) * call, REAL *scores)
+{
+    const R(panel) *p = call->panel;
+    const int64_t width = attention_round_up(call->dim, VR_WIDTH);
+    int key = p->begin;
+
+    for (; key + 4 <= p->end; key += 4) {
+        for (int i = 0; i < p->n; i++) {
+            R(few_scores)
+            (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
+             call->dim, 4, scores + key * ATTENTION_QUERIES + i);
+        }
+    }
+    for (; key < p->end; key++) {
+        for (int i = 0; i < p->n; i++) {
+            R(few_scores)
+            (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
+             call->dim, 1, scores + key * ATTENTION_QUERIES + i);
+        }
     }
 }
 
@@ -171,11 +223,17 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
     for (int v = 0; v < p->vectors; v++) {
         before[v] = vr_load(top + v * VR_WIDTH);
     }
-    if (terms) {
+    if (terms || room->few) {
         REAL ignored[PANEL] = {0};
 
-        R(scores_panel)(&call, scores, ignored);
-        R(finish_scores)(scores, NULL, room->terms, p);
+        if (room->few) {
+            R(few_panel)(&call, scores);
+        } else {
+            R(scores_panel)(&call, scores, ignored);
+        }
+        if (terms || p->border) {
+            R(finish_scores)(scores, NULL, room->terms, p);
+        }
         R(maximum)(scores, p, top);
     } else {
         R(scores_panel)(&call, scores, top);
@@ -265,7 +323,6 @@ static bool
 R(scale_out)(const R(forward_room) * room, int64_t n_q)
 {
     vr odd = vr_set1(0);
-    REAL lanes[VR_WIDTH];
 
     for (int64_t i = 0; i < n_q; i++) {
         REAL *row = room->out + i * room->out_stride;
@@ -278,27 +335,19 @@ R(scale_out)(const R(forward_room) * room, int64_t n_q)
             vr_store(row + d, x);
         }
     }
-    vr_store(lanes, odd);
-    for (int i = 0; i < VR_WIDTH; i++) {
-        if (lanes[i] != 0) {
-            return false;
-        }
-    }
-    return true;
+    return vr_sum(odd) == 0;
 }
 
-/* Writes the block's output and lse. Returns false, and has written nothing, where the
- * output has a NaN or an infinity and `careful` has not been tried. */
+/* Writes the block's output and lse. Returns whether all of the output is finite. */
 static bool
 R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t query,
-                 int64_t n_q, bool careful)
+                 int64_t n_q)
 {
     const tfast_attention_args *args = h->args;
+    bool finite;
 
     R(normalise)(room, h, n_q);
-    if (!R(scale_out)(room, n_q) && !careful) {
-        return false;
-    }
+    finite = R(scale_out)(room, n_q);
     for (int64_t i = 0; i < n_q; i++) {
         R(tile_write)
         (args->out.data, room->out + i * room->out_stride, args->dtype,
@@ -308,7 +357,7 @@ R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t 
         memcpy((REAL *)args->lse + attention_lse_row(h) + query, room->top,
                sizeof(REAL) * (size_t)n_q);
     }
-    return true;
+    return finite;
 }
 
 static void
@@ -360,7 +409,7 @@ R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t qu
         }
         R(forward_values)(room, h, query, n_q, key, n_k, v, v_stride, first, careful);
     }
-    return R(forward_close)(room, h, query, n_q, careful);
+    return R(forward_close)(room, h, query, n_q);
 }
 
 /* The block of queries from `query` on. */
@@ -370,8 +419,8 @@ R(attention_forward)(const attention_head *h, int64_t query, void *memory)
     const int64_t n_q = attention_min(ATTENTION_QUERIES, h->n_q - query);
     R(forward_room) room;
 
-    R(forward_cut)(&room, h->args, memory);
-    if (!R(forward_try)(&room, h, query, n_q, false)) {
+    R(forward_cut)(&room, h->args, ATTENTION_QUERIES, memory);
+    if (!R(forward_try)(&room, h, query, n_q, false) && attention_can_forbid(h->args)) {
         R(forward_try)(&room, h, query, n_q, true);
     }
 }

@@ -287,3 +287,17 @@ attention_partial_row(const attention_back_job *job, const attention_head *h, in
 
     return (part * args->heads + h->head) * job->rows + first;
 }
+
+/* ---- Decoding as a whole --------------------------------------------------------- */
+
+/* A head's keys are dealt out to `splits` tasks of `keys` keys, as sizes alone say. */
+typedef struct {
+    const tfast_attention_args *args;
+    char *room; /* of all threads */
+    size_t room_bytes;
+    int splits;
+    int64_t keys;
+    void *results; /* [splits][batch][heads][n_q][2 + width] */
+    int64_t tasks;
+    _Atomic int64_t next;
+} attention_decode_job;

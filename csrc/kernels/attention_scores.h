@@ -18,9 +18,10 @@ static R(panel) R(panel_of)(const attention_head *head, int64_t query, int64_t n
 
     p.n = (int)attention_min(n, PANEL);
     p.vectors = p.n > VR_WIDTH ? 2 : 1;
-    p.begin = (int)attention_max(0, attention_first_key(head, query) - key);
-    p.end = (int)attention_min(n_k, attention_end_key(head, query + p.n - 1) - key);
-    p.end = p.end > p.begin ? p.end : p.begin;
+    p.begin = (int)attention_min(
+        n_k, attention_max(0, attention_first_key(head, query) - key));
+    p.end = (int)attention_max(
+        p.begin, attention_min(n_k, attention_end_key(head, query + p.n - 1) - key));
     p.border = attention_first_key(head, query + p.n - 1) - key > p.begin ||
                attention_end_key(head, query) - key < p.end;
     if (p.border) {
@@ -318,20 +319,6 @@ R(scale_gradients)(REAL *gradients, const REAL *slope, REAL scale, const R(panel
     }
 }
 
-/* The sum of a vector's lanes, in order. */
-static inline double
-R(sum_lanes)(vr x)
-{
-    REAL lanes[VR_WIDTH];
-    double sum = 0;
-
-    vr_store(lanes, x);
-    for (int i = 0; i < VR_WIDTH; i++) {
-        sum += (double)lanes[i];
-    }
-    return sum;
-}
-
 /* What a panel's gradients add to that of its head's slope. */
 static double
 R(alibi_gradient)(const REAL *gradients, const R(panel) * p)
@@ -348,7 +335,7 @@ R(alibi_gradient)(const REAL *gradients, const R(panel) * p)
             all = vr_madd(vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH),
                           far, all);
         }
-        sum -= R(sum_lanes)(all);
+        sum -= (double)vr_sum(all);
     }
     return sum;
 }
@@ -382,7 +369,7 @@ R(add_dbias)(REAL *dbias, const int64_t *stride, const REAL *gradients,
             double sum = 0;
 
             for (int v = 0; v < p->vectors; v++) {
-                sum += R(sum_lanes)(
+                sum += (double)vr_sum(
                     vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
             }
             to[key * stride[3]] += (REAL)sum;

@@ -409,9 +409,18 @@ take_backward(py_attention_call *call)
     return py_attention_take_option_gradients(call);
 }
 
+/* A window that ends past every key is none. */
+static int64_t
+shorten_window(const tfast_attention_args *args, int64_t window)
+{
+    return window > args->n_q && window - args->n_q > args->n_k ? -1 : window;
+}
+
 int
 py_attention_take(py_attention_call *call)
 {
+    tfast_attention_args *args = &call->args;
+
     if (py_is_given(call->given.cu_seqlens_q) !=
         py_is_given(call->given.cu_seqlens_k)) {
         PyErr_SetString(PyExc_ValueError,
@@ -423,6 +432,8 @@ py_attention_take(py_attention_call *call)
         (call->backward ? take_backward(call) : take_forward(call)) < 0) {
         return -1;
     }
+    args->window_left = shorten_window(args, args->window_left);
+    args->window_right = shorten_window(args, args->window_right);
     return py_attention_check_overlap(call);
 }
 

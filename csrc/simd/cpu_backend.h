@@ -35,6 +35,8 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention_forward.h"
 
+#include "../kernels/attention_decode.h"
+
 #include "../kernels/attention_backward.h"
 
 #include "../kernels/attention_backward_task.h"
@@ -52,6 +54,8 @@ enum { TILE = 256, PREFETCH = 512 };
 #include "../kernels/attention_scores.h"
 
 #include "../kernels/attention_forward.h"
+
+#include "../kernels/attention_decode.h"
 
 #include "../kernels/attention_backward.h"
 

@@ -21,6 +21,7 @@
 #undef vr_if_less
 #undef vr_pow2
 #undef vr_transpose
+#undef vr_sum
 #undef REAL_MAX
 
 #define REAL float
@@ -45,3 +46,4 @@
 #define vr_if_less vf_if_less
 #define vr_pow2 vf_pow2
 #define vr_transpose vf_transpose
+#define vr_sum vf_sum

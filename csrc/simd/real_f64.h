@@ -21,6 +21,7 @@
 #undef vr_if_less
 #undef vr_pow2
 #undef vr_transpose
+#undef vr_sum
 #undef REAL_MAX
 
 #define REAL double
@@ -45,3 +46,4 @@
 #define vr_if_less vd_if_less
 #define vr_pow2 vd_pow2
 #define vr_transpose vd_transpose
+#define vr_sum vd_sum

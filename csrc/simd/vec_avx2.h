@@ -72,6 +72,12 @@ static inline void vf_store_bf16(uint16_t *p, vf a)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(half),
                                                     _mm256_extracti128_si256(half, 1)));
 }
+static inline float vf_sum(vf a)
+{
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
 
 static inline vd vd_set1(double x) { return _mm256_set1_pd(x); }
 static inline vd vd_load(const double *p) { return _mm256_loadu_pd(p); }
@@ -101,4 +107,9 @@ static inline void vd_transpose(vd *r)
     r[1] = _mm256_permute2f128_pd(b, d, 0x20);
     r[2] = _mm256_permute2f128_pd(a, c, 0x31);
     r[3] = _mm256_permute2f128_pd(b, d, 0x31);
+}
+static inline double vd_sum(vd a)
+{
+    const __m128d x = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
 }

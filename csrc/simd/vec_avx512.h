@@ -81,6 +81,7 @@ static inline void vf_store_bf16(uint16_t *p, vf a)
     const __m512i half = _mm512_mask_set1_epi32(rounded, nan, 0x7FC0);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
 }
+static inline float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }
 
 static inline vd vd_set1(double x) { return _mm512_set1_pd(x); }
 static inline vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
@@ -122,3 +123,4 @@ static inline void vd_transpose(vd *r)
         r[i + 6] = _mm512_shuffle_f64x2(quad[i + 2], quad[i + 6], 0xDD);
     }
 }
+static inline double vd_sum(vd a) { return _mm512_reduce_add_pd(a); }

@@ -3,7 +3,7 @@
  * a > b ? a : b and vX_min(a, b) a < b ? a : b, so b where either is NaN; vX_madd is
  * a * b + c, fused where that is cheap; vX_if_less(a, b, x, y) is a < b ? x : y;
  * vX_pow2(a) shifts a's lowest bits to the exponent's place; vX_transpose() takes as
- * many rows as there are lanes. V_ROWS by two vectors are the accumulators that the
+ * many rows as there are lanes; vX_sum adds up the lanes. V_ROWS by two vectors are the accumulators that the
  * registers hold beside two factors and a broadcast. */
 // clang-format off
 #include "../half.h"
@@ -38,6 +38,7 @@ static inline vf vf_pow2(vf a)
     return a;
 }
 static inline void vf_transpose(vf *rows) { (void)rows; }
+static inline float vf_sum(vf a) { return a; }
 static inline vf vf_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
 static inline void vf_store_f16(uint16_t *p, vf a) { *p = tfast_to_f16(a); }
 static inline vf vf_load_bf16(const uint16_t *p) { return tfast_from_bf16(*p); }
@@ -65,3 +66,4 @@ static inline vd vd_pow2(vd a)
     return a;
 }
 static inline void vd_transpose(vd *rows) { (void)rows; }
+static inline double vd_sum(vd a) { return a; }

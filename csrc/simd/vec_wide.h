@@ -59,6 +59,13 @@ static inline void vf_store_bf16(uint16_t *p, vf a)
     for (int i = 0; i < 16; i++) { p[i] = tfast_to_bf16(a[i]); }
 }
 
+static inline float vf_sum(vf a)
+{
+    float sum = 0;
+    for (int i = 0; i < 16; i++) { sum += a[i]; }
+    return sum;
+}
+
 static inline vd vd_set1(double x) { EACH_LANE(vd, 8, x); }
 static inline vd vd_load(const double *p) { vd r; memcpy(&r, p, sizeof r); return r; }
 static inline void vd_store(double *p, vd a) { memcpy(p, &a, sizeof a); }
@@ -87,5 +94,11 @@ static inline void vd_transpose(vd *rows)
     for (int i = 0; i < 8; i++) {
         for (int j = 0; j < 8; j++) { rows[i][j] = copy[j][i]; }
     }
+}
+static inline double vd_sum(vd a)
+{
+    double sum = 0;
+    for (int i = 0; i < 8; i++) { sum += a[i]; }
+    return sum;
 }
 #undef EACH_LANE

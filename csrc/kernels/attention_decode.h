@@ -1,0 +1,233 @@
+/* Attention forward for few queries against many keys (decoding): the keys are split
+ * among tasks, each with a result of its own, and all heads that share keys go through
+ * them together, so that they are read once. */
+
+/* Whether panels of queries would be mostly empty. */
+static inline bool
+R(attention_is_few)(const tfast_attention_args *args)
+{
+    return args->n_q <= VR_WIDTH / 2;
+}
+
+/* Queries of the room: a panel of statistics for each head. */
+static inline int64_t
+R(decode_queries)(const tfast_attention_args *args)
+{
+    return args->heads / args->kv_heads * PANEL;
+}
+
+/* out = fade * out + weights . v for one query; in registers, so that v is read from
+ * one end to the other. */
+static inline void
+R(few_values)(REAL *out, REAL fade, const REAL *weights, const REAL *v,
+              int64_t v_stride, int64_t n_k, int64_t width, bool careful)
+{
+    enum { CHUNK = 8 };
+
+    for (int64_t d = 0; d < width; d += CHUNK * VR_WIDTH) {
+        const int n = (int)attention_min(CHUNK, (width - d) / VR_WIDTH);
+        vr sum[CHUNK];
+
+        for (int i = 0; i < n; i++) {
+            sum[i] = vr_set1(0);
+        }
+        for (int64_t j = 0; j < n_k; j++) {
+            const REAL weight = weights[j * ATTENTION_QUERIES];
+            const REAL *row = v + j * v_stride + d;
+
+            if (careful && weight == 0) {
+                continue;
+            }
+            if (n == CHUNK) {
+#pragma GCC unroll 8
+                for (int i = 0; i < CHUNK; i++) {
+                    sum[i] =
+                        vr_madd(vr_set1(weight), vr_load(row + i * VR_WIDTH), sum[i]);
+                }
+            } else {
+                for (int i = 0; i < n; i++) {
+                    sum[i] =
+                        vr_madd(vr_set1(weight), vr_load(row + i * VR_WIDTH), sum[i]);
+                }
+            }
+        }
+        for (int i = 0; i < n; i++) {
+            REAL *to = out + d + i * VR_WIDTH;
+            vr_store(to, vr_madd(vr_set1(fade), vr_load(to), sum[i]));
+        }
+    }
+}
+
+/* The room of one of the heads that share keys: its own queries, sums and output. */
+static R(forward_room) R(decode_room)(const R(forward_room) * room, int64_t i,
+                                      const tfast_attention_args *args)
+{
+    R(forward_room) one = *room;
+
+    one.queries += i * PANEL * attention_round_up(args->dim, VR_WIDTH);
+    one.out += i * PANEL * room->out_stride;
+    one.top += i * PANEL;
+    one.sum += i * PANEL;
+    one.fade += i * PANEL;
+    return one;
+}
+
+static void
+R(decode_open)(const R(forward_room) * room, const attention_head *h)
+{
+    const tfast_attention_args *args = h->args;
+    const int64_t width = attention_round_up(args->dim, VR_WIDTH);
+    const vr scale = vr_set1((REAL)attention_query_scale(args));
+
+    R(read_rows)
+    (room->queries, width, args->q.data, args->dtype,
+     attention_query_row(h, &args->q, 0), args->q.row, h->n_q, args->dim);
+    for (int64_t i = 0; i < h->n_q * width; i += VR_WIDTH) {
+        vr_store(room->queries + i, vr_mul(scale, vr_load(room->queries + i)));
+    }
+    for (int i = 0; i < PANEL; i++) {
+        room->top[i] = -REAL_MAX;
+        room->sum[i] = 0;
+        room->fade[i] = 1;
+    }
+    memset(room->out, 0, sizeof(REAL) * (size_t)(h->n_q * room->out_stride));
+}
+
+/* Keys key .. key + n_k - 1 for one head. */
+static void
+R(decode_tile)(const R(forward_room) * room, const attention_head *h, const REAL *k,
+               int64_t k_stride, const REAL *v, int64_t v_stride, int64_t key,
+               int64_t n_k, bool careful)
+{
+    const R(panel) p = R(panel_of)(h, 0, h->n_q, key, n_k);
+
+    if (p.begin == p.end) {
+        return;
+    }
+    if (h->args->dropout_p > 0) {
+        R(fill_dropout)(room->dropout, h, 0, h->n_q, key, n_k);
+    }
+    R(forward_panel)(room, &p, k, k_stride, 0, (int)n_k);
+    for (int64_t i = 0; i < h->n_q; i++) {
+        R(few_values)
+        (room->out + i * room->out_stride, room->fade[i],
+         room->scores + p.begin * ATTENTION_QUERIES + i, v + p.begin * v_stride,
+         v_stride, p.end - p.begin, room->out_stride, careful);
+    }
+}
+
+/* All heads that share keys, against keys begin .. end - 1. */
+static void
+R(decode_keys)(const R(forward_room) * room, const attention_head *first, int64_t begin,
+               int64_t end, bool careful)
+{
+    const tfast_attention_args *args = first->args;
+    const int64_t group = args->heads / args->kv_heads;
+    attention_head h = *first;
+
+    for (int64_t i = 0; i < group; i++) {
+        const R(forward_room) one = R(decode_room)(room, i, args);
+
+        h.head = first->head + i;
+        R(decode_open)(&one, &h);
+    }
+    for (int64_t key = begin; key < end; key += ATTENTION_KEYS) {
+        const int64_t n_k = attention_min(ATTENTION_KEYS, end - key);
+        int64_t k_stride, v_stride;
+        const REAL *k = R(open_rows)(room->k, room->k_stride, args->k.data, args->dtype,
+                                     attention_key_row(first, &args->k, key),
+                                     args->k.row, n_k, args->dim, false, &k_stride);
+        const REAL *v = R(open_rows)(room->v, room->v_stride, args->v.data, args->dtype,
+                                     attention_key_row(first, &args->v, key),
+                                     args->v.row, n_k, args->dim_v, false, &v_stride);
+
+        for (int64_t i = 0; i < group; i++) {
+            const R(forward_room) one = R(decode_room)(room, i, args);
+
+            h.head = first->head + i;
+            R(decode_tile)(&one, &h, k, k_stride, v, v_stride, key, n_k, careful);
+        }
+    }
+}
+
+/* Where a split's result for one head is: n_q rows of maximum, sum and output. */
+static inline REAL *
+R(decode_result)(const attention_decode_job *job, const attention_head *h, int split)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t width = attention_round_up(args->dim_v, VR_WIDTH) + 2;
+    const int64_t place = (split * args->batch + h->batch) * args->heads + h->head;
+
+    return (REAL *)job->results + place * args->n_q * width;
+}
+
+/* A task: the keys of one split for all heads that share them. */
+static void
+R(attention_decode)(const attention_decode_job *job, int64_t batch, int64_t kv_head,
+                    int split, void *memory)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t group = args->heads / args->kv_heads;
+    attention_head h = attention_head_of(args, batch, kv_head * group);
+    const int64_t from = attention_first_key(&h, 0) / ATTENTION_KEYS * ATTENTION_KEYS;
+    const int64_t to = attention_end_key(&h, h.n_q - 1);
+    const int64_t begin = attention_max(from, split * job->keys);
+    const int64_t end = attention_min(to, (split + 1) * job->keys);
+    R(forward_room) room;
+    bool finite = true;
+
+    R(forward_cut)(&room, args, R(decode_queries)(args), memory);
+    room.few = true;
+    for (int careful = 0; careful < 2; careful++) {
+        R(decode_keys)(&room, &h, begin, end, careful);
+        for (int64_t i = 0; i < group; i++) {
+            const R(forward_room) one = R(decode_room)(&room, i, args);
+
+            h.head = kv_head * group + i;
+            for (int64_t j = 0; j < h.n_q; j++) {
+                REAL *to = R(decode_result)(job, &h, split) + j * (room.out_stride + 2);
+
+                to[0] = one.top[j];
+                to[1] = one.sum[j];
+                memcpy(to + 2, one.out + j * room.out_stride,
+                       sizeof(REAL) * (size_t)room.out_stride);
+                for (int64_t d = 0; d < room.out_stride; d++) {
+                    finite &= to[2 + d] * 0 == 0;
+                }
+            }
+        }
+        h.head = kv_head * group;
+        if (finite || !attention_can_forbid(args)) {
+            return;
+        }
+    }
+}
+
+/* One head's result from those of its splits, in order. */
+static void
+R(join_splits)(const attention_decode_job *job, const attention_head *h, void *memory)
+{
+    const tfast_attention_args *args = job->args;
+    R(forward_room) room;
+
+    R(forward_cut)(&room, args, R(decode_queries)(args), memory);
+    R(decode_open)(&room, h);
+    for (int64_t j = 0; j < h->n_q; j++) {
+        REAL *out = room.out + j * room.out_stride;
+
+        for (int split = 0; split < job->splits; split++) {
+            const REAL *from =
+                R(decode_result)(job, h, split) + j * (room.out_stride + 2);
+            const REAL top = from[0] > room.top[j] ? from[0] : room.top[j];
+            const REAL old = (REAL)exp2((double)(room.top[j] - top));
+            const REAL new = (REAL)exp2((double)(from[0] - top));
+
+            room.top[j] = top;
+            room.sum[j] = room.sum[j] * old + from[1] * new;
+            for (int64_t d = 0; d < room.out_stride; d++) {
+                out[d] = out[d] * old + from[2 + d] * new;
+            }
+        }
+    }
+    R(forward_close)(&room, h, 0, h->n_q);
+}
