@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from trainfast.stats import count_fallback
-from trainfast.torch import attention_math, attention_ops
+from trainfast.torch import attention_math, attention_operators, attention_ops
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
 MAX_DIM = 256
@@ -94,7 +94,7 @@ def is_watched(q: Tensor) -> bool:
 
 def run(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
     if is_watched(inputs.q):
-        return attention_ops.as_operator(inputs, extras, options)
+        return attention_operators.as_operator(inputs, extras, options)
     return attention_ops.differentiable(inputs, extras, options)
 
 
