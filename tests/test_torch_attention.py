@@ -274,6 +274,22 @@ def test_sdpa_leaves_a_user_who_wants_the_math_path_alone():
     assert reasons() == {"sdpa_kernel(SDPBackend.MATH)": 1} and calls() == 0
 
 
+def test_backend_without_attention_leaves_it_to_torch(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("this backend has no attention")
+
+    monkeypatch.setattr(trainfast._core, "attention", refuse)
+    q = rows(2, 3, 5, 8)
+    out = scaled_dot_product_attention(q, q, q)
+    assert torch.equal(out, F.scaled_dot_product_attention(q, q, q))
+    out = attention(q, q, q, is_causal=True)
+    theirs = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(out, theirs)
+    grads = [torch.autograd.grad(x.sum(), q) for x in (out, theirs)]
+    torch.testing.assert_close(*grads)
+    assert reasons() == {"this backend has no attention": 2} and calls() == 0
+
+
 def test_sdpa_scale_is_keyword_only_as_in_torch():
     for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
         with pytest.raises(TypeError):

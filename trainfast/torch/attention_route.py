@@ -23,6 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD_MODE = "forward-mode differentiation"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # new in torch 2.7
 _PLAIN = (Tensor, Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
@@ -77,7 +78,7 @@ def _refusal_when_eager() -> str | None:
 
 
 def _refusal_when_compiling() -> str | None:
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         return "torch.export: its programs run without trainfast"
     return None
 
