@@ -3,9 +3,11 @@
 from trainfast.torch.accumulator import Accumulator
 from trainfast.torch.adamw import Adam, AdamW
 from trainfast.torch.amp import GradScaler
-from trainfast.torch.attention import attention, scaled_dot_product_attention
+from trainfast.torch.attention import attention
 from trainfast.torch.clip import clip_grad_norm_, clip_grad_value_, get_total_norm
+from trainfast.torch.flash_attention_impl import register_flash_attention_impl
 from trainfast.torch.scheduler import SkipAwareScheduler
+from trainfast.torch.sdpa import scaled_dot_product_attention
 
 __all__ = [
     "Accumulator",
@@ -17,5 +19,6 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_total_norm",
+    "register_flash_attention_impl",
     "scaled_dot_product_attention",
 ]
