@@ -1,4 +1,4 @@
-# make demo    a small GPT trained with torch's AdamW and trainfast's, side by side
+# make demo    a small GPT trained with torch's kernels and trainfast's, side by side
 # make test    everything that pytest can run on this machine
 # make check   formatting, lint, warnings as errors, type stubs, CUDA for all GPUs
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
@@ -52,7 +52,8 @@ check: .venv/.dev .venv/.test build
 	if command -v clang >/dev/null; then \
 	    CC=clang TRAINFAST_WERROR=1 TRAINFAST_CUDA=0 $(RUN) setup.py -q build \
 	        --build-lib build/check-clang; fi
-	cd build/check && ../../$(RUN) -m mypy.stubtest trainfast._core
+	cd build/check && ../../$(RUN) -m mypy.stubtest \
+	    --mypy-config-file ../../pyproject.toml trainfast._core
 
 gpu: .venv/.test build
 	@PYTHON=$(RUN) .ci/gpu

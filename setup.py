@@ -113,6 +113,8 @@ def compile_all(jobs, force, what):
         targets.append(target)
         if force or outdated(target):
             stale.append((command, source, target))
+    if stale:
+        say(f"compiling {len(stale)} of {len(jobs)} files of {what} (can take minutes)")
     start = time.monotonic()
     with ThreadPool(len(os.sched_getaffinity(0))) as pool:
         pool.map(compile_one, stale, chunksize=1)

@@ -209,6 +209,120 @@ def test_selftest_measures_torchs_arrays_as_numpys(dtypes):
     assert len(set(errors)) == 1
 
 
+def halve(options, name):
+    return {**options, name: options[name] / 2} if name in options else options
+
+
+# What a wrong kernel would do to the options of a call, and which of the two has it.
+ATTENTION_DAMAGES = {
+    "scale": ("both", lambda o: {**o, "scale": (o.get("scale") or 0.25) * 1.01}),
+    "mask": ("both", lambda o: {**o, "mask": None}),
+    "bias": ("both", lambda o: halve(o, "bias")),
+    "softcap": ("both", lambda o: halve(o, "softcap")),
+    "causal": ("both", lambda o: {**o, "is_causal": False}),
+    "diagonal": ("both", lambda o: {**o, "causal_align": "top_left"}),
+    "window": ("both", lambda o: {**o, "window": None}),
+    "slopes": ("both", lambda o: halve(o, "alibi_slopes")),
+    "sinks": ("both", lambda o: halve(o, "sinks")),
+    "no dropout": ("both", lambda o: {**o, "dropout_p": 0.0}),
+    "another seed": ("both", lambda o: {**o, "seed": 1}),
+    "lengths": ("both", lambda o: {**o, "kv_lens": None}),
+    "no dlse": ("backward", lambda o: {**o, "dlse": None}),
+}
+
+
+def damaged(right, change):
+    return lambda *arrays, **options: right(*arrays, **change(options))
+
+
+@pytest.mark.parametrize("damage", ATTENTION_DAMAGES)
+def test_selftest_finds_damaged_attention(monkeypatch, damage):
+    kernels, change = ATTENTION_DAMAGES[damage]
+    checks = {"attention_backward": selftest.check_attention_backward}
+    if kernels == "both":
+        checks["attention"] = selftest.check_attention
+
+    for name, check in checks.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(trainfast, name, damaged(getattr(trainfast, name), change))
+            for dtype in ("float32", "float64"):
+                error, allowed = check((dtype,), selftest.NumpyArrays())
+                assert error > allowed
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_selftest_finds_nan_from_attention(monkeypatch, name):
+    right = getattr(trainfast, name)
+
+    def wrong(*arrays, **options):
+        results = right(*arrays, **options)
+        results[1][..., -1:] = np.nan  # lse, or dk
+        return results
+
+    monkeypatch.setattr(trainfast, name, wrong)
+    report = selftest.selftest(["scalar"])
+    assert not report.ok
+    json.loads(report.to_json(), parse_constant=pytest.fail)
+
+
+def test_selftest_skips_a_kernel_that_a_backend_lacks(monkeypatch):
+    def lack(*arrays, **options):
+        raise NotImplementedError("backend scalar has no attention")
+
+    monkeypatch.setattr(trainfast, "attention", lack)
+    rows = selftest.selftest(["scalar"]).rows
+    states = {row.ok for row in rows if row.kernel.startswith("attention")}
+    assert states == {None}
+
+    def refuse(*arrays, **options):
+        raise NotImplementedError("q must be of a float dtype, got float32")
+
+    monkeypatch.setattr(trainfast, "attention", refuse)
+    assert not selftest.selftest(["scalar"]).ok
+
+
+@pytest.mark.parametrize("damage", ["norm", "finds nothing", "factor", "growth"])
+def test_selftest_finds_damaged_amp(monkeypatch, damage):
+    name = "amp_update" if damage == "growth" else "amp_grads"
+    right = getattr(trainfast._core, name)
+
+    def wrong(first, *rest, **options):
+        if damage == "norm":
+            options["norm_type"] = 2.0
+        if damage == "factor":
+            options["factor"] = options["factor"] * 1.01
+        if damage == "growth":
+            options["growth_interval"] = 4
+        result = right(first, *rest, **options)
+        if damage == "finds nothing":
+            options["found_inf"][...] = 0
+        return result
+
+    monkeypatch.setattr(trainfast._core, name, wrong)
+    rows = selftest.selftest(["scalar"]).rows
+    dtypes = {row.dtype for row in rows if row.ok is False and row.kernel == name}
+    assert dtypes == (
+        {"float32"} if damage == "growth" else {name for (name,) in selftest.AMP_DTYPES}
+    )
+
+
+@pytest.mark.parametrize("dtypes", selftest.ATTENTION_DTYPES, ids="-".join)
+def test_selftest_measures_other_kernels_on_torchs_arrays_as_on_numpys(dtypes):
+    pytest.importorskip("torch")
+    for check in (
+        selftest.check_amp_grads,
+        selftest.check_amp_update,
+        selftest.check_attention,
+        selftest.check_attention_backward,
+    ):
+        errors = [
+            check(dtypes, arrays)
+            for arrays in (selftest.TorchArrays("cpu"), selftest.NumpyArrays())
+            if arrays.has(dtypes[0])
+        ]
+        assert len(set(errors)) == 1
+
+
 def test_selftest_fails_for_a_named_backend_that_cannot_run(monkeypatch):
     def refuse(name):
         if name == "avx512":

@@ -12,14 +12,20 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
+import trainfast  # noqa: E402
+from trainfast.stats import count_fallback  # noqa: E402
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "char_transformer.py"
 TINY = ["--preset", "tiny", "--device", "cpu"]
+TORCHS = torch.nn.functional.scaled_dot_product_attention
 NAMES = {
     "torch": "torch-AdamW",
     "fused": "torch-fused-AdamW",
     "ours": "trainfast-AdamW",
     "amp": "AMP,-torch",
     "our amp": "AMP,-trainfast",
+    "attention": "AdamW-+-attention",
+    "amp attention": "AMP-+-attention",
 }
 
 
@@ -53,7 +59,10 @@ def test_example_trains_all_alike_and_writes_its_files(tmp_path):
     assert losses["ours"][-1] < losses["ours"][0] - 1
     assert losses["ours"] == pytest.approx(losses["fused"], rel=1e-4)
     assert losses["ours"] == pytest.approx(losses["torch"], rel=1e-4)
+    assert losses["attention"] == pytest.approx(losses["ours"], rel=1e-5)
+    assert losses["attention"] != losses["ours"]  # another kernel has other roundings
     # bfloat16 forward and backward: near the others, and one another's equal
+    assert losses["amp attention"] == pytest.approx(losses["our amp"], rel=1e-2)
     assert losses["our amp"] == pytest.approx(losses["amp"], rel=1e-2)
     assert losses["our amp"] == pytest.approx(losses["ours"], rel=5e-2)
     steps, validation = zip(*runs["ours"]["validation"], strict=True)
@@ -61,7 +70,7 @@ def test_example_trains_all_alike_and_writes_its_files(tmp_path):
 
 
 def test_example_resumes_as_if_it_had_not_been_stopped(example, monkeypatch, tmp_path):
-    kinds = ["torch-fused", "trainfast", "amp-trainfast"]
+    kinds = ["torch-fused", "trainfast", "amp-trainfast-attention"]
     arguments = [*TINY, "--optimizers", *kinds, "--out"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     example.main([*arguments, str(whole)])
@@ -89,7 +98,7 @@ def test_example_resumes_as_if_it_had_not_been_stopped(example, monkeypatch, tmp
     monkeypatch.setattr(example.Run, "iteration", count)
     example.main([*arguments, str(parts), "--resume"])
     assert len(iterations) == 25 + 50 + 50
-    for who in ("fused", "ours", "our amp"):
+    for who in ("fused", "ours", "amp attention"):
         one, two = load(whole, who), load(parts, who)
         assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
         assert one["validation"] == [
@@ -110,6 +119,30 @@ def test_example_resumed_at_its_end_prints_the_losses_again(example, capsys, tmp
     table = again.splitlines()[2].split()
     assert table[2:6] == ["-"] * 4
     assert table[6:] == first.splitlines()[3].split()[6:]
+
+
+def test_example_switches_attention_for_the_rows_that_say_so(example, capsys, tmp_path):
+    arguments = [*TINY, "--steps", "5", "--out", str(tmp_path)]
+    for kinds, runs in ((["trainfast"], 0), (["trainfast", "trainfast-attention"], 1)):
+        trainfast.reset_stats()
+        example.main([*arguments, "--optimizers", *kinds])
+        calls = trainfast.stats().calls.get("attention", {})
+        # two layers: five iterations and 16 batches of validation; generate()
+        assert sum(calls.values()) == runs * 2 * (5 * 2 + 16 + 400)
+        assert trainfast.stats().fallbacks.get("attention") is None
+        assert torch.nn.functional.scaled_dot_product_attention is TORCHS
+        said = "AdamW + attention and trainfast AdamW: training losses differ" in (
+            capsys.readouterr().out
+        )
+        assert said == bool(runs)
+
+
+def test_example_says_when_torchs_attention_ran_instead(example, capsys):
+    trainfast.reset_stats()
+    count_fallback("attention", "device moon")
+    example.print_attention([])
+    assert "instead of trainfast's 1 times: device moon" in capsys.readouterr().out
+    trainfast.reset_stats()
 
 
 def test_example_refuses_an_unknown_optimizer(example, capsys):

@@ -107,6 +107,7 @@ def adamw_step(
         write_back_grads=write_back_grads,
     )
     count_call("adamw", _core.backend_in_use())
+    written: tuple[Any, ...]
     written = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, emas, copies)
     if zero_grad or write_back_grads:
         for grad, copy in relaid:

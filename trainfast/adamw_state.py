@@ -61,7 +61,7 @@ def check_options(optimizer: "AdamW") -> None:
         )
 
 
-def check_scale(name: str, scale: float) -> float:
+def check_scale(name: str, scale: Any) -> float:
     """A loss scale as it is in float32; ValueError for one that is no scale there."""
     with np.errstate(over="ignore"):
         rounded = float(np.float32(scale))
@@ -140,7 +140,8 @@ def load_state_dict(optimizer: "AdamW", state: dict[str, Any]) -> None:
         "emas": new_emas,
     }
     for name in (*_MOMENTS, *_EXTRAS):
-        mine, new = getattr(optimizer, name), state.get(name)
+        mine: Any = getattr(optimizer, name)
+        new: Any = state.get(name)
         if mine is not None and new is None:
             new = makers[name](optimizer)
         for i, to in enumerate(mine or ()):

@@ -1,5 +1,6 @@
 """Adapters for torch: the same names, arguments and state as torch's own."""
 
+from trainfast.torch import flash_attn, huggingface
 from trainfast.torch.accumulator import Accumulator
 from trainfast.torch.adamw import Adam, AdamW
 from trainfast.torch.amp import GradScaler
@@ -18,7 +19,9 @@ __all__ = [
     "attention",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "flash_attn",
     "get_total_norm",
+    "huggingface",
     "register_flash_attention_impl",
     "scaled_dot_product_attention",
 ]
