@@ -47,14 +47,19 @@ attention_forward_task(const attention_job *job, int64_t task, attention_ahead *
     }
 }
 
-/* How many strips of scores and output a head has: about. */
+/* How many strips of products a head has: about. */
 static int64_t
-attention_strips(const attention_head *h)
+attention_strips(const attention_head *h, bool backward)
 {
-    const int64_t scores = h->n_q * h->n_k / (h->args->is_causal ? 2 : 1);
-    const int64_t panels = (h->args->dim_v + 2 * VF_WIDTH - 1) / (2 * VF_WIDTH);
+    const tfast_attention_args *args = h->args;
+    const int64_t scores = h->n_q * h->n_k / (args->is_causal ? 2 : 1);
+    const int64_t width = 2 * VF_WIDTH;
+    const int64_t q_panels = (args->dim + width - 1) / width;
+    const int64_t v_panels = (args->dim_v + width - 1) / width;
+    const int64_t rows = backward ? h->n_q * q_panels + h->n_k * (q_panels + v_panels)
+                                  : h->n_q * v_panels;
 
-    return scores / (2 * VF_WIDTH * V_ROWS) + h->n_q / V_ROWS * panels;
+    return scores / (width * V_ROWS) + rows / V_ROWS;
 }
 
 static void
@@ -74,7 +79,7 @@ attention_forward_part(void *context, int part, int parts)
             const attention_head h =
                 attention_head_of(args, head / args->heads, head % args->heads);
 
-            attention_plan(&ahead, &h, attention_strips(&h));
+            attention_plan(&ahead, &h, attention_strips(&h, false), false);
         }
         for (int64_t t = begin; t < attention_min(begin + job->run, job->tasks); t++) {
             attention_forward_task(
@@ -230,29 +235,48 @@ attention_back_parts(const tfast_attention_args *args, int64_t heads)
 }
 
 static void
+attention_backward_task(const attention_back_job *job, int64_t task,
+                        attention_ahead *ahead, void *room)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t heads = job->join_heads ? 1 : args->kv_heads;
+    const int part = (int)(task % job->parts);
+    const int64_t b0 = task / job->parts / heads, h0 = task / job->parts % heads;
+    const int64_t b1 = job->join_batch ? args->batch : b0 + 1;
+    const int64_t h1 = job->join_heads ? args->kv_heads : h0 + 1;
+
+    for (int64_t b = b0; b < b1; b++) {
+        for (int64_t h = h0; h < h1; h++) {
+            if (args->dtype == TFAST_F64) {
+                attention_backward_f64(job, b, h, part, ahead, room);
+            } else {
+                attention_backward_f32(job, b, h, part, ahead, room);
+            }
+        }
+    }
+}
+
+static void
 attention_backward_part(void *context, int part, int parts)
 {
     attention_back_job *job = context;
     const tfast_attention_args *args = job->args;
     void *room = job->room + job->room_bytes * (size_t)part;
-    const int64_t heads = job->join_heads ? 1 : args->kv_heads;
+    int64_t task = atomic_fetch_add(&job->next, 1), next;
+    attention_ahead ahead;
 
     (void)parts;
-    for (int64_t t; (t = atomic_fetch_add(&job->next, 1)) < job->tasks;) {
-        const int of = (int)(t % job->parts);
-        const int64_t b0 = t / job->parts / heads, h0 = t / job->parts % heads;
-        const int64_t b1 = job->join_batch ? args->batch : b0 + 1;
-        const int64_t h1 = job->join_heads ? args->kv_heads : h0 + 1;
+    for (; task < job->tasks; task = next) {
+        next = atomic_fetch_add(&job->next, 1);
+        if (job->look_ahead && next < job->tasks) {
+            const attention_head h = attention_head_of(
+                args, next / args->kv_heads,
+                next % args->kv_heads * (args->heads / args->kv_heads));
 
-        for (int64_t b = b0; b < b1; b++) {
-            for (int64_t h = h0; h < h1; h++) {
-                if (args->dtype == TFAST_F64) {
-                    attention_backward_f64(job, b, h, of, room);
-                } else {
-                    attention_backward_f32(job, b, h, of, room);
-                }
-            }
+            attention_plan(&ahead, &h, attention_strips(&h, true), true);
         }
+        attention_backward_task(
+            job, task, job->look_ahead && next < job->tasks ? &ahead : NULL, room);
     }
 }
 
@@ -391,6 +415,8 @@ attention_backward(const tfast_attention_args *args)
                 : backward_cut_f32(&narrow, args, job.parts > 1, NULL);
     job.room_bytes = (bytes + 4095) / 4096 * 4096 + 256;
     threads = attention_parts(args, attention_max(1, job.tasks));
+    job.look_ahead = job.tasks == args->batch * args->kv_heads &&
+                     job.tasks >= 4 * threads && attention_is_cold(args);
     shared = attention_back_shared(&job, NULL);
     memory = tfast_scratch_take(shared + job.room_bytes * (size_t)threads);
     if (memory == NULL) {

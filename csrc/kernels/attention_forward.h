@@ -107,9 +107,7 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
         const int rows = R(strip_rows)(p->end - key);
         REAL *to = scores + key * ATTENTION_QUERIES;
 
-        if (call->ahead != NULL) {
-            attention_look_ahead(call->ahead);
-        }
+        attention_look_ahead(call->ahead);
         ATTENTION_STRIP(R(scores_strip), rows, p->vectors, call, key, to, most)
         key += rows;
     }
@@ -294,9 +292,7 @@ R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t
             p.a = room->scores + begin * ATTENTION_QUERIES + i;
             p.b = v + begin * v_stride + d;
             p.factor = room->fade + i;
-            if (room->ahead != NULL) {
-                attention_look_ahead(room->ahead);
-            }
+            attention_look_ahead(room->ahead);
             p.c = room->out + i * room->out_stride + d;
             R(accumulate_columns)(rows, vectors, &p);
             i += rows;

@@ -276,9 +276,10 @@ enum {
 static inline void
 attention_look_ahead(attention_ahead *ahead)
 {
-    const int64_t end = attention_min(ahead->next + ahead->step, ahead->end);
+    const int64_t end =
+        ahead == NULL ? 0 : attention_min(ahead->next + ahead->step, ahead->end);
 
-    for (; ahead->next < end; ahead->next++) {
+    for (; ahead != NULL && ahead->next < end; ahead->next++) {
         for (int i = 0; i < ahead->n; i++) {
             const char *row =
                 ahead->arrays[i].data + ahead->next * ahead->arrays[i].stride;
@@ -310,20 +311,27 @@ attention_plan_rows(attention_ahead *ahead, const attention_head *h,
 
 /* Plans to ask for all of a head in `calls` calls. */
 static inline void
-attention_plan(attention_ahead *ahead, const attention_head *h, int64_t calls)
+attention_plan(attention_ahead *ahead, const attention_head *h, int64_t calls,
+               bool backward)
 {
     const tfast_attention_args *args = h->args;
+    const tfast_attention_rows *queries[] = {&args->q, &args->dq};
+    const tfast_attention_rows *outs[] = {&args->out, &args->dout};
+    const tfast_attention_rows *keys[] = {&args->k, &args->dk};
+    const tfast_attention_rows *values[] = {&args->v, &args->dv};
 
     ahead->n = 0;
     ahead->next = ahead->end = 0;
-    attention_plan_rows(ahead, h, &args->q, attention_query_row(h, &args->q, 0), h->n_q,
-                        args->dim);
-    attention_plan_rows(ahead, h, &args->k, attention_key_row(h, &args->k, 0), h->n_k,
-                        args->dim);
-    attention_plan_rows(ahead, h, &args->v, attention_key_row(h, &args->v, 0), h->n_k,
-                        args->dim_v);
-    attention_plan_rows(ahead, h, &args->out, attention_query_row(h, &args->out, 0),
-                        h->n_q, args->dim_v);
+    for (int i = 0; i < (backward ? 2 : 1); i++) {
+        attention_plan_rows(ahead, h, queries[i], attention_query_row(h, queries[i], 0),
+                            h->n_q, args->dim);
+        attention_plan_rows(ahead, h, outs[i], attention_query_row(h, outs[i], 0),
+                            h->n_q, args->dim_v);
+        attention_plan_rows(ahead, h, keys[i], attention_key_row(h, keys[i], 0), h->n_k,
+                            args->dim);
+        attention_plan_rows(ahead, h, values[i], attention_key_row(h, values[i], 0),
+                            h->n_k, args->dim_v);
+    }
     ahead->step = ahead->end / attention_max(1, calls) + 1;
 }
 
@@ -342,6 +350,7 @@ typedef struct {
     void *dq;                    /* [parts][heads][rows][width], for several parts */
     double *dalibi;              /* [parts][batch][heads]; NULL: not wanted */
     double *dsinks;              /* [batch][heads]; NULL: not wanted */
+    bool look_ahead;
     int64_t tasks;
     _Atomic int64_t next;
 } attention_back_job;
