@@ -131,6 +131,40 @@ def test_varlen_functions_agree_with_reference(options):
     compare(out, [qkv], *qkv.unbind(1), options, **lengths)
 
 
+def test_gradient_of_qkv_is_made_in_one_piece():
+    qkv = rows(2, 5, 3, 4, 8)
+    out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+    assert out.grad_fn.next_functions[0][0].variable is qkv
+    with torch.no_grad():
+        again = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+    assert torch.equal(out, again) and again.grad_fn is None
+
+
+def test_derivatives_of_qkv_are_right():
+    qkv = torch.randn(1, 4, 3, 2, 3, dtype=torch.float64).requires_grad_()
+    slopes = torch.rand(2, dtype=torch.float64)
+
+    def function(qkv):
+        return flash_attn.flash_attn_qkvpacked_func(qkv, alibi_slopes=slopes)
+
+    assert torch.autograd.gradcheck(function, qkv, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, qkv, fast_mode=True)
+
+
+@pytest.mark.parametrize("case", ["slopes", "autocast", "gaps"])
+def test_qkv_takes_other_ways_too(case):
+    qkv = rows(1, 4, 3, 2, 8)
+    slopes = torch.rand(2).requires_grad_() if case == "slopes" else None
+    given = qkv.mT.contiguous().mT if case == "gaps" else qkv
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        out = flash_attn.flash_attn_qkvpacked_func(given, alibi_slopes=slopes)
+        wanted = flash_attn.flash_attn_func(*qkv.unbind(2), alibi_slopes=slopes)
+    torch.testing.assert_close(out, wanted)
+    leaves = [qkv] if slopes is None else [qkv, slopes]
+    grads = [torch.autograd.grad(x.float().pow(2).sum(), leaves) for x in (out, wanted)]
+    torch.testing.assert_close(*grads)
+
+
 def test_dropout_keeps_the_mean():
     q = rows(1, 64, 4, 16)
     v = torch.ones(1, 64, 4, 16)

@@ -267,6 +267,29 @@ def test_sdpa_raises_torchs_error(case):
     assert str(mine.value) == str(theirs.value)
 
 
+def test_sdpa_leaves_a_user_who_wants_the_math_path_alone():
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(q4, q4, q4)
+        assert torch.equal(out, F.scaled_dot_product_attention(q4, q4, q4))
+    assert reasons() == {"sdpa_kernel(SDPBackend.MATH)": 1} and calls() == 0
+
+
+def test_backend_without_attention_leaves_it_to_torch(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("this backend has no attention")
+
+    monkeypatch.setattr(trainfast._core, "attention", refuse)
+    q = rows(2, 3, 5, 8)
+    out = scaled_dot_product_attention(q, q, q)
+    assert torch.equal(out, F.scaled_dot_product_attention(q, q, q))
+    out = attention(q, q, q, is_causal=True)
+    theirs = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(out, theirs)
+    grads = [torch.autograd.grad(x.sum(), q) for x in (out, theirs)]
+    torch.testing.assert_close(*grads)
+    assert reasons() == {"this backend has no attention": 2} and calls() == 0
+
+
 def test_sdpa_scale_is_keyword_only_as_in_torch():
     for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
         with pytest.raises(TypeError):
@@ -282,6 +305,15 @@ def test_sdpa_leaves_nested_tensors_and_subclasses_to_torch():
     nested = torch.nested.nested_tensor([q4[0], q4[1]])
     assert scaled_dot_product_attention(nested, nested, nested).is_nested
     assert reasons() == {"a tensor of type Mine": 1, "a nested or sparse tensor": 1}
+
+
+def test_sdpa_works_in_inference_mode_and_with_its_tensors():
+    with torch.inference_mode():
+        x = torch.randn(2, 3, 5, 8)
+        out = scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(out, scaled_dot_product_attention(x, x, x))
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        scaled_dot_product_attention(rows(2, 3, 5, 8), x, x)
 
 
 def test_sdpa_sees_the_negative_bit():
@@ -392,13 +424,25 @@ BAD = {
     "sinks": {"sinks": torch.ones(2)},
     "kv_lens": {"kv_lens": torch.tensor([6, 6])},
     "alibi_slopes": {"alibi_slopes": torch.ones(5)},
+    "cu_seqlens_q": {
+        "cu_seqlens_q": torch.zeros(0, dtype=torch.int64),
+        "cu_seqlens_k": torch.zeros(0, dtype=torch.int64),
+    },
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_attention_names_the_bad_argument(name):
+    q = q4[0] if name == "cu_seqlens_q" else q4
     with pytest.raises(ValueError, match=rf"^{name}.* must .*, got "):
-        attention(q4, q4, q4, **BAD[name])
+        attention(q, q, q, **BAD[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_attention_of_another_dtype_is_not_implemented(dtype):
+    q = torch.ones(1, 2, 3, 4, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=rf"^q must be .*, got {dtype}$"):
+        attention(q, q, q)
 
 
 def test_attention_without_a_kernel_takes_plain_operations():

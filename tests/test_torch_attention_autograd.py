@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trainfast
@@ -144,6 +145,30 @@ def test_second_derivative_does_not_depend_on_tiles(monkeypatch):
     monkeypatch.setattr(attention_math, "TILE", 1)
     for a, b in zip(second(), whole, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many elements the largest tensor had that an operator made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.numel())
+        return made
+
+
+def test_second_derivative_needs_no_square_of_the_length(monkeypatch):
+    n = 256
+    monkeypatch.setattr(attention_math, "TILE", 32 * n)
+    x = rows(1, 1, n, 4)
+    out = scaled_dot_product_attention(x, x, x)
+    (grad,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
+    with Largest() as largest:
+        torch.autograd.grad(grad.pow(2).sum(), x)
+    assert 32 * n <= largest.most < n * n / 4
 
 
 def test_second_derivative_of_half_precision_is_close():

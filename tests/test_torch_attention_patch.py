@@ -5,9 +5,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.overrides import TorchFunctionMode
 
 import trainfast
-from trainfast.torch import attention_patch, scaled_dot_product_attention
+from trainfast.torch import register_flash_attention_impl, scaled_dot_product_attention
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +94,30 @@ def test_padding_masks_of_multihead_attention_run_on_the_kernel(kind):
     assert calls() == 1
 
 
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("align", [causal_upper_left, causal_lower_right])
+def test_causal_bias_of_torch_is_understood(align, patched):
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    wanted = F.scaled_dot_product_attention(q, k, k, align(3, 5))
+    with trainfast.patched("attention" if patched else "clip"):
+        out = scaled_dot_product_attention(q, k, k, align(3, 5))
+    torch.testing.assert_close(out, wanted)
+    assert (calls(), len(fallbacks())) == ((1, 0) if patched else (0, 1))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_function_modes_see_the_call_and_leave_it_to_the_kernel(patched):
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen, q = [], torch.randn(1, 2, 3, 8)
+    with trainfast.patched("attention" if patched else "clip"), Mode():
+        scaled_dot_product_attention(q, q, q)
+    assert scaled_dot_product_attention in seen and calls() == 1
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_can_still_be_scripted():
     layer = torch.nn.MultiheadAttention(16, 4)
@@ -134,7 +160,7 @@ registry = pytest.importorskip("torch.nn.attention")
 
 @pytest.fixture
 def activated():
-    if not attention_patch.register_flash_attention_impl():
+    if not register_flash_attention_impl():
         pytest.skip("this torch has no registration of implementations")
     registry.activate_flash_attention_impl("trainfast")
     yield

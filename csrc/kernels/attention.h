@@ -8,6 +8,7 @@ typedef struct {
     int64_t tasks, blocks; /* blocks of a head */
     _Atomic int64_t next;
     int64_t run; /* tasks taken at a time */
+    bool look_ahead;
 } attention_job;
 
 /* Tasks worth another thread: about 20 us. In multiply-adds. */
@@ -26,36 +27,77 @@ attention_parts(const tfast_attention_args *args, int64_t tasks)
 }
 
 static void
+attention_forward_task(const attention_job *job, int64_t task, attention_ahead *ahead,
+                       void *room)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t head = task / job->blocks;
+    /* The last blocks of a causal head have the most work: first. */
+    const int64_t block = job->blocks - 1 - task % job->blocks;
+    const attention_head h =
+        attention_head_of(args, head / args->heads, head % args->heads);
+
+    if (block * ATTENTION_QUERIES >= h.n_q) {
+        return;
+    }
+    if (args->dtype == TFAST_F64) {
+        attention_forward_f64(&h, block * ATTENTION_QUERIES, ahead, room);
+    } else {
+        attention_forward_f32(&h, block * ATTENTION_QUERIES, ahead, room);
+    }
+}
+
+/* How many strips of products a head has: about. */
+static int64_t
+attention_strips(const attention_head *h, bool backward)
+{
+    const tfast_attention_args *args = h->args;
+    const int64_t scores = h->n_q * h->n_k / (args->is_causal ? 2 : 1);
+    const int64_t width = 2 * VF_WIDTH;
+    const int64_t q_panels = (args->dim + width - 1) / width;
+    const int64_t v_panels = (args->dim_v + width - 1) / width;
+    const int64_t rows = backward ? h->n_q * q_panels + h->n_k * (q_panels + v_panels)
+                                  : h->n_q * v_panels;
+
+    return scores / (width * V_ROWS) + rows / V_ROWS;
+}
+
+static void
 attention_forward_part(void *context, int part, int parts)
 {
     attention_job *job = context;
     const tfast_attention_args *args = job->args;
     void *room = job->room + job->room_bytes * (size_t)part;
+    int64_t begin = atomic_fetch_add(&job->next, job->run), next;
+    attention_ahead ahead;
 
     (void)parts;
-    for (;;) {
-        const int64_t begin = atomic_fetch_add(&job->next, job->run);
-
-        for (int64_t t = begin; t < attention_min(begin + job->run, job->tasks); t++) {
-            const int64_t head = t / job->blocks;
-            /* The last blocks of a causal head have the most work: first. */
-            const int64_t block = job->blocks - 1 - t % job->blocks;
+    for (; begin < job->tasks; begin = next) {
+        next = atomic_fetch_add(&job->next, job->run);
+        if (job->look_ahead && next < job->tasks) {
+            const int64_t head = next / job->blocks;
             const attention_head h =
                 attention_head_of(args, head / args->heads, head % args->heads);
 
-            if (block * ATTENTION_QUERIES >= h.n_q) {
-                continue;
-            }
-            if (args->dtype == TFAST_F64) {
-                attention_forward_f64(&h, block * ATTENTION_QUERIES, room);
-            } else {
-                attention_forward_f32(&h, block * ATTENTION_QUERIES, room);
-            }
+            attention_plan(&ahead, &h, attention_strips(&h, false), false);
         }
-        if (begin >= job->tasks) {
-            return;
+        for (int64_t t = begin; t < attention_min(begin + job->run, job->tasks); t++) {
+            attention_forward_task(
+                job, t, job->look_ahead && next < job->tasks ? &ahead : NULL, room);
         }
     }
+}
+
+/* Whether heads are small, but too many to be in the cache. */
+static bool
+attention_is_cold(const tfast_attention_args *args)
+{
+    const double head = ((double)args->n_q + (double)args->n_k) *
+                        (double)(args->dim + args->dim_v) *
+                        (double)tfast_dtype_size((tfast_dtype)args->dtype);
+
+    return head <= ATTENTION_AHEAD_BYTES &&
+           head * (double)args->batch * (double)args->heads >= ATTENTION_COLD_BYTES;
 }
 
 /* ---- Decoding -------------------------------------------------------------------- */
@@ -161,6 +203,7 @@ attention_forward(const tfast_attention_args *args)
     parts = attention_parts(args, job.tasks);
     /* A head's blocks share its keys: to one thread, where there are many heads. */
     job.run = args->batch * args->heads >= 4 * parts ? job.blocks : 1;
+    job.look_ahead = args->batch * args->heads >= 4 * parts && attention_is_cold(args);
     job.room = tfast_scratch_take(job.room_bytes * (size_t)parts);
     if (job.room == NULL) {
         return tfast_fail(TFAST_ENOMEM, "attention cannot allocate %zu bytes",
@@ -192,29 +235,48 @@ attention_back_parts(const tfast_attention_args *args, int64_t heads)
 }
 
 static void
+attention_backward_task(const attention_back_job *job, int64_t task,
+                        attention_ahead *ahead, void *room)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t heads = job->join_heads ? 1 : args->kv_heads;
+    const int part = (int)(task % job->parts);
+    const int64_t b0 = task / job->parts / heads, h0 = task / job->parts % heads;
+    const int64_t b1 = job->join_batch ? args->batch : b0 + 1;
+    const int64_t h1 = job->join_heads ? args->kv_heads : h0 + 1;
+
+    for (int64_t b = b0; b < b1; b++) {
+        for (int64_t h = h0; h < h1; h++) {
+            if (args->dtype == TFAST_F64) {
+                attention_backward_f64(job, b, h, part, ahead, room);
+            } else {
+                attention_backward_f32(job, b, h, part, ahead, room);
+            }
+        }
+    }
+}
+
+static void
 attention_backward_part(void *context, int part, int parts)
 {
     attention_back_job *job = context;
     const tfast_attention_args *args = job->args;
     void *room = job->room + job->room_bytes * (size_t)part;
-    const int64_t heads = job->join_heads ? 1 : args->kv_heads;
+    int64_t task = atomic_fetch_add(&job->next, 1), next;
+    attention_ahead ahead;
 
     (void)parts;
-    for (int64_t t; (t = atomic_fetch_add(&job->next, 1)) < job->tasks;) {
-        const int of = (int)(t % job->parts);
-        const int64_t b0 = t / job->parts / heads, h0 = t / job->parts % heads;
-        const int64_t b1 = job->join_batch ? args->batch : b0 + 1;
-        const int64_t h1 = job->join_heads ? args->kv_heads : h0 + 1;
+    for (; task < job->tasks; task = next) {
+        next = atomic_fetch_add(&job->next, 1);
+        if (job->look_ahead && next < job->tasks) {
+            const attention_head h = attention_head_of(
+                args, next / args->kv_heads,
+                next % args->kv_heads * (args->heads / args->kv_heads));
 
-        for (int64_t b = b0; b < b1; b++) {
-            for (int64_t h = h0; h < h1; h++) {
-                if (args->dtype == TFAST_F64) {
-                    attention_backward_f64(job, b, h, of, room);
-                } else {
-                    attention_backward_f32(job, b, h, of, room);
-                }
-            }
+            attention_plan(&ahead, &h, attention_strips(&h, true), true);
         }
+        attention_backward_task(
+            job, task, job->look_ahead && next < job->tasks ? &ahead : NULL, room);
     }
 }
 
@@ -353,6 +415,8 @@ attention_backward(const tfast_attention_args *args)
                 : backward_cut_f32(&narrow, args, job.parts > 1, NULL);
     job.room_bytes = (bytes + 4095) / 4096 * 4096 + 256;
     threads = attention_parts(args, attention_max(1, job.tasks));
+    job.look_ahead = job.tasks == args->batch * args->kv_heads &&
+                     job.tasks >= 4 * threads && attention_is_cold(args);
     shared = attention_back_shared(&job, NULL);
     memory = tfast_scratch_take(shared + job.room_bytes * (size_t)threads);
     if (memory == NULL) {

@@ -36,7 +36,8 @@ typedef struct {
     R(sums) dq, dk, dv;
     bool general; /* there are terms, dropout or gradients of terms */
     bool careful;
-    double *dalibi; /* NULL: not wanted */
+    double *dalibi;         /* NULL: not wanted */
+    attention_ahead *ahead; /* NULL: nothing to look ahead for */
 } R(backward_work);
 
 /* Whether sums of rows of this width can be formed in an output. */
@@ -176,6 +177,7 @@ typedef struct {
     int64_t k_stride, v_stride, dim, dim_v;
     const REAL *queries, *douts, *lse, *delta; /* of the panel */
     const R(panel) * panel;
+    attention_ahead *ahead;
 } R(backward_call);
 
 /* Weights and their gradients for `rows` keys of a panel, in registers. */
@@ -230,6 +232,7 @@ R(backward_panel)(const R(backward_call) * call, REAL *weights, REAL *scores)
         REAL *w = weights + key * ATTENTION_QUERIES;
         REAL *s = scores + key * ATTENTION_QUERIES;
 
+        attention_look_ahead(call->ahead);
         ATTENTION_STRIP(R(backward_strip), rows, p->vectors, call, key, w, s)
         key += rows;
     }
@@ -248,9 +251,9 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     REAL *weights = room->weights + at, *scores = room->scores + at,
          ignored[PANEL] = {0};
     const R(scores_call)
-        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false};
+        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false, NULL};
     const R(scores_call)
-        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false};
+        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false, NULL};
     REAL *slope = args->softcap != 0 ? room->slope + at : NULL;
 
     R(scores_panel)(&of_k, weights, ignored);
@@ -296,6 +299,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
             .lse = room->lse + at,
             .delta = room->delta + at,
             .panel = &p,
+            .ahead = work->ahead,
         };
 
         if (work->general) {
@@ -347,6 +351,7 @@ R(add_to_keys)(const R(backward_work) * work, R(sums) to, const REAL *tile,
             p.b = rows + (query + begin) * stride + d;
             p.c = to.rows + (key + j) * to.stride + d;
             if (p.depth > 0 || first) {
+                attention_look_ahead(work->ahead);
                 R(accumulate_rows)(n, vectors, &p);
             }
             j += n;
@@ -382,6 +387,7 @@ R(add_to_queries)(const R(backward_work) * work, const REAL *k, int64_t k_stride
             p.b = k + begin * k_stride + d;
             p.c = work->dq.rows + (query + i) * work->dq.stride + d;
             if (p.depth > 0) {
+                attention_look_ahead(work->ahead);
                 R(accumulate_columns)(n, vectors, &p);
             }
             i += n;

@@ -106,7 +106,8 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
  * Returns whether all gradients are finite. */
 static bool
 R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
-                 int64_t batch, int64_t kv_head, int part, bool careful)
+                 int64_t batch, int64_t kv_head, int part, attention_ahead *ahead,
+                 bool careful)
 {
     const tfast_attention_args *args = job->args;
     const int64_t group = args->heads / args->kv_heads;
@@ -121,6 +122,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         .dv = R(sums_of)(args, &args->dv, dv, args->dim_v, room->dv, room->v_width),
         .general = attention_is_general(args),
         .careful = careful,
+        .ahead = ahead,
     };
     bool finite = true;
 
@@ -149,14 +151,14 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
 /* A task: part `part` of the given heads of k and v. */
 static void
 R(attention_backward)(const attention_back_job *job, int64_t batch, int64_t kv_head,
-                      int part, void *memory)
+                      int part, attention_ahead *ahead, void *memory)
 {
     R(backward_room) room;
 
     R(backward_cut)(&room, job->args, job->parts > 1, memory);
-    if (!R(backward_head)(job, &room, batch, kv_head, part, false) &&
+    if (!R(backward_head)(job, &room, batch, kv_head, part, ahead, false) &&
         attention_can_forbid(job->args)) {
-        R(backward_head)(job, &room, batch, kv_head, part, true);
+        R(backward_head)(job, &room, batch, kv_head, part, NULL, true);
     }
 }
 

@@ -10,8 +10,9 @@ typedef struct {
     REAL *out;     /* [ATTENTION_QUERIES][width of a value] */
     REAL *k, *v;   /* copies of rows; their strides: */
     int64_t k_stride, v_stride, out_stride;
-    REAL *stage; /* VR_WIDTH rows */
-    bool few;    /* queries: rows, not panels */
+    REAL *stage;            /* VR_WIDTH rows */
+    bool few;               /* queries: rows, not panels */
+    attention_ahead *ahead; /* NULL: nothing to look ahead for */
     /* of each query: maximum so far, sum so far, what the last maximum is worth */
     REAL *top, *sum, *fade;
 } R(forward_room);
@@ -47,6 +48,7 @@ R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t
     room->v_stride = attention_copy_stride(args->dim_v);
     room->out_stride = v_width;
     room->few = false;
+    room->ahead = NULL;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         *parts[i].part = base == NULL ? NULL : base + used;
         used += attention_round_up(parts[i].count, 16);
@@ -62,6 +64,7 @@ typedef struct {
     const REAL *queries;
     const R(panel) * panel;
     bool border; /* bounds are to be applied, not by finish_scores */
+    attention_ahead *ahead;
 } R(scores_call);
 
 /* Keys key .. key + rows - 1 of the tile. */
@@ -104,6 +107,7 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
         const int rows = R(strip_rows)(p->end - key);
         REAL *to = scores + key * ATTENTION_QUERIES;
 
+        attention_look_ahead(call->ahead);
         ATTENTION_STRIP(R(scores_strip), rows, p->vectors, call, key, to, most)
         key += rows;
     }
@@ -215,8 +219,10 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
 {
     const tfast_attention_args *args = p->head->args;
     const bool terms = attention_has_terms(args);
-    const R(scores_call) call = {
-        k, k_stride, args->dim, room->queries + at * args->dim, p, p->border && !terms};
+    const R(scores_call) call = {k,          k_stride,
+                                 args->dim,  room->queries + at * args->dim,
+                                 p,          p->border && !terms,
+                                 room->ahead};
     REAL *scores = room->scores + at, *top = room->top + at;
     vr sum[2], before[2];
 
@@ -286,6 +292,7 @@ R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t
             p.a = room->scores + begin * ATTENTION_QUERIES + i;
             p.b = v + begin * v_stride + d;
             p.factor = room->fade + i;
+            attention_look_ahead(room->ahead);
             p.c = room->out + i * room->out_stride + d;
             R(accumulate_columns)(rows, vectors, &p);
             i += rows;
@@ -414,12 +421,14 @@ R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t qu
 
 /* The block of queries from `query` on. */
 static void
-R(attention_forward)(const attention_head *h, int64_t query, void *memory)
+R(attention_forward)(const attention_head *h, int64_t query, attention_ahead *ahead,
+                     void *memory)
 {
     const int64_t n_q = attention_min(ATTENTION_QUERIES, h->n_q - query);
     R(forward_room) room;
 
     R(forward_cut)(&room, h->args, ATTENTION_QUERIES, memory);
+    room.ahead = ahead;
     if (!R(forward_try)(&room, h, query, n_q, false) && attention_can_forbid(h->args)) {
         R(forward_try)(&room, h, query, n_q, true);
     }

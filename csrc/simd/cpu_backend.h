@@ -21,6 +21,12 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention_head.h"
 
+#include "../kernels/attention_ahead.h"
+
+#include "../kernels/attention_job.h"
+
+#include "../kernels/attention_strip.h"
+
 #include "real_f32.h"
 
 #include "../kernels/tile.h"

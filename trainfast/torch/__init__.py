@@ -4,9 +4,11 @@ from trainfast.torch import flash_attn, huggingface
 from trainfast.torch.accumulator import Accumulator
 from trainfast.torch.adamw import Adam, AdamW
 from trainfast.torch.amp import GradScaler
-from trainfast.torch.attention import attention, scaled_dot_product_attention
+from trainfast.torch.attention import attention
 from trainfast.torch.clip import clip_grad_norm_, clip_grad_value_, get_total_norm
+from trainfast.torch.flash_attention_impl import register_flash_attention_impl
 from trainfast.torch.scheduler import SkipAwareScheduler
+from trainfast.torch.sdpa import scaled_dot_product_attention
 
 __all__ = [
     "Accumulator",
@@ -20,5 +22,6 @@ __all__ = [
     "flash_attn",
     "get_total_norm",
     "huggingface",
+    "register_flash_attention_impl",
     "scaled_dot_product_attention",
 ]

@@ -1,17 +1,11 @@
-"""Calls of the attention kernels, and what makes torch know them: autograd, and the
-operators torch.ops.trainfast.attention and attention_backward for graphs.
-
-Eager calls take an autograd.Function, which costs a few microseconds. Where somebody
-looks at operators (torch.compile, fake tensors, dispatch modes), `as_operator` is the
-same thing as a custom operator.
-"""
+"""Calls of the attention kernels from torch, and their autograd in eager mode, which
+costs a few microseconds (attention_operators.py has the same for graphs)."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils.flop_counter
 from torch import Tensor
 
 from trainfast import _core
@@ -19,8 +13,8 @@ from trainfast.stats import count_call, count_fallback
 from trainfast.torch import attention_math
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
-_N = len(Inputs._fields)
-_Grads = tuple[Tensor | None, ...]
+N_INPUTS = len(Inputs._fields)
+Grads = tuple[Tensor | None, ...]
 
 
 # ---- Calls of the core ---------------------------------------------------------------
@@ -42,7 +36,7 @@ def empty_rows(like: Tensor, dim: int) -> Tensor:
     return like.new_empty_strided(shape, strides)
 
 
-def _empty_lse(q: Tensor, bnhd: bool) -> Tensor:
+def empty_lse(q: Tensor, bnhd: bool) -> Tensor:
     shape: Sequence[int]
     if q.dim() == 3:
         shape = (q.shape[1], q.shape[0])
@@ -69,8 +63,8 @@ def _dense_rows(x: Tensor, count: bool = True) -> Tensor:
 def _fill_rest(x: Tensor, cu_seqlens: Tensor | None, value: float, dim: int) -> None:
     """Fills x where its rows, its dim `dim`, are past the last item: the core does not
     touch them. On a GPU all of x: a look at the lengths would wait for it."""
-    if cu_seqlens is not None:
-        used = 0 if x.is_cuda else int(cu_seqlens[-1])
+    if cu_seqlens is not None and cu_seqlens.numel() > 0:
+        used = 0 if x.is_cuda else int(cu_seqlens.view(-1)[-1])
         if 0 <= used < x.shape[dim]:  # otherwise an error of the core's
             x.narrow(dim, used, x.shape[dim] - used).fill_(value)
 
@@ -87,7 +81,7 @@ def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]
     """out and lse; knows nothing of autograd."""
     q, k, v, bias, alibi_slopes, sinks = inputs
     out = empty_rows(q, v.shape[-1])
-    lse = _empty_lse(q, o.bnhd)
+    lse = empty_lse(q, o.bnhd)
     _fill_rest(out, extras.cu_seqlens_q, 0.0, 0)
     _fill_rest(lse, extras.cu_seqlens_q, -math.inf, 1)
     _core.attention(
@@ -120,10 +114,10 @@ def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _empty_grads(inputs: Inputs, wanted: Sequence[bool]) -> list[Tensor | None]:
+def empty_grads(inputs: Inputs, wanted: Sequence[bool]) -> list[Tensor | None]:
     """Where the core writes gradients; None for what is not wanted."""
     dtype = _lse_dtype(inputs.q)
-    made: list[Tensor | None] = [None] * _N
+    made: list[Tensor | None] = [None] * N_INPUTS
     for i, x in enumerate(inputs):
         if wanted[i] and x is not None:
             if i < 3:
@@ -142,10 +136,12 @@ def backward(
     out: Tensor,
     lse: Tensor,
     o: Options,
+    into: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """The gradients of `inputs` that are wanted; knows nothing of autograd."""
+    """The gradients of `inputs` that are wanted, those of q, k and v in `into` if it is
+    given; knows nothing of autograd."""
     q, k, v, bias, alibi_slopes, sinks = inputs
-    grads = _empty_grads(inputs, wanted)
+    grads = empty_grads(inputs, wanted) if into is None else [*into, None, None, None]
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k)
     for grad, cu_seqlens in zip(grads, lengths):
         if grad is not None:
@@ -193,7 +189,7 @@ def backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Any:
-        inputs, extras = Inputs(*tensors[:_N]), Extras(*tensors[_N:])
+        inputs, extras = Inputs(*tensors[:N_INPUTS]), Extras(*tensors[N_INPUTS:])
         out, lse = forward(inputs, extras, options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, *tensors)
@@ -204,13 +200,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         none = (None,) * len(Extras._fields)
         if dout is None and dlse is None:
-            return (None, *[None] * _N, *none)
+            return (None, *[None] * N_INPUTS, *none)
         out, lse, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1 : 1 + _N]
+        wanted = ctx.needs_input_grad[1 : 1 + N_INPUTS]
         if torch.is_grad_enabled():
             arguments = (ctx.options, wanted, dout, dlse, *tensors, out, lse)
             return (None, *_AttentionBackward.apply(*arguments), *none)
-        inputs, extras = Inputs(*tensors[:_N]), Extras(*tensors[_N:])
+        inputs, extras = Inputs(*tensors[:N_INPUTS]), Extras(*tensors[N_INPUTS:])
         grads = backward(dout, dlse, wanted, inputs, extras, out, lse, ctx.options)
         return (None, *grads, *none)
 
@@ -226,7 +222,7 @@ class _AttentionBackward(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         *given, out, lse = tensors
-        inputs, extras = Inputs(*given[:_N]), Extras(*given[_N:])
+        inputs, extras = Inputs(*given[:N_INPUTS]), Extras(*given[N_INPUTS:])
         if dout is None:
             dout = torch.zeros_like(out)
         ctx.set_materialize_grads(False)
@@ -238,12 +234,12 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         dout, dlse, *given = ctx.saved_tensors
-        made = _second(grads, dout, dlse, given, ctx.options, ctx.needs_input_grad[2:])
+        made = second(grads, dout, dlse, given, ctx.options, ctx.needs_input_grad[2:])
         return (None, None, *made, *[None] * (len(Extras._fields) + 2))
 
 
-def _second(
-    grads: _Grads,
+def second(
+    grads: Grads,
     dout: Tensor,
     dlse: Tensor | None,
     given: Sequence[Tensor | None],
@@ -257,11 +253,57 @@ def _second(
             grads,
             dout,
             dlse,
-            Inputs(*given[:_N]),
-            Extras(*given[_N:]),
+            Inputs(*given[:N_INPUTS]),
+            Extras(*given[N_INPUTS:]),
             options,
-            tuple(needed[: 2 + _N]),
+            tuple(needed[: 2 + N_INPUTS]),
         )
+
+
+class _Packed(torch.autograd.Function):
+    """Attention of the parts of one tensor, [..., 3, heads, dim], whose gradient is
+    made in one piece, not put together from three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: Options, packed: Tensor, *others: Tensor | None
+    ) -> Tensor:
+        inputs, extras = _parts(packed, others)
+        out, lse = forward(inputs, extras, options)
+        ctx.save_for_backward(packed, out, lse, *others)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        packed, out, lse, *others = ctx.saved_tensors
+        inputs, extras = _parts(packed, others)
+        wanted = (True, True, True, False, False, False)
+        if torch.is_grad_enabled():
+            arguments = (ctx.options, wanted, dout, None, *inputs, *extras, out, lse)
+            grad = torch.stack(_AttentionBackward.apply(*arguments)[:3], -3)
+        else:
+            grad = empty_rows(packed, packed.shape[-1])
+            parts = grad.unbind(-3)
+            backward(
+                dout, None, wanted, inputs, extras, out, lse, ctx.options, into=parts
+            )
+        return (None, grad, *[None] * len(others))
+
+
+def _parts(packed: Tensor, others: Sequence[Tensor | None]) -> tuple[Inputs, Extras]:
+    alibi_slopes, *extras = others
+    q, k, v = packed.unbind(-3)
+    return Inputs(q, k, v, None, alibi_slopes), Extras(*extras)
+
+
+def differentiable_packed(
+    packed: Tensor, alibi_slopes: Tensor | None, extras: Extras, options: Options
+) -> Tensor:
+    """out of the parts of an eager tensor [..., 3, heads, dim], with its history; the
+    slopes have no gradient."""
+    out: Tensor = _Packed.apply(options, packed, alibi_slopes, *extras)
+    return out
 
 
 def differentiable(
@@ -271,145 +313,6 @@ def differentiable(
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and x.requires_grad:
-                return _Attention.apply(options, *inputs, *extras)
+                out, lse = _Attention.apply(options, *inputs, *extras)
+                return out, lse
     return forward(inputs, extras, options)
-
-
-# ---- The operators -------------------------------------------------------------------
-
-_TENSORS = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes,
-    Tensor? sinks, Tensor? mask, Tensor? seed, Tensor? cu_seqlens_q,
-    Tensor? cu_seqlens_k, Tensor? kv_lens"""
-_OPTIONS = """float scale, bool is_causal, bool bottom_right, SymInt window_left,
-    SymInt window_right, float softcap, float dropout_p, SymInt max_seqlen_q,
-    SymInt max_seqlen_k, bool bnhd"""
-_N_TENSORS = _N + len(Extras._fields)
-
-
-def _unpack(arguments: Sequence[Any]) -> tuple[Inputs, Extras, Options]:
-    return (
-        Inputs(*arguments[:_N]),
-        Extras(*arguments[_N:_N_TENSORS]),
-        Options(*arguments[_N_TENSORS:]),
-    )
-
-
-def _some(x: Tensor | None, like: Tensor) -> Tensor:
-    """x; where there is none, an empty tensor, since operators return no None."""
-    return like.new_empty(0) if x is None else x
-
-
-@torch.library.custom_op(
-    "trainfast::attention",
-    mutates_args=(),
-    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
-)
-def _op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return forward(*_unpack(arguments))
-
-
-@_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, _, options = _unpack(arguments)
-    out = empty_rows(inputs.q, inputs.v.shape[-1])
-    return out, _empty_lse(inputs.q, options.bnhd)
-
-
-@torch.library.custom_op(
-    "trainfast::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, "
-    f"{_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward_op(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    wanted: Sequence[bool],
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    inputs, extras, options = _unpack(arguments)
-    made = backward(dout, dlse, wanted, inputs, extras, out, lse, options)
-    return tuple(_some(x, inputs.q) for x in made)
-
-
-@_backward_op.register_fake
-def _(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    wanted: Sequence[bool],
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    inputs, _, _ = _unpack(arguments)
-    made = _empty_grads(inputs, wanted)
-    if made[3] is not None:
-        made[3] = made[3].to(inputs.bias.dtype)
-    return tuple(_some(x, inputs.q) for x in made)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *inputs[:_N_TENSORS])
-    ctx.options = inputs[_N_TENSORS:]
-    ctx.wanted = list(ctx.needs_input_grad[:_N])
-
-
-def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    if dout is None and dlse is None:
-        return (None,) * (_N_TENSORS + len(Options._fields))
-    out, lse, *tensors = ctx.saved_tensors
-    grads = torch.ops.trainfast.attention_backward(
-        dout, dlse, out, lse, ctx.wanted, *tensors, *ctx.options
-    )
-    made = [x if n else None for x, n in zip(grads, ctx.wanted)]
-    return (*made, *[None] * (len(Extras._fields) + len(Options._fields)))
-
-
-_op.register_autograd(_op_backward, setup_context=_keep)
-
-
-def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    dout, dlse, out, _, wanted, *arguments = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dout, dlse, out, *arguments[:_N_TENSORS])
-    ctx.options, ctx.wanted = arguments[_N_TENSORS:], wanted
-    needs = ctx.needs_input_grad
-    ctx.needed = (*needs[:2], *needs[5 : 5 + _N])
-
-
-def _op_second(ctx: Any, *grads: Tensor | None) -> Any:
-    dout, dlse, out, *given = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    asked = tuple(g if w else None for g, w in zip(grads, ctx.wanted))
-    made = _second(asked, dout, dlse, given, Options(*ctx.options), ctx.needed)
-    others = len(Extras._fields) + len(Options._fields)
-    return (*made[:2], None, None, None, *made[2:], *[None] * others)
-
-
-_backward_op.register_autograd(_op_second, setup_context=_keep_backward)
-
-
-@torch.utils.flop_counter.register_flop_formula(torch.ops.trainfast.attention)
-def _flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    """As torch counts its own: neither masks nor lengths make it less."""
-    if len(q) == 3:
-        return 2 * q[0] * q[1] * k[0] * (q[2] + v[2])
-    bnhd = args[-1]
-    return 2 * q[0] * q[1] * q[2] * k[1 if bnhd else 2] * (q[3] + v[3])
-
-
-@torch.utils.flop_counter.register_flop_formula(torch.ops.trainfast.attention_backward)
-def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    q, k, v = args[5:8]
-    return _flops(q, k, v, args[-1]) * 5 // 2
-
-
-def as_operator(
-    inputs: Inputs, extras: Extras, options: Options
-) -> tuple[Tensor, Tensor]:
-    """`differentiable`, as an operator that tracers, modes and fake tensors see."""
-    return torch.ops.trainfast.attention(*inputs, *extras, *options)

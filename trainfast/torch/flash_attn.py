@@ -8,7 +8,8 @@ derivatives. What the kernels lack raises NotImplementedError.
 
 from torch import Tensor
 
-from trainfast.torch.attention import attention
+from trainfast.torch.attention import attend_packed, prepare
+from trainfast.torch.attention_route import attend
 
 __all__ = [
     "flash_attn_func",
@@ -45,9 +46,7 @@ def flash_attn_func(
         ValueError: arguments that do not go together.
     """
     return _call(
-        q,
-        k,
-        v,
+        (q, k, v),
         dropout_p,
         softmax_scale,
         causal,
@@ -72,8 +71,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor:
     """flash_attn_func with kv [batch, n_k, 2, kv_heads, dim]."""
     return _call(
-        q,
-        *kv.unbind(-3),
+        (q, *kv.unbind(-3)),
         dropout_p,
         softmax_scale,
         causal,
@@ -97,7 +95,7 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor:
     """flash_attn_func with qkv [batch, n, 3, heads, dim]."""
     return _call(
-        *qkv.unbind(-3),
+        qkv,
         dropout_p,
         softmax_scale,
         causal,
@@ -139,9 +137,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table must be None, got a tensor")
     return _call(
-        q,
-        k,
-        v,
+        (q, k, v),
         dropout_p,
         softmax_scale,
         causal,
@@ -171,8 +167,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor:
     """flash_attn_varlen_func with kv [total_k, 2, kv_heads, dim]."""
     return _call(
-        q,
-        *kv.unbind(-3),
+        (q, *kv.unbind(-3)),
         dropout_p,
         softmax_scale,
         causal,
@@ -199,7 +194,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor:
     """flash_attn_varlen_func with qkv [total, 3, heads, dim]."""
     return _call(
-        *qkv.unbind(-3),
+        qkv,
         dropout_p,
         softmax_scale,
         causal,
@@ -212,9 +207,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: Tensor | tuple[Tensor, ...],
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -224,10 +217,12 @@ def _call(
     return_attn_probs: bool,
     lengths: tuple[Tensor | None, Tensor | None, int | None, int | None] = (None,) * 4,
 ) -> Tensor:
+    """`tensors` are q, k and v, or one with all three."""
     if return_attn_probs:
         raise NotImplementedError("return_attn_probs must be False, got True")
     left, right = (None if side < 0 else side for side in window_size)
-    out = attention(
+    q, k, v = tensors.unbind(-3) if isinstance(tensors, Tensor) else tensors
+    call = prepare(
         q,
         k,
         v,
@@ -244,5 +239,6 @@ def _call(
         max_seqlen_k=lengths[3],
         layout="bnhd",
     )
-    assert isinstance(out, Tensor)
-    return out
+    if isinstance(tensors, Tensor):
+        return attend_packed(tensors, *call)
+    return attend(*call)[0]

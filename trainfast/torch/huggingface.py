@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfast.torch.attention import attention, count_once
+from trainfast.torch.attention import attention
+from trainfast.torch.attention_route import count_once
 
 NAME = "trainfast"
 
@@ -81,7 +82,8 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.requires_grad:
-        mask, bias = None, mask if bias is None else mask + bias
+        bias = mask if bias is None else mask + bias
+        mask = None
     out = attention(
         query,
         key,

@@ -1,0 +1,128 @@
+"""Which way a call of attention goes: the kernel, the kernel as an operator that graphs
+know, or torch's own operations.
+
+What the kernels do not take is counted, with the reason, in trainfast.stats().
+"""
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from trainfast.stats import count_fallback
+from trainfast.torch import attention_math, attention_operators, attention_ops
+from trainfast.torch.attention_math import Extras, Inputs, Options
+
+MAX_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FORWARD_MODE = "forward-mode differentiation"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # new in torch 2.7
+_PLAIN = (Tensor, Parameter)
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+def constant_when_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A graph keeps what `function` returns when it is traced. This is
+    torch.compiler.assume_constant_result, which takes a second to import torch's
+    compiler."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant_when_compiled
+def count_once(reason: str) -> None:
+    """Counts a fallback; in a compiled function once, when it is traced."""
+    count_fallback("attention", reason)
+
+
+def is_plain(x: Tensor | None) -> bool:
+    return x is None or type(x) in _PLAIN
+
+
+def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
+    """Why the kernels cannot take these tensors, q first; None where they can."""
+    compiling = torch.compiler.is_compiling()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in _PLAIN and not isinstance(x, _TRACED):
+            return f"a tensor of type {type(x).__name__}"
+        if x.is_nested or x.layout != torch.strided:
+            return "a nested or sparse tensor"
+        if not compiling and x.is_neg():  # a compiled graph resolves it
+            return "a tensor with its negative bit set"
+    q = tensors[0]
+    assert q is not None
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        return f"device {q.device.type}"
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype}"
+    return _refusal_when_compiling() if compiling else _refusal_when_eager()
+
+
+def _refusal_when_eager() -> str | None:
+    if forward_ad._current_level >= 0:
+        return FORWARD_MODE
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a function transform (vmap, grad)"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    return None
+
+
+def _refusal_when_compiling() -> str | None:
+    if _is_exporting():
+        return "torch.export: its programs run without trainfast"
+    return None
+
+
+def is_watched(q: Tensor) -> bool:
+    """Whether somebody looks at operators rather than results."""
+    return (
+        torch.compiler.is_compiling()
+        or q.device.type == "meta"
+        or torch._C._len_torch_dispatch_stack() > 0
+        or isinstance(q, _TRACED)
+    )
+
+
+def run(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+    if is_watched(inputs.q):
+        return attention_operators.as_operator(inputs, extras, options)
+    return attention_ops.differentiable(inputs, extras, options)
+
+
+def draw_seed(q: Tensor) -> Tensor:
+    """From torch's generator, so that manual_seed and checkpointing hold."""
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the arguments of torch's attention."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
+def attend(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+    """The kernel, or where it cannot run plain operations."""
+    refusal = refusal_of((*inputs, *extras))
+    if refusal is None:
+        try:
+            return run(inputs, extras, options)
+        except NotImplementedError as error:
+            refusal = str(error)
+    count_once(refusal)
+    return attention_math.attention(inputs, extras, options)

@@ -1,0 +1,208 @@
+"""torch.nn.functional.scaled_dot_product_attention on trainfast's kernel."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import (
+    cudnn_sdp_enabled,
+    flash_sdp_enabled,
+    mem_efficient_sdp_enabled,
+)
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function
+
+from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch.attention_route import (
+    FORWARD_MODE,
+    MAX_DIM,
+    autocast,
+    constant_when_compiled,
+    count_once,
+    draw_seed,
+    is_plain,
+    refusal_of,
+    run,
+)
+
+_by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention on trainfast's kernel.
+
+    Args:
+        query: [..., heads, n_q, dim]; [n_q, dim] and [heads, n_q, dim] will do.
+        key: [..., kv_heads, n_k, dim].
+        value: [..., kv_heads, n_k, dim_v].
+        attn_mask: broadcasts to [..., heads, n_q, n_k]. bool: True takes part; floating
+            point: added to the scores, with a gradient where it requires one.
+        dropout_p: applied whenever it is above 0, with a seed from torch's generator.
+        is_causal: query i sees keys 0 .. i.
+        scale: of the scores; None: 1 / sqrt(dim).
+        enable_gqa: heads is a multiple of kv_heads, and heads / kv_heads queries share
+            each key and value head. Nothing is repeated in memory.
+
+    Returns:
+        [..., heads, n_q, dim_v], of query's dtype and order of dims in memory. A row
+        without an allowed key is 0, and so are its gradients.
+
+    float64, float32, float16 and bfloat16, dims up to 256, on the CPU and CUDA. Works
+    under autocast, torch.compile and fake tensors, and may be differentiated twice.
+    Everything else runs torch's own function, which raises torch's errors;
+    trainfast.stats() counts it with the reason.
+    """
+    given = (query, key, value, attn_mask)
+    if has_torch_function(given):
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return _by_override((*given, dropout_p, is_causal), options)
+    refusal = refusal_of(given)
+    if refusal is None and not _may_fuse():
+        refusal = "sdpa_kernel(SDPBackend.MATH)"
+    if refusal is None:
+        refusal = shape_refusal(query, key, value, attn_mask, is_causal, enable_gqa)
+    if refusal is None and not 0 <= dropout_p < 1:
+        refusal = "dropout_p outside [0, 1)"
+    if refusal is None:
+        try:
+            return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        except (NotImplementedError, ValueError) as error:
+            refusal = str(error)
+    # Forward mode: torch's fused kernels cannot, its plain operations can.
+    way = sdpa_kernel(SDPBackend.MATH) if refusal == FORWARD_MODE else nullcontext()
+    with way:
+        out = _by_torch(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    count_once(refusal)
+    return out
+
+
+def _by_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What subclasses of Tensor, or modes, do in place of torch's function.
+
+    Subclasses such as torch.nn.attention.bias.CausalBias know it by its name in
+    torch.nn.functional, which may be this one.
+    """
+    function: Any = scaled_dot_product_attention
+    others = [type(x).__name__ for x in args[:4] if not is_plain(x)]
+    if others and functional.scaled_dot_product_attention is not function:
+        function = functional.scaled_dot_product_attention
+        count_once(f"a tensor of type {others[0]}")
+    return handle_torch_function(function, args[:4], *args, **kwargs)
+
+
+@constant_when_compiled
+def _may_fuse() -> bool:
+    """False where the user has left torch only its unfused operations."""
+    return flash_sdp_enabled() or mem_efficient_sdp_enabled() or cudnn_sdp_enabled()
+
+
+def shape_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str | None:
+    """Why shapes, dtypes or devices are none of the kernel's."""
+    dims = q.dim()
+    if dims < 2 or k.dim() != dims or v.dim() != dims:
+        return "numbers of dims that differ, or below 2"
+    shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not 0 < shape[-1] <= MAX_DIM or not 0 < v_shape[-1] <= MAX_DIM:
+        return f"a head dim of 0 or above {MAX_DIM}"
+    if k_shape[-1] != shape[-1] or k_shape[:-1] != v_shape[:-1]:
+        return "shapes of query, key and value that do not go together"
+    if 0 in shape or k_shape[-2] == 0:
+        return "a size of 0"
+    if dims > 3 and shape[:-3] != k_shape[:-3]:
+        return "batch dims that differ"
+    if dims > 2 and shape[-3] != k_shape[-3]:
+        heads, kv_heads = shape[-3], k_shape[-3]
+        if kv_heads != 1 and (not enable_gqa or heads % kv_heads != 0):
+            return "numbers of heads that differ"
+    if not q.device == k.device == v.device:
+        return "devices that differ"
+    if not q.dtype == k.dtype == v.dtype and not _casts(q.device.type):
+        return "dtypes that differ"
+    return None if mask is None else _mask_refusal(q, k, mask, is_causal)
+
+
+def _casts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def _mask_refusal(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> str | None:
+    if is_causal:
+        return "attn_mask with is_causal"
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype) or (
+        mask.dtype == torch.float32 and q.dtype == torch.float64
+    ):
+        return f"attn_mask of {mask.dtype} with query of {q.dtype}"
+    if mask.device != q.device:
+        return "devices that differ"
+    scores = (*q.shape[:-1], k.shape[-2])
+    if not 2 <= mask.dim() <= len(scores) or any(
+        mine != theirs and mine != 1
+        for mine, theirs in zip(reversed(mask.shape), reversed(scores))
+    ):
+        return "attn_mask that does not broadcast to the scores"
+    return None
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    q, k, v = autocast(query, key, value)
+    if not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError("dtypes that differ")  # float64 under autocast
+    shape = q.shape
+    if len(shape) != 4:
+        q, k, v = _four_dims(q), _four_dims(k), _four_dims(v)
+        if mask is not None and mask.dim() > 4:
+            mask = _four_dims(mask.expand(*shape[:-3], *mask.shape[-3:]))
+    bias = None
+    if mask is not None and mask.requires_grad:
+        mask, bias = None, mask
+    options = Options(
+        scale=1 / math.sqrt(shape[-1]) if scale is None else scale,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+    )
+    seed = draw_seed(q) if dropout_p > 0 else None
+    out, _ = run(Inputs(q, k, v, bias), Extras(mask, seed), options)
+    return out if len(shape) == 4 else out.view(*shape[:-1], v.shape[-1])
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    return x[(None,) * (4 - x.dim())]
