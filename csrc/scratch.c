@@ -1,11 +1,17 @@
 /* One block is kept between calls; calls at the same time get blocks of their own. */
+#if !defined(_GNU_SOURCE)
+#    define _GNU_SOURCE /* madvise */
+#endif
 #include "scratch.h"
 
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
+#if defined(__linux__)
+#    include <sys/mman.h>
+#endif
 
-enum { ALIGNMENT = 64, KEPT_BYTES = 64 << 20 };
+enum { ALIGNMENT = 64, KEPT_BYTES = 64 << 20, LARGE_PAGE = 2 << 20 };
 
 /* Lies just before what the caller gets. */
 typedef union {
@@ -45,4 +51,21 @@ tfast_scratch_give(void *scratch)
         block = atomic_exchange(&kept, block);
     }
     free(block);
+}
+
+void
+tfast_hint_large_pages(void *data, size_t bytes)
+{
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t begin = (uintptr_t)data, end = begin + bytes;
+    const uintptr_t first = (begin + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    const uintptr_t last = end / LARGE_PAGE * LARGE_PAGE;
+
+    if (bytes >= 2 * (size_t)LARGE_PAGE && first < last) {
+        madvise((void *)first, last - first, MADV_HUGEPAGE); /* only a hint */
+    }
+#else
+    (void)data;
+    (void)bytes;
+#endif
 }

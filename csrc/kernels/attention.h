@@ -26,6 +26,23 @@ attention_parts(const tfast_attention_args *args, int64_t tasks)
     return (int)attention_min(worth, most);
 }
 
+/* An output that may be fresh: all its rows, and what lies between them. */
+static void
+attention_hint(const tfast_attention_args *args, const tfast_attention_rows *rows,
+               int64_t heads, int64_t n, int64_t total, int64_t dim)
+{
+    const bool packed = args->cu_seqlens_q != NULL;
+    const int64_t batches = packed ? 0 : args->batch - 1;
+    const int64_t last = (packed ? total : n) - 1;
+    const int64_t elements =
+        batches * rows->batch + (heads - 1) * rows->head + last * rows->row + dim;
+
+    if (rows->data != NULL && elements > 0) {
+        tfast_hint_large_pages(
+            rows->data, (size_t)elements * tfast_dtype_size((tfast_dtype)args->dtype));
+    }
+}
+
 static void
 attention_forward_task(const attention_job *job, int64_t task, attention_ahead *ahead,
                        void *room)
@@ -209,6 +226,8 @@ attention_forward(const tfast_attention_args *args)
         return tfast_fail(TFAST_ENOMEM, "attention cannot allocate %zu bytes",
                           job.room_bytes * (size_t)parts);
     }
+    attention_hint(args, &args->out, args->heads, args->n_q, args->total_q,
+                   args->dim_v);
     tfast_parallel(parts, attention_forward_part, &job);
     tfast_scratch_give(job.room);
     return TFAST_OK;
@@ -217,7 +236,7 @@ attention_forward(const tfast_attention_args *args)
 /* ---- Backward -------------------------------------------------------------------- */
 
 /* Enough tasks for most machines; more would cost memory for sums of dq. */
-enum { ATTENTION_BACK_TASKS = 16 };
+enum { ATTENTION_BACK_TASKS = 8 };
 
 /* How many tasks a head's keys are dealt out to. A bias that is broadcast over keys has
  * its gradient summed by one task. */
@@ -428,6 +447,11 @@ attention_backward(const tfast_attention_args *args)
     if (args->dbias != NULL) {
         attention_clear_dbias(args);
     }
+    attention_hint(args, &args->dq, args->heads, args->n_q, args->total_q, args->dim);
+    attention_hint(args, &args->dk, args->kv_heads, args->n_k, args->total_k,
+                   args->dim);
+    attention_hint(args, &args->dv, args->kv_heads, args->n_k, args->total_k,
+                   args->dim_v);
     tfast_parallel(threads, attention_backward_part, &job);
     if (job.parts > 1 && args->dq.data != NULL) {
         tfast_parallel(threads, attention_join_part, &job);
