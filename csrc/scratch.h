@@ -13,7 +13,7 @@ void tfast_scratch_give(void *scratch);
 
 /* Asks the system for large pages where an array that is about to be written has none
  * at all yet: an output fresh from the system costs a page fault every 4 KB otherwise,
- * which took half of the time of small heads. Costs a microsecond where it is of no use;
+ * half of the time of small heads. Costs a microsecond where it is of no use;
  * does nothing for less than 4 MB and on systems without large pages. */
 void tfast_hint_large_pages(void *data, size_t bytes);
 
