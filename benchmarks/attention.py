@@ -166,10 +166,14 @@ class Inputs:
         return [self.q, self.k, self.v, *bias]
 
     def warm(self) -> None:
-        """Read all of them: a contender must not profit from its predecessor's turn."""
+        """Read all of them, and touch as much memory as a call writes: a contender must
+        neither profit nor suffer from its predecessor's turn, which may have given the
+        allocator's pages back to the system."""
         with torch.no_grad():
             for tensor in (*self.leaves, self.dout):
                 tensor.sum()
+            held = [torch.zeros_like(tensor) for tensor in (*self.leaves, self.dout)]
+            del held
 
     @cached_property
     def reference(self) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,8 +6,9 @@
     python -m benchmarks.bench_attention --memory         peak memory instead of time
 
 All contenders of a case read the same tensors, which are read once before each call,
-outside the clock. A forward keeps what its backward needs (but a decoding step has no
-gradient); a backward is torch.autograd.grad on a graph that is kept.
+outside the clock, when as much memory as a call writes is touched and freed, too: what
+training's second iteration finds. A forward keeps what its backward needs (but a decoding
+step has no gradient); a backward is torch.autograd.grad on a graph that is kept.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ def run(args: argparse.Namespace) -> dict:
         for which in args.passes:
             if which in problem.passes:
                 cases.append(partial(run_problem, args, backend, chosen, which))
-    conditions = "inputs read before each call, untimed"
+    conditions = "inputs read and memory touched before each call, untimed"
     return command.run("attention", "Attention", args, conditions, backend, cases)
 
 
