@@ -7,8 +7,9 @@
 
 All contenders of a case read the same tensors, which are read once before each call,
 outside the clock, when as much memory as a call writes is touched and freed, too: what
-training's second iteration finds. A forward keeps what its backward needs (but a decoding
-step has no gradient); a backward is torch.autograd.grad on a graph that is kept.
+training's second iteration finds. A forward keeps what its backward needs (but a
+decoding step has no gradient); a backward is torch.autograd.grad on a graph that is
+kept.
 """
 
 from __future__ import annotations
