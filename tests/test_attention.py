@@ -474,3 +474,28 @@ def test_the_seed_may_be_an_array(rng, device):
     by_number.options["seed"] = np.array([-(2**40) - 3])
     np.testing.assert_array_equal(to_float64(by_number.forward()[0]), expected)
     by_number.check()
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("hole", [False, True])
+def test_padding_at_either_end_is_left_out(rng, device, hole, bottom_right):
+    """A mask of keys alone, in batch items of other lengths each, one without a key."""
+    allowed = np.zeros((4, 1, 1, 230), bool)
+    for item, (begin, end) in zip(allowed, [(0, 230), (0, 131), (97, 200), (0, 0)]):
+        item[..., begin:end] = True
+        if hole:
+            item[..., 120:125] = False
+    align = "bottom_right" if bottom_right else "top_left"
+    for options in ({}, {"is_causal": True, "causal_align": align}):
+        problem = Problem(
+            rng,
+            (4, 4, 150, 230, 24),
+            kv_heads=2,
+            device=device,
+            mask=allowed,
+            **options,
+        )
+        hidden = ~allowed[:, 0, 0]
+        for array in (problem.k, problem.v):
+            array.swapaxes(1, 2)[hidden] = np.nan
+        problem.check()

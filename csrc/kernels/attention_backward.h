@@ -58,7 +58,6 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
     const int64_t v_width = attention_round_up(args->dim_v, VR_WIDTH);
     const bool q_held = R(holds_sums)(args, args->dim);
     const bool v_held = R(holds_sums)(args, args->dim_v);
-    const bool general = attention_is_general(args);
     int64_t used = 0;
     const struct {
         REAL **part;
@@ -74,7 +73,8 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
         {&room->scores, tile},
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
         {&room->slope, args->softcap != 0 ? tile : 0},
-        {&room->terms, general ? TERM_ROOM : 0},
+        {&room->terms,
+         attention_has_terms(args) || args->dropout_p > 0 ? TERM_ROOM : 0},
         {&room->k, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim)},
         {&room->v, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim_v)},
         {&room->dq, q_held || split ? 0 : args->n_q * q_width},
@@ -407,7 +407,8 @@ R(backward_keys)(const R(backward_work) * work, int64_t key, bool first)
     const tfast_attention_args *args = h->args;
     const R(backward_room) *room = work->room;
     const int64_t n_k = attention_min(ATTENTION_BACK_KEYS, h->n_k - key);
-    const int64_t end = attention_end_query(h, key + n_k - 1);
+    const bool padding = key >= h->end_k || key + n_k <= h->begin_k;
+    const int64_t end = padding ? 0 : attention_end_query(h, key + n_k - 1);
     int64_t query = attention_first_query(h, key) / ALIGN * ALIGN, k_stride, v_stride;
     const REAL *k =
         R(open_rows)(room->k, attention_copy_stride(args->dim), args->k.data,

@@ -120,7 +120,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         .head = &h,
         .dk = R(sums_of)(args, &args->dk, dk, args->dim, room->dk, room->q_width),
         .dv = R(sums_of)(args, &args->dv, dv, args->dim_v, room->dv, room->v_width),
-        .general = attention_is_general(args),
+        .general = attention_head_has_terms(&h) || args->dropout_p > 0,
         .careful = careful,
         .ahead = ahead,
     };

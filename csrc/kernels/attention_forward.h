@@ -218,7 +218,7 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
                  int64_t k_stride, int64_t at, int n_k)
 {
     const tfast_attention_args *args = p->head->args;
-    const bool terms = attention_has_terms(args);
+    const bool terms = attention_head_has_terms(p->head);
     const R(scores_call) call = {k,          k_stride,
                                  args->dim,  room->queries + at * args->dim,
                                  p,          p->border && !terms,

@@ -18,7 +18,38 @@ typedef struct {
     int64_t first_q, first_k;          /* its first rows with variable lengths */
     int64_t window_left, window_right; /* with causal in it; negative left: any */
     bool bounded_right, bounded_left;
+    int64_t begin_k, end_k; /* keys outside are forbidden to all queries */
+    bool masked;            /* there is a mask, and it forbids some between them */
 } attention_head;
+
+/* A mask that is the same for all heads and queries says which keys are padding: where
+ * they lie at the ends, there is no more to do about it than to leave them out. */
+static void
+attention_read_padding(attention_head *h)
+{
+    const tfast_attention_term *mask = &h->args->mask;
+    const int64_t step = mask->stride[3];
+    const uint8_t *allowed = mask->data;
+
+    h->begin_k = 0;
+    h->end_k = h->n_k;
+    h->masked = allowed != NULL;
+    if (allowed == NULL || mask->dtype != TFAST_BOOL || mask->stride[1] != 0 ||
+        mask->stride[2] != 0) {
+        return;
+    }
+    allowed += h->batch * mask->stride[0];
+    while (h->end_k > 0 && !allowed[(h->end_k - 1) * step]) {
+        h->end_k--;
+    }
+    while (h->begin_k < h->end_k && !allowed[h->begin_k * step]) {
+        h->begin_k++;
+    }
+    h->masked = false;
+    for (int64_t j = h->begin_k; j < h->end_k && !h->masked; j++) {
+        h->masked = !allowed[j * step];
+    }
+}
 
 static attention_head
 attention_head_of(const tfast_attention_args *args, int64_t batch, int64_t head)
@@ -42,6 +73,7 @@ attention_head_of(const tfast_attention_args *args, int64_t batch, int64_t head)
     h.bounded_right = args->window_right >= 0 || args->is_causal;
     h.window_left = args->window_left;
     h.window_right = args->is_causal ? 0 : args->window_right;
+    attention_read_padding(&h);
     return h;
 }
 
@@ -51,7 +83,9 @@ attention_first_key(const attention_head *h, int64_t i)
 {
     const int64_t first = i + h->shift - h->window_left;
 
-    return !h->bounded_left || first < 0 ? 0 : first < h->n_k ? first : h->n_k;
+    return !h->bounded_left || first < h->begin_k ? h->begin_k
+           : first < h->end_k                     ? first
+                                                  : h->end_k;
 }
 
 /* One past the last. */
@@ -60,7 +94,7 @@ attention_end_key(const attention_head *h, int64_t i)
 {
     const int64_t end = i + h->shift + h->window_right + 1;
 
-    return !h->bounded_right || end > h->n_k ? h->n_k : end < 0 ? 0 : end;
+    return !h->bounded_right || end > h->end_k ? h->end_k : end < 0 ? 0 : end;
 }
 
 /* The first query that may look at key j, and one past the last. */
@@ -122,7 +156,7 @@ attention_term_head(const attention_head *h, const int64_t *stride)
     return h->batch * stride[0] + h->head * stride[1];
 }
 
-/* Whether scores are more than q k^T within bounds. */
+/* Whether scores can be more than q k^T within bounds, in any head of the call. */
 static inline bool
 attention_has_terms(const tfast_attention_args *args)
 {
@@ -130,12 +164,14 @@ attention_has_terms(const tfast_attention_args *args)
            args->alibi_slopes != NULL || args->softcap != 0;
 }
 
-/* Whether the backward pass has more to do with scores than the forward pass without
- * terms. */
+/* Whether they are, in this head. */
 static inline bool
-attention_is_general(const tfast_attention_args *args)
+attention_head_has_terms(const attention_head *h)
 {
-    return attention_has_terms(args) || args->dropout_p > 0;
+    const tfast_attention_args *args = h->args;
+
+    return h->masked || args->bias.data != NULL || args->alibi_slopes != NULL ||
+           args->softcap != 0;
 }
 
 /* Whether there can be keys that one query may look at and another may not. */

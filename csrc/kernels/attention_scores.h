@@ -162,7 +162,7 @@ static void
 R(finish_scores)(REAL *scores, REAL *slope, REAL *t, const R(panel) * p)
 {
     const tfast_attention_args *args = p->head->args;
-    const bool tabled = args->mask.data != NULL || args->bias.data != NULL;
+    const bool tabled = p->head->masked || args->bias.data != NULL;
     const vr cap = vr_set1((REAL)(args->softcap * LOG2E));
     const vr alibi = vr_set1((REAL)attention_slope(p->head));
     const vr least = vr_set1(-REAL_MAX), none = vr_set1(-INFINITY);
@@ -171,7 +171,7 @@ R(finish_scores)(REAL *scores, REAL *slope, REAL *t, const R(panel) * p)
         memset(t + p->begin * PANEL, 0,
                sizeof(REAL) * (size_t)(p->end - p->begin) * PANEL);
     }
-    if (args->mask.data != NULL) {
+    if (p->head->masked) {
         R(add_term)(t, p, &args->mask);
     }
     if (args->bias.data != NULL) {
