@@ -159,7 +159,8 @@ def tables(paths: Sequence[Path]) -> str:
     """Return all reports as Markdown, with how to read them and how to repeat them."""
     if not paths:
         return "No results yet.\n"
-    reports = [load(path) for path in sorted(paths)]
+    # by stem: a bench's own results come before those of its variants
+    reports = [load(path) for path in sorted(paths, key=lambda path: path.stem)]
     commands = sorted({report["run"]["command"] for report in reports})
     note = (
         "Medians; in brackets p10-p90. Contenders take turns in one process and ratios "
