@@ -95,7 +95,7 @@ void tfast_workspace_clear(tfast_workspace *workspace);
 
 /* One parameter tensor with its gradient and state. All arrays hold `numel` elements,
  * dense and in the same dimension order, aligned to their element size; none but the
- * gradient may be shared with another slot. */
+ * gradient may be shared with another slot, nor it where it is written. */
 typedef struct {
     void *param;
     void *grad; /* written only with write_back_grads or zero_grad */
