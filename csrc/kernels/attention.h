@@ -14,6 +14,14 @@ typedef struct {
 /* Tasks worth another thread: about 20 us. In multiply-adds. */
 enum { ATTENTION_PART_COST = 1 << 21 };
 
+/* One thread's room begins on a page of its own, but not at the same place in its cache
+ * as the next one's. */
+static size_t
+attention_room_bytes(size_t bytes)
+{
+    return (size_t)attention_round_up((int64_t)bytes, 4096) + 256;
+}
+
 /* In double: products of sizes may pass 2^63. */
 static int
 attention_parts(const tfast_attention_args *args, int64_t tasks)
@@ -170,7 +178,7 @@ attention_decode(const tfast_attention_args *args)
     job.tasks = heads * job.splits;
     bytes = wide ? forward_cut_f64(&room_f64, args, decode_queries_f64(args), NULL)
                  : forward_cut_f32(&room_f32, args, decode_queries_f32(args), NULL);
-    job.room_bytes = (bytes + 4095) / 4096 * 4096 + 256;
+    job.room_bytes = attention_room_bytes(bytes);
     parts = attention_parts(args, job.tasks);
     results = (size_t)(job.splits * args->batch * args->heads * args->n_q) * width *
               (wide ? 8 : 4);
@@ -205,8 +213,7 @@ attention_forward(const tfast_attention_args *args)
     const size_t bytes = args->dtype == TFAST_F64
                              ? forward_cut_f64(&wide, args, ATTENTION_QUERIES, NULL)
                              : forward_cut_f32(&narrow, args, ATTENTION_QUERIES, NULL);
-    attention_job job = {.args = args,
-                         .room_bytes = (bytes + 4095) / 4096 * 4096 + 256};
+    attention_job job = {.args = args, .room_bytes = attention_room_bytes(bytes)};
     int parts;
 
     job.blocks = (args->n_q + ATTENTION_QUERIES - 1) / ATTENTION_QUERIES;
@@ -432,7 +439,7 @@ attention_backward(const tfast_attention_args *args)
     bytes = args->dtype == TFAST_F64
                 ? backward_cut_f64(&wide, args, job.parts > 1, NULL)
                 : backward_cut_f32(&narrow, args, job.parts > 1, NULL);
-    job.room_bytes = (bytes + 4095) / 4096 * 4096 + 256;
+    job.room_bytes = attention_room_bytes(bytes);
     threads = attention_parts(args, attention_max(1, job.tasks));
     job.look_ahead = job.tasks == args->batch * args->kv_heads &&
                      job.tasks >= 4 * threads && attention_is_cold(args);

@@ -77,9 +77,34 @@ def _stream(q: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
 
 
+def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
+    """What both of the core's calls take beside arrays of rows."""
+    return {
+        "mask": extras.mask,
+        "bias": inputs.bias,
+        "alibi_slopes": inputs.alibi_slopes,
+        "sinks": inputs.sinks,
+        "is_causal": o.is_causal,
+        "bottom_right": o.bottom_right,
+        "window_left": o.window_left,
+        "window_right": o.window_right,
+        "scale": o.scale,
+        "softcap": o.softcap,
+        "dropout_p": o.dropout_p,
+        "seed": 0 if extras.seed is None else extras.seed,
+        "cu_seqlens_q": extras.cu_seqlens_q,
+        "cu_seqlens_k": extras.cu_seqlens_k,
+        "max_seqlen_q": o.max_seqlen_q,
+        "max_seqlen_k": o.max_seqlen_k,
+        "kv_lens": extras.kv_lens,
+        "bnhd": o.bnhd,
+        "stream": _stream(inputs.q),
+    }
+
+
 def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]:
     """out and lse; knows nothing of autograd."""
-    q, k, v, bias, alibi_slopes, sinks = inputs
+    q, k, v = inputs[:3]
     out = empty_rows(q, v.shape[-1])
     lse = empty_lse(q, o.bnhd)
     _fill_rest(out, extras.cu_seqlens_q, 0.0, 0)
@@ -90,25 +115,7 @@ def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]
         _dense_rows(v),
         out,
         lse,
-        mask=extras.mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        is_causal=o.is_causal,
-        bottom_right=o.bottom_right,
-        window_left=o.window_left,
-        window_right=o.window_right,
-        scale=o.scale,
-        softcap=o.softcap,
-        dropout_p=o.dropout_p,
-        seed=0 if extras.seed is None else extras.seed,
-        cu_seqlens_q=extras.cu_seqlens_q,
-        cu_seqlens_k=extras.cu_seqlens_k,
-        max_seqlen_q=o.max_seqlen_q,
-        max_seqlen_k=o.max_seqlen_k,
-        kv_lens=extras.kv_lens,
-        bnhd=o.bnhd,
-        stream=_stream(q),
+        **_keywords(inputs, extras, o),
     )
     _count_call(q)
     return out, lse
@@ -140,7 +147,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradients of `inputs` that are wanted, those of q, k and v in `into` if it is
     given; knows nothing of autograd."""
-    q, k, v, bias, alibi_slopes, sinks = inputs
+    q, k, v = inputs[:3]
     grads = empty_grads(inputs, wanted) if into is None else [*into, None, None, None]
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k)
     for grad, cu_seqlens in zip(grads, lengths):
@@ -157,29 +164,11 @@ def backward(
         lse,
         None if dlse is None else dlse.contiguous(),
         *grads,
-        mask=extras.mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        is_causal=o.is_causal,
-        bottom_right=o.bottom_right,
-        window_left=o.window_left,
-        window_right=o.window_right,
-        scale=o.scale,
-        softcap=o.softcap,
-        dropout_p=o.dropout_p,
-        seed=0 if extras.seed is None else extras.seed,
-        cu_seqlens_q=extras.cu_seqlens_q,
-        cu_seqlens_k=extras.cu_seqlens_k,
-        max_seqlen_q=o.max_seqlen_q,
-        max_seqlen_k=o.max_seqlen_k,
-        kv_lens=extras.kv_lens,
-        bnhd=o.bnhd,
-        stream=_stream(q),
+        **_keywords(inputs, extras, o),
     )
     _count_call(q)
-    if bias is not None and grads[3] is not None:
-        grads[3] = grads[3].to(bias.dtype)
+    if inputs.bias is not None and grads[3] is not None:
+        grads[3] = grads[3].to(inputs.bias.dtype)
     return grads
 
 
