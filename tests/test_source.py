@@ -23,7 +23,7 @@ MAY_INCLUDE = {
     "csrc": {"csrc"},
     "csrc/graph_cache": {"csrc/graph_cache", "csrc"},
     "csrc/kernels": {"csrc/kernels", "csrc"},
-    "csrc/python": {"csrc/python", "csrc"},
+    "csrc/python": {"csrc/python", "csrc/graph_cache", "csrc"},
     "csrc/simd": {"csrc/simd", "csrc/kernels", "csrc"},
     "cuda": {"cuda", "csrc"},
 }

@@ -1,0 +1,250 @@
+/* The graph cache on disk, version 1.0. This comment is the specification; what follows
+ * it are its structs. docs/graph_cache_format.md tells it to a stranger, with examples.
+ *
+ * A cache is a directory:
+ *   manifest            which segments there are, and the order of their graphs
+ *   segment-<uuid>      graphs that one writer appended; sealed, never changed again
+ *   open-<uuid>         the same while its writer lives (it holds flock() on the file),
+ *                       or what a killed writer left
+ *   lock                empty; flock() on it around every change of the manifest
+ * <uuid>: 32 hexadecimal digits. Other files are left alone.
+ *
+ * All numbers are little-endian. crc: crc32c (Castagnoli; reflected, initial value and
+ * final xor 0xffffffff). "Aligned to n": at the next offset from the beginning of the
+ * file that is a multiple of n; the gap is zeros. Reserved bytes are zeros, and a
+ * reader refuses anything else.
+ *
+ * Segment
+ *   graph_header, the schema (graph_schema_header and what follows it), aligned to 64.
+ *   Frames, each aligned to 16 and a multiple of 16 bytes long:
+ *     record   one graph: graph_record, counts[n_counts] u32, stored[n_fields] u8,
+ *              aligned to 16; then the payload, zeros to a multiple of 16.
+ *     commit   graph_commit. The records before it have been accepted: a record counts
+ *              only if a valid commit frame follows it.
+ *   When sealed: aligned to 64, the index: a column for each of
+ *     offset u64     of the record's frame
+ *     units u32      length of the frame, in 16 bytes
+ *     counts[k] u32  for each k of the schema's counts
+ *   with one entry a record, in file order, each column aligned to 64; aligned to 64,
+ *   graph_trailer, the last 64 bytes of the file. Frames follow each other without
+ *   gaps.
+ *
+ * Schema: counts and fields
+ *   A count is a number of things that each graph has its own of: nodes of a type,
+ *   edges of a type, the size of a ragged dimension, an increment. A record stores all
+ *   counts.
+ *   A field is a named array; each of its dimensions is a fixed size, or a count. So
+ *   the shapes of all arrays, and where they lie, follow from a record's counts.
+ *   Counts come sorted by role, in the order of the enum. Field names and types of a
+ *   schema are unique together.
+ *   Layout: graph_schema_header, graph_schema_count[n_counts],
+ *   graph_schema_field[n_fields], names (UTF-8, without zeros, each at its own place,
+ *   in order and without gaps: counts first), zeros to a multiple of 16.
+ *
+ * Payload: the fields in order, each aligned to the size of its stored element, at most
+ * 8, from the beginning of the payload, in C order. `stored` says how:
+ *     0      the graph has no such field (only if it is optional)
+ *     1      as its dtype says
+ *     2..4   u8, u16, u32   } integers that fit; to be widened when they are read
+ *     5..7   i8, i16, i32   } (never wider than, or as wide as, the field's dtype)
+ *   A writer takes the first of the smallest that fit, so equal graphs are equal bytes.
+ *   bool is one byte, 0 or 1. Strings are UTF-8.
+ *
+ * Manifest: graph_manifest, graph_manifest_segment[n_segments], then, if `ordered`,
+ * u64 order[n_graphs]: graph i of the cache is record order[i] of the segments one
+ * after another. Without it graphs are in the order of the records. A record that is
+ * not in the order is not in the cache. It is replaced as a whole: written to
+ * manifest-<uuid>.tmp, fsync, rename, fsync of the directory.
+ *
+ * Durability. A commit writes the records and their commit frame, then fdatasync. The
+ * order in which that reaches the disk does not matter: recovery takes the longest
+ * beginning whose frames are all valid, up to its last commit frame. A segment is
+ * sealed under its lock: index and trailer, fsync, rename to its final name, fsync of
+ * the directory, manifest. After a failed fsync a segment is never written again: its
+ * writer fails, and the next one salvages what can be read. */
+#ifndef GRAPH_CACHE_FORMAT_H
+#define GRAPH_CACHE_FORMAT_H
+
+#include <stdint.h>
+
+enum {
+    GRAPH_MAJOR = 1, /* a reader refuses any other */
+    GRAPH_MINOR = 0, /* a reader of 1.0 can read every 1.x */
+    GRAPH_UNIT = 16,
+    GRAPH_MAX_RANK = 8,
+    GRAPH_MAX_FIELDS = 4096,
+    GRAPH_MAX_COUNTS = 4096,
+    GRAPH_MAX_NAME = 255,
+    GRAPH_NONE = 0xffff, /* no count */
+};
+
+#define GRAPH_HEADER_MAGIC "\x89TFG\r\n\x1a\n" /* catches damage by text mode */
+#define GRAPH_MANIFEST_MAGIC "\x89TFM\r\n\x1a\n"
+#define GRAPH_TRAILER_MAGIC "\n\x1a\n\rGFT\x89"
+#define GRAPH_RECORD_MAGIC 0x52474654u /* "TFGR" */
+#define GRAPH_COMMIT_MAGIC 0x43474654u /* "TFGC" */
+#define GRAPH_ENDIAN_PROBE 0x0102030405060708u
+
+/* dtypes; numbers never change their meaning. */
+enum {
+    GRAPH_BOOL = 1,
+    GRAPH_U8,
+    GRAPH_U16,
+    GRAPH_U32,
+    GRAPH_U64,
+    GRAPH_I8,
+    GRAPH_I16,
+    GRAPH_I32,
+    GRAPH_I64,
+    GRAPH_F16,
+    GRAPH_BF16,
+    GRAPH_F32,
+    GRAPH_F64,
+    GRAPH_C64,
+    GRAPH_C128,
+    GRAPH_F8_E4M3FN,
+    GRAPH_F8_E5M2,
+    GRAPH_STRING, /* UTF-8; rank 1, dims[0] the number of its bytes */
+    GRAPH_BYTES,
+    GRAPH_N_DTYPES
+};
+
+/* How a field of a record is stored. */
+enum {
+    GRAPH_ABSENT = 0,
+    GRAPH_AS_IS,
+    GRAPH_AS_U8,
+    GRAPH_AS_U16,
+    GRAPH_AS_U32,
+    GRAPH_AS_I8,
+    GRAPH_AS_I16,
+    GRAPH_AS_I32,
+    GRAPH_N_STORED
+};
+
+/* What a count counts. */
+enum {
+    GRAPH_NODES = 0, /* of one type; its name is the type's, "" in homogeneous graphs */
+    GRAPH_EDGES,     /* of one type; source and target are its counts of nodes */
+    GRAPH_SIZE,      /* of a ragged dimension; no name */
+    GRAPH_INCREMENT, /* what a graph adds to the values of the graphs after it in a
+                        batch, where that is none of the above; no name */
+    GRAPH_N_ROLES
+};
+
+/* What is added to a field's values when graphs are put together, apart from nothing.
+ */
+enum {
+    GRAPH_ADD_NOTHING = 0,
+    GRAPH_ADD_COUNT, /* the sum of counts[add[0]] of the graphs before */
+    GRAPH_ADD_ROWS,  /* the same, add[0] to row 0 and add[1] to row 1 of two rows */
+    GRAPH_N_ADDS
+};
+
+/* Flags of a field. */
+enum {
+    GRAPH_OPTIONAL = 1, /* a graph may lack it */
+    GRAPH_SCALAR = 2,   /* rank 0, and a Python bool, int or float when read alone */
+};
+
+typedef struct {
+    uint8_t magic[8];
+    uint16_t major, minor;
+    uint32_t schema_bytes; /* before the zeros that align to 64 */
+    uint64_t endian;
+    uint8_t uuid[16];
+    uint32_t incompatible; /* features that a reader must know; none so far */
+    uint32_t reserved[4];
+    uint32_t crc; /* of this header with crc = 0 and the schema's bytes */
+} graph_header;
+
+typedef struct {
+    uint16_t n_counts, n_fields;
+    uint32_t names_bytes;
+    uint32_t reserved[2];
+} graph_schema_header;
+
+typedef struct {
+    uint8_t role;
+    uint8_t reserved[3];
+    uint16_t source, target; /* of edges; else GRAPH_NONE */
+    uint16_t name_bytes;
+    uint16_t reserved_too[3];
+} graph_schema_count;
+
+typedef struct {
+    uint16_t name_bytes;
+    uint16_t type; /* the count of the nodes or edges it belongs to, GRAPH_NONE: the
+                      whole graph */
+    uint8_t dtype;
+    uint8_t rank;
+    int8_t
+        cat_dim; /* graphs are concatenated along it; -1: stacked in a new first one */
+    uint8_t add_mode;
+    uint16_t add[2]; /* GRAPH_NONE where the mode has none */
+    uint8_t flags;
+    uint8_t reserved[3];
+    int32_t dims[GRAPH_MAX_RANK]; /* >= 0: fixed, < 0: counts[-1 - dim]; 0 past rank */
+    uint8_t reserved_too[16];
+} graph_schema_field;
+
+typedef struct {
+    uint32_t magic;
+    uint32_t header_crc;  /* of all between this field and the payload */
+    uint32_t payload_crc; /* of the payload with its zeros */
+    uint32_t units;       /* length of the frame in GRAPH_UNIT bytes */
+    uint8_t key[16];      /* what the graph was made from; zeros: not known */
+} graph_record;
+
+typedef struct {
+    uint32_t magic;
+    uint32_t crc;       /* of all after this field */
+    uint64_t records;   /* in the segment so far */
+    uint64_t previous;  /* offset of the commit frame before, 0: none */
+    uint32_t group_crc; /* of the header_crc of the records since then, as u32s */
+    uint32_t reserved;
+} graph_commit;
+
+typedef struct {
+    uint32_t crc; /* of all after this field */
+    uint32_t index_crc;
+    uint64_t index_offset;
+    uint64_t index_bytes; /* to the trailer */
+    uint64_t records;
+    uint64_t last_commit; /* offset of the last commit frame, 0: none */
+    uint32_t n_counts;
+    uint32_t reserved[3];
+    uint8_t magic[8];
+} graph_trailer;
+
+typedef struct {
+    uint8_t magic[8];
+    uint16_t major, minor;
+    uint32_t crc;        /* of all after this field, to the file's end */
+    uint64_t generation; /* one more each time */
+    uint64_t n_segments;
+    uint64_t n_graphs; /* in the cache */
+    uint8_t uuid[16];  /* of the cache */
+    uint32_t building; /* 1: a build has begun and not ended */
+    uint32_t ordered;
+} graph_manifest;
+
+typedef struct {
+    uint8_t uuid[16];
+    uint64_t records;
+    uint64_t bytes;       /* of the file */
+    uint32_t trailer_crc; /* the trailer's `crc` */
+    uint32_t reserved[3];
+} graph_manifest_segment;
+
+_Static_assert(sizeof(graph_header) == 64, "");
+_Static_assert(sizeof(graph_schema_header) == 16, "");
+_Static_assert(sizeof(graph_schema_count) == 16, "");
+_Static_assert(sizeof(graph_schema_field) == 64, "");
+_Static_assert(sizeof(graph_record) == 32, "");
+_Static_assert(sizeof(graph_commit) == 32, "");
+_Static_assert(sizeof(graph_trailer) == 64, "");
+_Static_assert(sizeof(graph_manifest) == 64, "");
+_Static_assert(sizeof(graph_manifest_segment) == 48, "");
+
+#endif

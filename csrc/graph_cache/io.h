@@ -1,0 +1,48 @@
+/* Every call of the graph cache to the operating system goes through this table, so
+ * that tests can put a disk behind it that loses power, fills up, or returns errors.
+ *
+ * Functions return 0 (or a count, or a descriptor) and on failure -errno. They do what
+ * the system call does, with short counts and EINTR: graph_read_all() and
+ * graph_write_all() are the ones to use. */
+#ifndef GRAPH_CACHE_IO_H
+#define GRAPH_CACHE_IO_H
+
+#include "../tfast.h"
+
+typedef struct graph_io {
+    int (*open)(const char *path, int flags); /* O_CLOEXEC is added; mode 0666 */
+    int (*close)(int file);
+    int64_t (*pread)(int file, void *data, size_t bytes, int64_t at);
+    int64_t (*pwrite)(int file, const void *data, size_t bytes, int64_t at);
+    int64_t (*size)(int file);
+    int (*truncate)(int file, int64_t bytes);
+    int (*datasync)(int file);
+    int (*sync)(int file); /* of a file or a directory opened with O_DIRECTORY */
+    int (*rename)(const char *from, const char *to);
+    int (*unlink)(const char *path);
+    int (*mkdir)(const char *path);
+    int (*lock)(int file, int how); /* flock(): LOCK_EX, LOCK_SH, LOCK_NB */
+    /* Calls visit(context, name) for each name in the directory but . and .. */
+    int (*list)(const char *path, void (*visit)(void *context, const char *name),
+                void *context);
+    /* Maps a file for reading; NULL with *error = -errno. */
+    const void *(*map)(int file, int64_t bytes, int *error);
+    void (*unmap)(const void *map, int64_t bytes);
+} graph_io;
+
+/* The table in use: the operating system, unless a test has set another. */
+extern const graph_io *graph_io_table;
+
+/* All of it, or an error. Status with a message that names `path`. Reading past the end
+ * is TFAST_EINVAL ("... must have ... bytes"). */
+tfast_status graph_read_all(int file, const char *path, void *data, size_t bytes,
+                            int64_t at);
+tfast_status graph_write_all(int file, const char *path, const void *data, size_t bytes,
+                             int64_t at);
+
+/* TFAST_EIO, or ENOMEM, with the message "cannot *what* *path*: *strerror*". The error
+ * number is kept for graph_errno(), so that Python's OSError carries it. */
+tfast_status graph_io_error(const char *what, const char *path, int error);
+int graph_errno(void);
+
+#endif

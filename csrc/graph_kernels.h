@@ -1,0 +1,29 @@
+/* The graph cache's inner loops: what graph_cache/ asks of a backend. Compiled once per
+ * instruction set; all give the same bits. */
+#ifndef TFAST_GRAPH_KERNELS_H
+#define TFAST_GRAPH_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct tfast_graph_kernels {
+    /* crc32c of `crc`'s bytes followed by these; 0 to begin with. */
+    uint32_t (*crc32c)(uint32_t crc, const void *data, size_t bytes);
+    /* out[i] = in[i] + add, as integers of out_bytes (1, 2, 4, 8); `stored` is
+     * graph_cache/format.h's GRAPH_AS_U8 .. GRAPH_AS_I32. Neither needs alignment
+     * beyond its elements' own. They do not overlap. */
+    void (*widen)(void *out, int out_bytes, const void *in, int stored, int64_t n,
+                  int64_t add);
+    /* out[i] = in[i] + add for integers of `bytes` (1, 2, 4, 8). */
+    void (*add)(void *out, const void *in, int bytes, int64_t n, int64_t add);
+    /* The smallest and the largest of n >= 1 integers, `bytes` wide, signed or not. An
+     * unsigned 64-bit value above INT64_MAX counts as INT64_MAX. */
+    void (*range)(const void *in, int bytes, int is_signed, int64_t n, int64_t *low,
+                  int64_t *high);
+    /* The opposite of widen: out is of `stored`, and everything fits. */
+    void (*narrow)(void *out, int stored, const void *in, int in_bytes, int64_t n);
+    /* out[i] = value, for `batch` vectors. */
+    void (*fill)(int64_t *out, int64_t n, int64_t value);
+} tfast_graph_kernels;
+
+#endif
