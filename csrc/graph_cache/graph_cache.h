@@ -88,17 +88,18 @@ tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        int *misfit);
 
 /* Makes everything appended so far durable. May run without the GIL while no other call
- * of this writer does. After an error the writer is dead: what was committed is safe. */
+ * of this writer does. After an error the writer is dead: what was committed is safe.
+ * */
 tfast_status tfast_graph_writer_commit(tfast_graph_writer *writer);
 
-/* Commits, seals the segment and enters it into the manifest; an empty segment vanishes.
- * The writer is freed by tfast_graph_writer_free() only. */
+/* Commits, seals the segment and enters it into the manifest; an empty segment
+ * vanishes. The writer is freed by tfast_graph_writer_free() only. */
 tfast_status tfast_graph_writer_close(tfast_graph_writer *writer);
 int64_t tfast_graph_writer_appended(const tfast_graph_writer *writer);
 int64_t tfast_graph_writer_committed(const tfast_graph_writer *writer);
 
-/* Without close(): what was committed is left for tfast_graph_adopt(). In a forked child
- * it only frees memory. */
+/* Without close(): what was committed is left for tfast_graph_adopt(). In a forked
+ * child it only frees memory. */
 void tfast_graph_writer_free(tfast_graph_writer *writer);
 
 /* Seals what dead writers have left, to their last commit; *graphs and *lost count what
@@ -139,23 +140,23 @@ const uint8_t *tfast_graph_cache_fingerprint(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_file_bytes(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_segments(const tfast_graph_cache *cache);
 
-/* out[len]: one of the cache schema's counts, or the bytes of the frames, of all graphs,
- * from the index alone. */
+/* out[len]: one of the cache schema's counts, or the bytes of the frames, of all
+ * graphs, from the index alone. */
 void tfast_graph_cache_counts(const tfast_graph_cache *cache, int count, int64_t *out);
 void tfast_graph_cache_frame_bytes(const tfast_graph_cache *cache, int64_t *out);
 /* out[16 * len]: the keys, from the records. */
 tfast_status tfast_graph_cache_keys(const tfast_graph_cache *cache, uint8_t *out);
 
 /* The arrays of graph i, in the map while the cache is held. With `pread` they lie in
- * *owned, which the caller frees with free(); else *owned is NULL. Verifies as the cache
- * was opened. Threads may call it at once. */
+ * *owned, which the caller frees with free(); else *owned is NULL. Verifies as the
+ * cache was opened. Threads may call it at once. */
 tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
                                    tfast_graph_array *arrays, void **owned);
 
 /* Checks graphs first .. end - 1 in full (checksums, sizes, indices, bool bytes, UTF-8;
- * with `values` also that floats are finite), and calls damaged(context, i, message) for
- * each bad one. With first = 0 and end = len also everything between the records; i is
- * -1 then. Returns an error only where it could not go on. */
+ * with `values` also that floats are finite), and calls damaged(context, i, message)
+ * for each bad one. With first = 0 and end = len also everything between the records; i
+ * is -1 then. Returns an error only where it could not go on. */
 tfast_status tfast_graph_cache_verify(
     tfast_graph_cache *cache, int64_t first, int64_t end, bool values,
     void (*damaged)(void *context, int64_t i, const char *message), void *context);
@@ -228,8 +229,8 @@ tfast_status tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch,
                                       int threads);
 tfast_status tfast_graph_prefetch_submit(tfast_graph_prefetch *prefetch,
                                          const int64_t *indices, int64_t n);
-/* Waits up to `seconds`; *batch is NULL when there is none yet. An error is the error of
- * that batch; the next call goes on with the one after it. */
+/* Waits up to `seconds`; *batch is NULL when there is none yet. An error is the error
+ * of that batch; the next call goes on with the one after it. */
 tfast_status tfast_graph_prefetch_next(tfast_graph_prefetch *prefetch, double seconds,
                                        tfast_graph_batch **batch);
 int64_t tfast_graph_prefetch_pending(const tfast_graph_prefetch *prefetch);
@@ -256,10 +257,10 @@ typedef struct {
 } tfast_graph_order;
 
 /* Writes the graphs of the next batch of this rank (room for batch_size) and their
- * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is to
- * save. Ranks get the same number of batches, every graph is in exactly one batch of one
- * rank (drop_last: but for the last incomplete ones), and none is empty, provided that
- * there are as many graphs as ranks. */
+ * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is
+ * to save. Ranks get the same number of batches, every graph is in exactly one batch of
+ * one rank (drop_last: but for the last incomplete ones), and none is empty, provided
+ * that there are as many graphs as ranks. */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);
 /* Graph at place i of the epoch, before sharding. */
