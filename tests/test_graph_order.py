@@ -2,6 +2,7 @@
 batches by number and by size, and what ranks get of them."""
 
 import ctypes
+import itertools
 import os
 import random
 import shutil
@@ -130,11 +131,15 @@ def ranks(library, n, world_size, **options):
     return found
 
 
+def graphs_of(batches):
+    return list(itertools.chain(*batches))
+
+
 def check_shares(batches_of_ranks, graphs, batch_size, sizes=(), budgets=(), alone=()):
     """Each graph once, as many batches for each rank, none empty, none too large."""
     assert len({len(batches) for batches in batches_of_ranks}) == 1
-    batches = [batch for batches in batches_of_ranks for batch in batches]
-    assert sorted(graph for batch in batches for graph in batch) == sorted(graphs)
+    batches = graphs_of(batches_of_ranks)
+    assert sorted(graphs_of(batches)) == sorted(graphs)
     assert all(1 <= len(batch) <= batch_size for batch in batches)
     for column, budget in zip(sizes, budgets, strict=True):
         for batch in batches:
@@ -212,7 +217,7 @@ def test_subset_is_what_is_ordered(library):
     plain = Epoch(library, 5, subset=subset, batch_size=2).all()
     assert plain == [[90, 10], [50, 10], [70]]
     shuffled = Epoch(library, 5, subset=subset, shuffle=True).all()
-    assert sorted(sum(shuffled, [])) == sorted(subset)
+    assert sorted(graphs_of(shuffled)) == sorted(subset)
 
 
 # ---- Batches by number
@@ -244,7 +249,7 @@ def test_drop_last_keeps_only_full_batches(library, world_size):
         found = ranks(library, n, world_size, batch_size=4, drop_last=True)
         rounds = n // (4 * world_size)
         assert [len(batches) for batches in found] == [rounds] * world_size
-        graphs = sorted(g for batches in found for batch in batches for g in batch)
+        graphs = sorted(graphs_of(graphs_of(found)))
         assert graphs == list(range(rounds * 4 * world_size))
 
 
@@ -252,7 +257,7 @@ def test_global_batch_does_not_depend_on_world_size(library):
     """Eight graphs a step: by one rank, or two on each of four."""
     one = Epoch(library, 64, batch_size=8, shuffle=True).all()
     four = ranks(library, 64, 4, batch_size=2, shuffle=True)
-    assert one == [sum(parts, []) for parts in zip(*four, strict=True)]
+    assert one == [graphs_of(parts) for parts in zip(*four, strict=True)]
 
 
 # ---- Batches by size
@@ -334,7 +339,7 @@ def test_budgets_drop_only_the_last_round(library, world_size):
     sizes = [2] * 50
     options = {"sizes": [sizes], "budgets": [10], "batch_size": 8, "drop_last": True}
     found = ranks(library, 50, world_size, **options)
-    graphs = sorted(g for batches in found for batch in batches for g in batch)
+    graphs = sorted(graphs_of(graphs_of(found)))
     rounds = 10 // world_size
     assert [len(batches) for batches in found] == [rounds] * world_size
     assert graphs == list(range(rounds * world_size * 5))
@@ -381,7 +386,7 @@ def test_epoch_goes_on_with_another_world_size(library):
     after = [Epoch(library, 97, rank=r, world_size=2, shuffle=True) for r in range(2)]
     for e in after:
         e.position.value = before[0].position.value
-        seen += sum(e.all(), [])
+        seen += graphs_of(e.all())
     assert sorted(seen) == list(range(97))
 
 
