@@ -1,6 +1,7 @@
 /* Graphs become one batch: plan.c lays out the arena, and one pass over the records
  * copies, widens and adds. */
 #include "batch.h"
+#include "io.h"
 
 #include <string.h>
 
@@ -104,10 +105,9 @@ copy_field(const graph_arena *arena, graph_batch_field *f, int64_t g)
         return graph_field_missing(arena, f->field);
     }
     if (array->numel != r.n * r.elements) {
-        return tfast_fail(TFAST_EIO,
-                          "field %s of a graph must have %lld values, got %lld",
-                          arena->cache->schema->field_names[f->field],
-                          (long long)(r.n * r.elements), (long long)array->numel);
+        return graph_damage("field %s of a graph must have %lld values, got %lld",
+                            arena->cache->schema->field_names[f->field],
+                            (long long)(r.n * r.elements), (long long)array->numel);
     }
     for (int64_t i = 0; i < r.n; i++, out += r.stride) {
         copy_elements(arena->cache->kernels, out, array, i * r.elements, r.elements,

@@ -1,5 +1,6 @@
 /* What a batch will hold and where: sizes are summed up from the index alone. */
 #include "batch.h"
+#include "io.h"
 
 tfast_status
 graph_field_missing(const graph_arena *arena, int field)
@@ -197,8 +198,7 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
     if (!frames_hold(arena, f, frame_bytes)) {
         return schema->flags & GRAPH_OPTIONAL
                    ? graph_field_missing(arena, field)
-                   : tfast_fail(
-                         TFAST_EIO,
+                   : graph_damage(
                          "graphs are damaged: their records cannot hold field %s",
                          arena->cache->schema->field_names[field]);
     }
