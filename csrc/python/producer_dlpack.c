@@ -15,25 +15,39 @@ fill_c_order_strides(py_array *array)
     array->strides = strides;
 }
 
+static const struct {
+    uint8_t code, bits;
+} dtype_codes[PY_N_DTYPES] = {
+    [TFAST_F32] = {DLPACK_FLOAT, 32},
+    [TFAST_F64] = {DLPACK_FLOAT, 64},
+    [TFAST_F16] = {DLPACK_FLOAT, 16},
+    [TFAST_BF16] = {DLPACK_BFLOAT, 16},
+    [TFAST_BOOL] = {DLPACK_BOOL, 8},
+    [PY_INT64] = {DLPACK_INT, 64},
+    [PY_INT32] = {DLPACK_INT, 32},
+    [PY_INT16] = {DLPACK_INT, 16},
+    [PY_INT8] = {DLPACK_INT, 8},
+    [PY_UINT64] = {DLPACK_UINT, 64},
+    [PY_UINT32] = {DLPACK_UINT, 32},
+    [PY_UINT16] = {DLPACK_UINT, 16},
+    [PY_UINT8] = {DLPACK_UINT, 8},
+    [PY_COMPLEX64] = {DLPACK_COMPLEX, 64},
+    [PY_COMPLEX128] = {DLPACK_COMPLEX, 128},
+    [PY_FLOAT8_E4M3FN] = {DLPACK_FLOAT8_E4M3FN, 8},
+    [PY_FLOAT8_E5M2] = {DLPACK_FLOAT8_E5M2, 8},
+};
+
 /* The dtype, or -1 where it is none of ours. */
 static int
 dlpack_dtype(const dlpack_tensor *view)
 {
-    const int code = view->dtype.code, bits = view->dtype.bits;
-
-    if (view->dtype.lanes != 1) {
-        return -1;
+    for (int i = 0; i < PY_N_DTYPES && view->dtype.lanes == 1; i++) {
+        if (view->dtype.code == dtype_codes[i].code &&
+            view->dtype.bits == dtype_codes[i].bits) {
+            return i;
+        }
     }
-    if (code == DLPACK_FLOAT && (bits == 16 || bits == 32 || bits == 64)) {
-        return bits == 32 ? TFAST_F32 : bits == 64 ? TFAST_F64 : TFAST_F16;
-    }
-    if (code == DLPACK_BFLOAT && bits == 16) {
-        return TFAST_BF16;
-    }
-    if (code == DLPACK_BOOL && bits == 8) {
-        return TFAST_BOOL;
-    }
-    return code == DLPACK_INT && bits == 64 ? PY_INT64 : -1;
+    return -1;
 }
 
 static int
