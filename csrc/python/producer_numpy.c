@@ -1,5 +1,6 @@
 /* NumPy arrays, and objects with the buffer protocol. The only file that knows NumPy.
  */
+#include "made.h"
 #include "producers.h"
 
 #include <stdio.h> /* NumPy names FILE */
@@ -321,4 +322,105 @@ py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *arra
         }
     }
     return 0;
+}
+
+/* ---- Arrays made here ------------------------------------------------------------ */
+
+/* Borrowed; kept for the next time. */
+static PyArray_Descr *
+user_descr(py_state *state, int which)
+{
+    PyObject *module = NULL, *type = NULL;
+
+    if (state->numpy_descrs[which] == NULL) {
+        module = PyImport_ImportModule("ml_dtypes");
+        if (module != NULL) {
+            type = PyObject_GetAttrString(module, user_dtypes[which].name);
+        }
+        if (type != NULL) {
+            state->numpy_descrs[which] = (PyObject *)PyArray_DescrFromTypeObject(type);
+        }
+        if (state->numpy_descrs[which] == NULL) { /* the bits, then */
+            PyErr_Clear();
+            state->numpy_descrs[which] =
+                (PyObject *)PyArray_DescrFromType(user_dtypes[which].plain);
+        }
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+    }
+    return (PyArray_Descr *)state->numpy_descrs[which];
+}
+
+/* A new reference. */
+static PyArray_Descr *
+descr_of(py_state *state, int dtype)
+{
+    for (int i = 0; i < N_USER_DTYPES; i++) {
+        if (user_dtypes[i].dtype == dtype) {
+            PyArray_Descr *descr = user_descr(state, i);
+
+            Py_XINCREF((PyObject *)descr);
+            return descr;
+        }
+    }
+    return PyArray_DescrFromType(numpy_numbers[dtype]);
+}
+
+/* NumPy, imported if nobody has. */
+static int
+need_numpy(py_state *state)
+{
+    if (!state->numpy_ready) {
+        PyObject *numpy = PyImport_ImportModule("numpy");
+
+        Py_XDECREF(numpy);
+        if (numpy == NULL || !load_numpy(state)) {
+            if (numpy != NULL) {
+                PyErr_SetString(PyExc_ImportError, "NumPy's C API cannot be loaded");
+            }
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+make_array(py_state *state, const py_made *made, bool writable)
+{
+    PyArray_Descr *descr = need_numpy(state) < 0 ? NULL : descr_of(state, made->dtype);
+    npy_intp shape[PY_MAX_DIMS];
+
+    for (int d = 0; d < made->ndim; d++) {
+        shape[d] = made->shape[d];
+    }
+    return descr == NULL
+               ? NULL
+               : PyArray_NewFromDescr(
+                     &PyArray_Type, descr, made->ndim, shape, NULL, made->data,
+                     writable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO, NULL);
+}
+
+PyObject *
+py_make_numpy(py_state *state, const py_made *made, bool writable, PyObject *base)
+{
+    PyObject *array = make_array(state, made, writable);
+
+    if (array != NULL &&
+        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+PyObject *
+py_new_numpy(py_state *state, py_made *made)
+{
+    PyObject *array;
+
+    made->data = NULL;
+    array = make_array(state, made, true);
+    if (array != NULL) {
+        made->data = PyArray_DATA((PyArrayObject *)array);
+    }
+    return array;
 }
