@@ -185,7 +185,8 @@ typedef struct {
     int n_batch_of;
     /* Static shapes: the batch is filled up with one graph that has all that is missing
      * (zeros; indices point at its first node) and then empty ones. n_slots: graphs in
-     * all, 0: no padding; totals[n_counts]: of each count in all. */
+     * all, 0: no padding; totals[n_counts]: of each count in all, -1: as many as the
+     * graphs have. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;
