@@ -55,8 +55,8 @@ take_padding(py_graph_selection *self, py_state *state, long long n_slots,
         return -1;
     }
     for (int64_t i = 0; i < numbers.n; i++) {
-        if (numbers.data[i] < 0) {
-            PyErr_Format(PyExc_ValueError, "totals[%lld] must be >= 0, got %lld",
+        if (numbers.data[i] < -1) {
+            PyErr_Format(PyExc_ValueError, "totals[%lld] must be >= -1, got %lld",
                          (long long)i, (long long)numbers.data[i]);
             return -1;
         }
