@@ -42,7 +42,16 @@ def is_scalar(value: Any) -> bool:
 
 def largest(value: Any, row: int | None = None) -> int:
     """The largest of an array's integers (of one of its rows), -1 if it has none."""
-    array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
-    if row is not None:
-        array = array[row]
+    array = _array(value, row)
     return int(array.max()) if array.size else -1
+
+
+def smallest(value: Any, row: int | None = None) -> int:
+    """The smallest of an array's integers (of one of its rows), 0 if it has none."""
+    array = _array(value, row)
+    return int(array.min()) if array.size else 0
+
+
+def _array(value: Any, row: int | None) -> np.ndarray[Any, Any]:
+    array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    return array if row is None else array[row]

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainfast.graph_cache.arrays import dtype_and_shape, largest
+from trainfast.graph_cache.arrays import dtype_and_shape, largest, smallest
 from trainfast.graph_cache.infer import UNTRUSTED, nodes_key, trust
 from trainfast.graph_cache.schema import Count, Field, Schema
 
@@ -77,6 +77,27 @@ class Counter:
             return 0
         adding = [at for at in self._adding[i] if at[0] in graph]
         return 1 + max((largest(graph[key], row) for key, row in adding), default=-1)
+
+
+def check_indices(
+    schema: Schema, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
+) -> None:
+    """Raises ValueError where an index of a graph that fits is not one of its nodes."""
+    counts = Counter(schema).counts(graph, given)
+    for field, key in zip(schema.fields, schema.keys):
+        for dim, size in zip(field.dims, _shape(graph, key) or ()):
+            if dim < 0 and counts[-1 - dim] == _UNTOLD:
+                counts[-1 - dim] = size
+    for field, key in zip(schema.fields, schema.keys):
+        for row, count in enumerate(field.add if key in graph else ()):
+            if schema.counts[count].role == "increment":
+                continue
+            at = row if len(field.add) == 2 else None
+            low, high = smallest(graph[key], at), largest(graph[key], at)
+            if low < 0 or high >= counts[count]:
+                rule = f"must have indices in 0 .. {counts[count] - 1}"
+                got = low if low < 0 else high
+                raise ValueError(f"{key!r} {rule}, got {got}")
 
 
 def generalise(
