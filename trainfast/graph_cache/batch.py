@@ -7,6 +7,7 @@ GraphsTuples, trainfast.torch.pyg the one for PyG.
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -208,7 +209,7 @@ def split_text(data: Any, ptr: Any, is_string: bool, n_graphs: int) -> list[Any]
     """The strings or bytes of a batch, one a graph; empty ones for padding."""
     whole = bytes(np.asarray(data.cpu() if hasattr(data, "cpu") else data))
     ends = ptr.tolist()
-    parts = [whole[a:b] for a, b in zip(ends, ends[1 : n_graphs + 1])]
+    parts = [whole[a:b] for a, b in pairwise(ends[: n_graphs + 1])]
     parts += [b""] * (len(ends) - 1 - n_graphs)
     return [part.decode() for part in parts] if is_string else parts
 

@@ -212,7 +212,7 @@ class Loader:
         return Sampled(batches, self._subset, position)
 
     def _prepare(self) -> None:
-        """All that follows from the arguments: checks them, and reads only the index."""
+        """Checks the arguments and derives all that follows; reads only the index."""
         dataset = self.dataset
         if not isinstance(dataset, Cache | Subset):
             kind = type(dataset).__name__
