@@ -18,8 +18,12 @@ typedef struct {
         int body_word; /* see py_hint_body(); 0: unknown */
     } fast[8];         /* types whose arrays resolve without a Python call */
     int n_fast;
-    int numpy_bfloat16; /* NumPy's type number of ml_dtypes.bfloat16, or -1 */
     bool numpy_ready;
+    PyTypeObject *numpy_type; /* ndarray, once NumPy is loaded */
+    /* of ml_dtypes, in the order of PY_USER_DTYPES: NumPy's type numbers, or -1, and
+     * what arrays that are made here get, its own or a plain dtype of that size */
+    int numpy_numbers[3];
+    PyObject *numpy_descrs[3];
     PyTypeObject *workspace_type;
     PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
         *s_master_param, *s_weight_copy; /* interned */
@@ -30,16 +34,33 @@ enum {
     PY_WRITE = 1,      /* a read-only array is refused */
     PY_OR_BOOL = 2,    /* bool is also taken */
     PY_ONLY_INT64 = 4, /* int64 is taken, and nothing else */
+    PY_ANY_DTYPE = 8,  /* so is every dtype here, and NumPy's scalars; NumPy arrays with
+                          swapped bytes or odd addresses are copied */
 };
 
-enum { PY_INT64 = TFAST_BOOL + 1 }; /* one more number for py_array.dtype */
+/* A py_array's dtype is a tfast_dtype, TFAST_BOOL, or one of these. */
+enum {
+    PY_INT64 = TFAST_BOOL + 1,
+    PY_INT32,
+    PY_INT16,
+    PY_INT8,
+    PY_UINT64,
+    PY_UINT32,
+    PY_UINT16,
+    PY_UINT8,
+    PY_COMPLEX64,
+    PY_COMPLEX128,
+    PY_FLOAT8_E4M3FN,
+    PY_FLOAT8_E5M2,
+    PY_N_DTYPES
+};
 
 /* One borrowed array. Valid while the object it came from and `owner` are held. */
 typedef struct {
     void *data; /* NULL for an empty array */
     int64_t numel;
     tfast_device device;
-    int dtype; /* tfast_dtype, TFAST_BOOL or PY_INT64 */
+    int dtype;
     int ndim;
     const int64_t *shape;
     const int64_t *strides; /* in elements, never NULL */
