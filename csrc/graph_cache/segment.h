@@ -7,8 +7,6 @@
 #include "io.h"
 #include "schema.h"
 
-enum { GRAPH_NAME_BYTES = 48 }; /* of names such as "segment-<uuid>" */
-
 /* A sealed segment. */
 typedef struct {
     char *path;
@@ -34,8 +32,9 @@ tfast_status graph_segment_open(graph_segment *segment, const char *path, bool p
 void graph_segment_close(graph_segment *segment);
 
 /* Header and schema of a segment that may be neither sealed nor whole. */
-tfast_status graph_segment_header(int file, const char *path, graph_header *header,
-                                  tfast_graph_schema **schema, int64_t *begin);
+tfast_status graph_segment_header(int file, const char *path, int64_t file_bytes,
+                                  graph_header *header, tfast_graph_schema **schema,
+                                  int64_t *begin);
 
 /* Bytes of the index, and where its columns lie. */
 int64_t graph_index_bytes(int64_t records, int n_counts);
@@ -47,13 +46,21 @@ graph_index_column_bytes(int64_t records, int element)
 }
 
 static inline uint32_t
-graph_crc(const void *data, size_t bytes)
+graph_crc_more(uint32_t crc, const void *data, size_t bytes)
 {
-    return tfast_backend_for(TFAST_CPU)->graph_cache->crc32c(0, data, bytes);
+    return tfast_backend_for(TFAST_CPU)->graph_cache->crc32c(crc, data, bytes);
 }
 
-/* Of what a crc in the frame's beginning covers. */
+static inline uint32_t
+graph_crc(const void *data, size_t bytes)
+{
+    return graph_crc_more(0, data, bytes);
+}
+
+/* What the structs' own checksums must be. */
+uint32_t graph_header_crc(const graph_header *header, const void *schema);
 uint32_t graph_record_header_crc(const tfast_graph_schema *schema, const void *record);
 uint32_t graph_commit_crc(const graph_commit *commit);
+uint32_t graph_trailer_crc(const graph_trailer *trailer);
 
 #endif
