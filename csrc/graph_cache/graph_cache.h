@@ -31,8 +31,8 @@ tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *b
 void tfast_graph_schema_free(tfast_graph_schema *schema);
 
 /* True where graphs of both can be in one batch: all is the same but dims (fixed in one
- * and a count in the other, or the nodes in one and a size of its own in the other), the
- * counts of role GRAPH_SIZE, and GRAPH_OPTIONAL. In the schema of both, a dim that
+ * and a count in the other, or the nodes in one and a size of its own in the other),
+ * the counts of role GRAPH_SIZE, and GRAPH_OPTIONAL. In the schema of both, a dim that
  * differs is a size of its own, and a field that is optional in one is optional. */
 bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
                                const tfast_graph_schema *b);
@@ -112,10 +112,10 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
 /* A build: between begin and end the cache does not open (but with `partial`). Begin
- * makes the cache where there is none, and forgets the order: with `partial`, graph i is
- * then record i. New segments come last in the manifest, always. End sets
- * the order, as numbers of records, segments in the manifest's order, and deletes
- * segments that are not in it; order NULL: all, as they lie. */
+ * makes the cache where there is none, and forgets the order: with `partial`, graph i
+ * is then record i. New segments come last in the manifest, always. End sets the order,
+ * as numbers of records, segments in the manifest's order, and deletes segments that
+ * are not in it; order NULL: all, as they lie. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 

@@ -1,5 +1,17 @@
 """A cache of graphs: built once, read at memory speed, never a graph lost."""
 
+from trainfast.graph_cache.build import BuildError, BuildReport, build
 from trainfast.graph_cache.schema import Count, Counted, Field, Rule, Schema
+from trainfast.graph_cache.writer import Writer
 
-__all__ = ["Count", "Counted", "Field", "Rule", "Schema"]
+__all__ = [
+    "BuildError",
+    "BuildReport",
+    "Count",
+    "Counted",
+    "Field",
+    "Rule",
+    "Schema",
+    "Writer",
+    "build",
+]
