@@ -5,6 +5,7 @@ alone, one graph after the other and without regard to speed.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -138,7 +139,7 @@ def add(field, array, ptrs, slot):
 def texts(field, joined, ptr, n_graphs):
     """A batch's strings or bytes as a list, one a slot."""
     raw = joined.tobytes()
-    parts = [raw[a:b] for a, b in zip(ptr, ptr[1:])]
+    parts = [raw[a:b] for a, b in pairwise(ptr)]
     parts[n_graphs:] = [b""] * (len(parts) - n_graphs)
     return [part.decode() for part in parts] if field.dtype == "string" else parts
 
