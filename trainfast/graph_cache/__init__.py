@@ -1,5 +1,20 @@
 """A cache of graphs: built once, read at memory speed, never a graph lost."""
 
+from trainfast.graph_cache.batch import BatchPlan
+from trainfast.graph_cache.cache import Cache, Subset, VerifyReport, open
+from trainfast.graph_cache.loader import Loader
 from trainfast.graph_cache.schema import Count, Counted, Field, Rule, Schema
 
-__all__ = ["Count", "Counted", "Field", "Rule", "Schema"]
+__all__ = [
+    "BatchPlan",
+    "Cache",
+    "Count",
+    "Counted",
+    "Field",
+    "Loader",
+    "Rule",
+    "Schema",
+    "Subset",
+    "VerifyReport",
+    "open",
+]
