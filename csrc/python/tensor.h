@@ -10,6 +10,16 @@
 
 #define PY_MAX_DIMS 64 /* NumPy's limit */
 
+enum {
+    PY_GRAPH_WRITER,
+    PY_GRAPH_CACHE,
+    PY_GRAPH_SELECTION,
+    PY_GRAPH_BATCH,
+    PY_GRAPH_PREFETCH,
+    PY_GRAPH_ORDER,
+    PY_N_GRAPH_TYPES
+};
+
 /* What an array's borrower remembers between calls, one per interpreter. */
 typedef struct {
     struct {
@@ -20,11 +30,12 @@ typedef struct {
     int n_fast;
     bool numpy_ready;
     PyTypeObject *numpy_type; /* ndarray, once NumPy is loaded */
-    /* of ml_dtypes, in the order of PY_USER_DTYPES: NumPy's type numbers, or -1, and
-     * what arrays that are made here get, its own or a plain dtype of that size */
+    /* bfloat16, float8_e4m3fn and float8_e5m2 in NumPy: the type numbers that ml_dtypes
+     * got, or -1; and the dtypes that arrays made here get */
     int numpy_numbers[3];
     PyObject *numpy_descrs[3];
     PyTypeObject *workspace_type;
+    PyTypeObject *graph_types[PY_N_GRAPH_TYPES];
     PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
         *s_master_param, *s_weight_copy; /* interned */
 } py_state;
