@@ -79,12 +79,9 @@ def padding(schema, counts, n_slots, totals):
     sums = np.array(counts, np.int64).reshape(-1, len(schema.counts)).sum(axis=0)
     missing = [total - int(have) for total, have in zip(totals, sums)]
     spare = n_slots - len(counts)
-    nodes = [place for place, c in enumerate(schema.counts) if c.role == "nodes"]
-    if spare < 1 or min(missing, default=0) < 0:
+    if min(missing, default=0) < 0 or spare < 0 or (any(missing) and not spare):
         raise DoNotFit(missing)
-    if any(missing[place] < 1 for place in nodes):
-        raise DoNotFit(missing)
-    return [missing] + [[0] * len(missing)] * (spare - 1)
+    return [missing, *[[0] * len(missing)] * (spare - 1)][:spare]
 
 
 def join(schema, number, graphs, table, ptrs):
@@ -100,6 +97,7 @@ def join(schema, number, graphs, table, ptrs):
     others = {other_dims(field, array.shape) for array in arrays}
     if len(others) > 1:
         raise DoNotFit(key)
+    check_indices(schema, field, arrays[0].dtype, ptrs)
     parts = []
     for slot, row in enumerate(table):
         if slot < len(arrays):
@@ -107,10 +105,26 @@ def join(schema, number, graphs, table, ptrs):
         else:  # padding: zeros, and indices that point at its first node
             array = np.zeros(padded_shape(field, row, arrays), arrays[0].dtype)
             place = len(arrays)
+            check_target(schema, field, array, table[place])
         parts.append(add(field, array, ptrs, place))
     if field.cat_dim is None:
         return np.stack(parts)
     return np.concatenate(parts, axis=field.cat_dim)
+
+
+def check_indices(schema, field, dtype, ptrs):
+    """Indices of the whole batch must fit into the field's dtype."""
+    for place in field.add:
+        if int(ptrs[place][-1]) - 1 > np.iinfo(dtype).max:
+            raise DoNotFit(field.name)
+
+
+def check_target(schema, field, array, counts):
+    """Indices of the padding must have a node to point at."""
+    for place in field.add:
+        if schema.counts[place].role != "increment" and array.size:
+            if counts[place] == 0:
+                raise DoNotFit(field.name)
 
 
 def other_dims(field, shape):
@@ -126,7 +140,7 @@ def padded_shape(field, row, arrays):
 
 
 def add(field, array, ptrs, slot):
-    """The array with the counts of the graphs before it added, wrapping around."""
+    """The array with the counts of the graphs before it added."""
     if not field.add:
         return array
     offsets = [int(ptrs[place][slot]) for place in field.add]
