@@ -288,7 +288,10 @@ class Subset(Graphs):
 
 
 class VerifyReport(Report):
-    """What `Cache.verify` found: `damaged` is a list of (graph, message)."""
+    """What `Cache.verify` found: `damaged` is a list of (graph, message).
+
+    Graph -1 stands for what lies between the graphs.
+    """
 
     def __init__(
         self,

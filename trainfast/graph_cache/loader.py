@@ -152,7 +152,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the last batch before `state_dict()`.
 
-        Raises ValueError where the cache, or what decides the order, is another.
+        Raises ValueError where the cache, or what decides the order, is another. Rank
+        and world_size may be others: what is left of the epoch is shared out anew.
         """
         for name, value in self._identity().items():
             if name not in state or state[name] != value:
@@ -173,7 +174,6 @@ class Loader:
             "graphs": len(self.dataset),
             "subset": 0 if subset is None else crc32c(subset),
             "batch_size": self._batch_size,
-            "world_size": self.world_size,
             "sampled": sampled,
             **{name: getattr(self, name) for name in names},
         }
