@@ -21,7 +21,6 @@ import os
 import shutil
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +73,11 @@ class Graphs:
             for folder in (self.cache, self.files):
                 shutil.rmtree(folder, ignore_errors=True)
         # Every tenth module is for validation: no function has its siblings in both.
-        unseen = [zlib.crc32(f.module.encode()) % 10 == 0 for f in self.functions]
-        self.validation = [i for i, is_unseen in enumerate(unseen) if is_unseen]
-        self.train = [i for i, is_unseen in enumerate(unseen) if not is_unseen]
+        unseen = set(list(dict.fromkeys(f.module for f in self.functions))[::10])
+        places = range(len(self.functions))
+        in_unseen = [function.module in unseen for function in self.functions]
+        self.validation = [i for i in places if in_unseen[i]]
+        self.train = [i for i in places if not in_unseen[i]]
         self.epoch = len(self.train) // self.batch  # batches
 
     def order(self, steps: int, seed: int) -> list[list[int]]:
@@ -313,8 +314,8 @@ def accuracy(run: Run, graphs: Graphs) -> str:
     right = ((run.model(batch) > 0) == truth).float().mean().item()
     share = truth.float().mean().item()
     return (
-        f"Of {len(chosen)} functions of unseen modules {right:.0%} are told rightly; "
-        f"always the same answer would be right for {max(share, 1 - share):.0%}."
+        f"Of {len(chosen)} functions of unseen modules {right:.0%} are told rightly, "
+        f"with one answer for all {max(share, 1 - share):.0%}."
     )
 
 
@@ -342,7 +343,7 @@ def note(runs: Mapping[str, Run]) -> str:
     return (
         f"Without a cache {building / slow:.0%} of an iteration is building graphs: no "
         f"cache can make it more than\n{most:.1f} times faster. trainfast's makes it "
-        f"{slow / fast:.1f} times faster; then {waiting / fast:.1%} is waiting for data.\n"
+        f"{slow / fast:.1f} times faster; then {waiting / fast:.1%} is waiting for it.\n"
         f"A guide's {GUIDE[0]} to {GUIDE[1]} it/s is {guide:.1f} times: at least "
         f"{1 - 1 / guide:.0%} of its iterations was building graphs."
     )
