@@ -174,8 +174,7 @@ unknown_keys(const graph_writer *self, PyObject *graph)
     }
     if (keys != NULL && unknown != NULL) {
         PyErr_Format(PyExc_ValueError,
-                     "graph must have no keys but the schema's, got %R besides",
-                     unknown);
+                     "keys must be those of the schema, got %R besides", unknown);
     }
     Py_XDECREF(keys);
     Py_XDECREF(unknown);
