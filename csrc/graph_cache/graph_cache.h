@@ -3,8 +3,9 @@
  *
  * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
  * fields lie), segment.c (opening a segment, scanning one that is not sealed),
- * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, collate.c,
- * prefetch.c (threads and arenas), order.c (shuffling, sharding, batches by size). */
+ * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
+ * plan.c and collate.c (batches), prefetch.c (threads), order.c (shuffling, sharding,
+ * batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -190,7 +191,8 @@ typedef struct {
     int n_batch_of;
     /* Static shapes: the batch is filled up with one graph that has all that is missing
      * (zeros; indices point at its first node) and then empty ones. n_slots: graphs in
-     * all, 0: no padding; totals[n_counts]: of each count in all. */
+     * all, 0: no padding; totals[n_counts]: of each count in all, -1: as many as the
+     * graphs have. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;
@@ -245,7 +247,10 @@ void tfast_graph_prefetch_free(tfast_graph_prefetch *prefetch);
 
 /* ---- Order (order.c) ------------------------------------------------------------- */
 
-/* Which graphs come when. O(1) memory and O(1) to begin anywhere. */
+enum { TFAST_GRAPH_MAX_BUDGETS = 8 };
+
+/* Which graphs come when. O(1) memory and O(1) to begin anywhere. The caller has made
+ * sure that what subset holds are numbers of graphs, and lets nobody change it. */
 typedef struct {
     int64_t n;             /* graphs, or entries of subset */
     const int64_t *subset; /* NULL: 0 .. n - 1 */
@@ -263,9 +268,11 @@ typedef struct {
 
 /* Writes the graphs of the next batch of this rank (room for batch_size) and their
  * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is
- * to save. Ranks get the same number of batches, every graph is in exactly one batch of
- * one rank (drop_last: but for the last incomplete ones), and none is empty, provided
- * that there are as many graphs as ranks. */
+ * to save, and the same on all ranks. Ranks get the same number of batches, every graph
+ * is in exactly one batch of one rank (drop_last: but for the last incomplete ones), and
+ * none is empty or beyond batch_size and the budgets. Where that cannot be (fewer graphs
+ * than ranks; batches of one graph, whose number is no multiple of the ranks):
+ * TFAST_EINVAL. */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);
 /* Graph at place i of the epoch, before sharding. */
