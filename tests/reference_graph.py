@@ -122,9 +122,9 @@ def check_indices(schema, field, dtype, ptrs):
 def check_target(schema, field, array, counts):
     """Indices of the padding must have a node to point at."""
     for place in field.add:
-        if schema.counts[place].role != "increment" and array.size:
-            if counts[place] == 0:
-                raise DoNotFit(field.name)
+        is_index = schema.counts[place].role != "increment"
+        if is_index and array.size and counts[place] == 0:
+            raise DoNotFit(field.name)
 
 
 def other_dims(field, shape):
