@@ -32,7 +32,7 @@ class FakeCuda:
         self.log = []
         self.consumer = FakeStream(self, "consumer")
 
-    def Stream(self, device):  # noqa: N802
+    def Stream(self, device):
         self.log.append("new stream")
         return FakeStream(self, "mover")
 
