@@ -3,8 +3,9 @@
  *
  * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
  * fields lie), segment.c (opening a segment, scanning one that is not sealed),
- * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, collate.c,
- * prefetch.c (threads and arenas), order.c (shuffling, sharding, batches by size). */
+ * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
+ * plan.c and collate.c (batches), prefetch.c (threads), order.c (shuffling, sharding,
+ * batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -29,8 +30,10 @@ tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *b
                                       size_t n_bytes);
 void tfast_graph_schema_free(tfast_graph_schema *schema);
 
-/* True where graphs of both can be in one batch: all is the same but dims that are
- * fixed in one and a count in the other, and the counts that these need. */
+/* True where graphs of both can be in one batch: all is the same but dims (fixed in one
+ * and a count in the other, or the nodes in one and a size of its own in the other),
+ * the counts of role GRAPH_SIZE, and GRAPH_OPTIONAL. In the schema of both, a dim that
+ * differs is a size of its own, and a field that is optional in one is optional. */
 bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
                                const tfast_graph_schema *b);
 
@@ -75,13 +78,14 @@ tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *pa
                                      const void *schema, size_t schema_bytes,
                                      bool durable);
 
-/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values' shapes
- * (a count that neither gives is an error). Values of count-adding integer fields (edge
- * indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
+/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values'
+ * shapes (a count that neither gives is an error). Values of count-adding integer
+ * fields (edge indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
  * TFAST_EINVAL where a shape does not fit the schema; *misfit is then the field whose
- * size differs from what the schema fixes or shares, so that the caller can go on with
- * a more general schema, and -1 for every other error. Nothing has changed then. Values
- * that add an increment are not checked: its meaning is the user's. */
+ * size differs from what the schema fixes or shares, or that is missing and not
+ * optional, so that the caller can go on with a more general schema, and -1 for every
+ * other error. Nothing has changed then. Values that add an increment are not checked:
+ * its meaning is the user's. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
@@ -107,9 +111,11 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
  * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
-/* A build: between begin and end the cache does not open (but with `partial`). End sets
- * the order, as numbers of records, segments in the manifest's order, and deletes
- * segments that are not in it; order NULL: all, as they lie. */
+/* A build: between begin and end the cache does not open (but with `partial`). Begin
+ * makes the cache where there is none, and forgets the order: with `partial`, graph i
+ * is then record i. New segments come last in the manifest, always. End sets the order,
+ * as numbers of records, segments in the manifest's order, and deletes segments that
+ * are not in it; order NULL: all, as they lie. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 
@@ -185,7 +191,8 @@ typedef struct {
     int n_batch_of;
     /* Static shapes: the batch is filled up with one graph that has all that is missing
      * (zeros; indices point at its first node) and then empty ones. n_slots: graphs in
-     * all, 0: no padding; totals[n_counts]: of each count in all. */
+     * all, 0: no padding; totals[n_counts]: of each count in all, -1: as many as the
+     * graphs have. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;
