@@ -68,7 +68,7 @@ def snapshot(cache):
         for key, value in graph.items():
             array = np.asarray(value) if not isinstance(value, str) else value
             said.append((key, getattr(array, "tobytes", lambda v=value: v)()))
-    said += [np.asarray(part).tolist() for part in cache.sizes[:2]]
+    said += [part.tolist() for part in (cache.sizes.nodes, cache.sizes.edges)]
     batch = next(iter(gc.Loader(cache, max(len(cache), 1), threads=0)), {})
     for key, value in batch.items():
         said.append((key, value if isinstance(value, list) else value.tobytes()))

@@ -100,6 +100,7 @@ class Loader:
         self.epoch = 0
         self._resume: tuple[int, int] | None = None  # epoch and position to begin at
         self._place: _Place | None = None  # of the newest iteration
+        self._length: tuple[int, int] | None = None  # of an epoch
         self._prepare()
 
     # ---- Iterating -------------------------------------------------------------------
@@ -135,8 +136,9 @@ class Loader:
         """The next iteration is this epoch; it is passed on to a sampler that asks."""
         self.epoch = _count("epoch", epoch, 0)
         for sampler in (self.sampler, self.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            forward = getattr(sampler, "set_epoch", None)
+            if forward is not None:
+                forward(epoch)
 
     # ---- Resuming --------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class Loader:
             raise TypeError(f"cache must be a Cache or a Subset, got {kind}")
         self._cache = dataset.cache if isinstance(dataset, Subset) else dataset
         self._subset = dataset.indices if isinstance(dataset, Subset) else None
-        self._length: tuple[int, int] | None = None
+        self._length = None
         self._check_arguments()
         self._plan_budgets()
         self._selections: dict[int, GraphSelection] = {}
@@ -351,8 +353,8 @@ class Loader:
     # ---- Other processes -------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_selections", "_plan", "assemble", "choose", "_buckets", "_array_type")
-        made += ("_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length")
+        made = {"_selections", "_plan", "assemble", "choose", "_buckets", "_array_type"}
+        made |= {"_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length"}
         kept = {k: v for k, v in self.__dict__.items() if k not in made}
         return {**kept, "_place": None, "_state": self.state_dict()}
 
