@@ -99,8 +99,6 @@ def _expand(
     schema: Schema, keys: Iterable[Hashable], argument: str, missing_ok: bool = False
 ) -> list[Hashable]:
     """Keys of the schema for keys or bare names."""
-    if isinstance(keys, str):
-        raise ValueError(f"{argument} must be a list of keys, got {keys!r}")
     found: list[Hashable] = []
     for key in keys:
         same = [k for k in schema.keys if k == key]

@@ -206,13 +206,12 @@ class Cache(Graphs):
             if _is_many(index):
                 return Subset(self, self._places(index))
             index = index.__index__()
-        if index < 0:
-            index += self._len
-        if not 0 <= index < self._len:
+        place = index + self._len if index < 0 else index
+        if not 0 <= place < self._len:
             raise IndexError(
                 f"index must be in {-self._len} .. {self._len - 1}, got {index}"
             )
-        graph = dict(zip(self._keys, self._get(index)))
+        graph = dict(zip(self._keys, self._get(place)))
         if self._optional:
             for key in self._optional:
                 if graph[key] is None:

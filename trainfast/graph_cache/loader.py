@@ -95,8 +95,9 @@ class Loader:
         self.threads = _count("threads", threads, 0)
         self.output = output if callable(output) else _one_of("output", output, OUTPUTS)
         self.pad_to, self.pin_memory, self.device = pad_to, bool(pin_memory), device
-        self.fields = None if fields is None else tuple(fields)
-        self.exclude, self.follow_batch = tuple(exclude), tuple(follow_batch)
+        self.fields = None if fields is None else _keys("fields", fields)
+        self.exclude = _keys("exclude", exclude)
+        self.follow_batch = _keys("follow_batch", follow_batch)
         self.epoch = 0
         self._resume: tuple[int, int] | None = None  # epoch and position to begin at
         self._place: _Place | None = None  # of the newest iteration
@@ -460,6 +461,12 @@ def _count(name: str, value: Any, least: int) -> int:
     if not hasattr(value, "__index__") or value.__index__() < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
     return int(value.__index__())
+
+
+def _keys(name: str, keys: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    if isinstance(keys, str):
+        raise ValueError(f"{name} must be a list of keys, got {keys!r}")
+    return tuple(keys)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
