@@ -1,6 +1,8 @@
 /* The module trainfast._core: its methods and its state. */
 #include "core.h"
 
+#include <string.h>
+
 static PyObject *
 py_backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
@@ -93,7 +95,7 @@ module_exec(PyObject *module)
     py_state *state = PyModule_GetState(module);
     PyObject *workspace;
 
-    state->numpy_bfloat16 = -1;
+    memset(state->numpy_numbers, -1, sizeof state->numpy_numbers);
     state->s_grad = PyUnicode_InternFromString("grad");
     state->s_step = PyUnicode_InternFromString("step");
     state->s_exp_avg = PyUnicode_InternFromString("exp_avg");
