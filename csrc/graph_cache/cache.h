@@ -5,8 +5,9 @@
 #include "../graph_kernels.h"
 #include "segment.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
+
+enum { GRAPH_ARENAS = 8 };
 
 /* One of the cache's counts in one segment: of record r, data[r * step]. step 0: all
  * records there have the same. */
@@ -35,11 +36,13 @@ struct tfast_graph_cache {
     uint8_t fingerprint[16];
     int64_t file_bytes;
     _Atomic(int64_t) references;
-    /* Arenas that wait to be used again: collate.c's, made under `lock` at first. */
-    pthread_mutex_t lock;
-    void *pool;
-    void (*free_pool)(void *pool);
+    /* Arenas that wait to be used again, batch.c's. Taken and put by exchange alone: a
+     * lock could be held by another thread when the process forks. */
+    _Atomic(void *) arenas[GRAPH_ARENAS];
 };
+
+/* Frees them, with the cache's last reference (batch.c). */
+void graph_arenas_free(tfast_graph_cache *cache);
 
 /* Where graph i is; 0 <= i < n_graphs. */
 typedef struct {

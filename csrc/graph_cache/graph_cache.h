@@ -3,8 +3,9 @@
  *
  * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
  * fields lie), segment.c (opening a segment, scanning one that is not sealed),
- * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, collate.c,
- * prefetch.c (threads and arenas), order.c (shuffling, sharding, batches by size). */
+ * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
+ * plan.c and collate.c (batches), prefetch.c (threads), order.c (shuffling, sharding,
+ * batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -190,7 +191,8 @@ typedef struct {
     int n_batch_of;
     /* Static shapes: the batch is filled up with one graph that has all that is missing
      * (zeros; indices point at its first node) and then empty ones. n_slots: graphs in
-     * all, 0: no padding; totals[n_counts]: of each count in all. */
+     * all, 0: no padding; totals[n_counts]: of each count in all, -1: as many as the
+     * graphs have. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;

@@ -184,6 +184,13 @@ graph_errno(void)
 }
 
 tfast_status
+graph_fail_again(tfast_status status, int error, const char *message)
+{
+    last_error = error;
+    return tfast_fail(status, "%s", message);
+}
+
+tfast_status
 graph_damage(const char *format, ...)
 {
     char text[TFAST_MESSAGE_BYTES];

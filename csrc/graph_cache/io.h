@@ -49,6 +49,9 @@ int graph_errno(void);
 /* TFAST_EIO for what a file holds: its message, and no error number. */
 tfast_status graph_damage(const char *format, ...) TFAST_PRINTF(1, 2);
 
+/* An error of another thread: its message, and what graph_errno() was there. */
+tfast_status graph_fail_again(tfast_status status, int error, const char *message);
+
 /* *joined = directory/name. */
 enum { GRAPH_PATH_BYTES = 4096 };
 tfast_status graph_join(char joined[GRAPH_PATH_BYTES], const char *directory,

@@ -6,7 +6,7 @@
 /* One field: where its values are found in a graph, and during an append the value. */
 typedef struct {
     PyObject *key;
-    PyObject *text; /* "graph['x']" */
+    PyObject *text;   /* "graph['x']" */
     const char *name; /* the same */
     const graph_schema_field *field;
     PyObject *object; /* a reference during an append */
@@ -201,8 +201,9 @@ take_graph(graph_writer *self, py_state *state, PyObject *graph)
         } else if ((at->field->flags & GRAPH_OPTIONAL) != 0) {
             self->values[i].present = false;
         } else {
-            PyErr_Format(PyExc_ValueError, "%s must be there (it is not optional), got %s",
-                         at->name, at->object == NULL ? "no such key" : "None");
+            PyErr_Format(PyExc_ValueError,
+                         "%s must be there (it is not optional), got %s", at->name,
+                         at->object == NULL ? "no such key" : "None");
             return -1;
         }
     }
