@@ -46,7 +46,7 @@ def one_field(dtype, dims=(-1,), **options):
 def random_bits(rng, dtype, shape):
     """An array of every kind of value, NaN and infinity too."""
     dtype = NUMPY[dtype]
-    if dtype == bool:
+    if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     bits = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8)
     return bits.view(dtype).reshape(shape)
