@@ -272,7 +272,6 @@ tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
     made->options = *options;
     made->kernels = tfast_backend_for(TFAST_CPU)->graph_cache;
     atomic_init(&made->references, 1);
-    pthread_mutex_init(&made->lock, NULL);
     status = open_whole(made);
     if (status != TFAST_OK) {
         tfast_graph_cache_release(made);
@@ -294,11 +293,8 @@ tfast_graph_cache_release(tfast_graph_cache *cache)
     if (atomic_fetch_sub_explicit(&cache->references, 1, memory_order_acq_rel) != 1) {
         return;
     }
-    if (cache->pool != NULL) {
-        cache->free_pool(cache->pool);
-    }
+    graph_arenas_free(cache);
     empty(cache);
-    pthread_mutex_destroy(&cache->lock);
     free(cache->path);
     free(cache);
 }

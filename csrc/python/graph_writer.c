@@ -2,6 +2,7 @@
 #include "graph.h"
 
 #include <string.h>
+#include <unistd.h>
 
 /* One field: where its values are found in a graph, and during an append the value. */
 typedef struct {
@@ -28,6 +29,7 @@ typedef struct {
     int64_t *counts;
     int64_t appended, committed; /* when it was closed */
     bool busy;
+    long process; /* that made it */
 } graph_writer;
 
 /* ---- Values ---------------------------------------------------------------------- */
@@ -259,7 +261,8 @@ take_counts(graph_writer *self, PyObject *counts)
 
 /* ---- Methods --------------------------------------------------------------------- */
 
-/* Refuses a closed writer and a second thread. */
+/* Refuses a closed writer, a second thread, and a forked child, which has its parent's
+ * file open. */
 static int
 begin(graph_writer *self)
 {
@@ -270,6 +273,12 @@ begin(graph_writer *self)
     }
     if (self->writer == NULL) {
         PyErr_SetString(PyExc_ValueError, "writer must be open, got a closed one");
+        return -1;
+    }
+    if (self->process != getpid()) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "writer must be used by the process that made it, got a "
+                        "forked child");
         return -1;
     }
     self->busy = true;
@@ -402,14 +411,13 @@ writer_close(graph_writer *self, PyObject *Py_UNUSED(unused))
 static PyObject *
 writer_abandon(graph_writer *self, PyObject *Py_UNUSED(unused))
 {
-    if (self->writer == NULL) {
-        Py_RETURN_NONE;
-    }
-    if (begin(self) < 0) {
+    if (self->writer != NULL && self->busy) {
+        begin(self); /* which says why not */
         return NULL;
     }
-    drop_writer(self);
-    self->busy = false;
+    if (self->writer != NULL) {
+        drop_writer(self);
+    }
     Py_RETURN_NONE;
 }
 
@@ -498,6 +506,9 @@ writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int durable = 1;
     tfast_status status;
 
+    if (self != NULL) {
+        self->process = getpid();
+    }
     if (self == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "O&y#O|$p:GraphWriter", names,
                                      PyUnicode_FSConverter, &path, &schema, &bytes,
