@@ -9,6 +9,7 @@
 
 #include <immintrin.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
