@@ -276,10 +276,11 @@ def block(loader: Iterable[Any], step: Callable[[], None]) -> tuple[float, float
 def steps_case(bench: Bench, problem: Problem, threads: int) -> list[dict]:
     """Steps on some threads with a loader between: the wait, and the step itself."""
     work, step = bench.work(problem), make_step(bench)
-    table = loaders(work, batch_sampler=work.batches[: min(STEPS, len(work.batches))])
-    alone = [("no loader", "bound", lambda: [0] * STEPS)]
+    table = loaders(work, batch_sampler=work.batches[:STEPS])
+    table.append(("no loader", "bound", lambda: range(STEPS)))
     made, skipped = bench.contenders(
-        Entry(name, role, make) for name, role, make in [*table, *alone]
+        Entry(name, role, lambda make=make: partial(block, make(), step))
+        for name, role, make in table
     )
     waits: dict[str, list[float]] = {contender.name: [] for contender in made}
     steps: dict[str, list[float]] = {contender.name: [] for contender in made}
@@ -289,7 +290,7 @@ def steps_case(bench: Bench, problem: Problem, threads: int) -> list[dict]:
             if done >= bench.budget.min_rounds and time.perf_counter() >= end:
                 break
             for contender in made:
-                wait, stepping = block(contender.run, step)
+                wait, stepping = contender.run()
                 if done >= 0:  # the round before the first one is for warming up
                     waits[contender.name].append(wait)
                     steps[contender.name].append(stepping)
