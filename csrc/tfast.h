@@ -16,6 +16,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "graph_kernels.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -342,7 +344,7 @@ tfast_status tfast_attention_backward(const tfast_attention_args *args);
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 3
+#define TFAST_ABI 4
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */
@@ -357,6 +359,7 @@ typedef struct tfast_backend {
     tfast_status (*amp_update)(const tfast_amp_update_args *args);
     tfast_status (*attention)(const tfast_attention_args *args);
     tfast_status (*attention_backward)(const tfast_attention_args *args);
+    const tfast_graph_kernels *graph_cache;
 } tfast_backend;
 
 /* The one symbol of the CUDA library, and of its twin on the CPU. `fail` becomes the

@@ -101,6 +101,7 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_amp_update,
     nullptr, /* attention: not yet */
     nullptr,
+    nullptr, /* the graph cache's loops are the CPU's */
 };
 
 extern "C" __attribute__((visibility("default"))) const tfast_backend *

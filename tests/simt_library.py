@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 from arrays import DTYPES
 
-ABI = 3  # TFAST_ABI
+ABI = 4  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)

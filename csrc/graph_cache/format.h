@@ -132,8 +132,8 @@ enum {
     GRAPH_N_ROLES
 };
 
-/* What is added to a field's values when graphs are put together, apart from nothing.
- */
+/* What is added to a field's values when graphs are put together. Where that is a count
+ * but an increment, they are indices into what it counts: 0 <= value < count. */
 enum {
     GRAPH_ADD_NOTHING = 0,
     GRAPH_ADD_COUNT, /* the sum of counts[add[0]] of the graphs before */
@@ -178,8 +178,7 @@ typedef struct {
                       whole graph */
     uint8_t dtype;
     uint8_t rank;
-    int8_t
-        cat_dim; /* graphs are concatenated along it; -1: stacked in a new first one */
+    int8_t cat_dim; /* graphs are joined along it; -1: stacked in a new first one */
     uint8_t add_mode;
     uint16_t add[2]; /* GRAPH_NONE where the mode has none */
     uint8_t flags;

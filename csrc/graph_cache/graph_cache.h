@@ -3,8 +3,9 @@
  *
  * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
  * fields lie), segment.c (opening a segment, scanning one that is not sealed),
- * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, collate.c,
- * prefetch.c (threads and arenas), order.c (shuffling, sharding, batches by size). */
+ * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
+ * plan.c and collate.c (batches), prefetch.c (threads), order.c (shuffling, sharding,
+ * batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -29,8 +30,10 @@ tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *b
                                       size_t n_bytes);
 void tfast_graph_schema_free(tfast_graph_schema *schema);
 
-/* True where graphs of both can be in one batch: all is the same but dims that are
- * fixed in one and a count in the other, and the counts that these need. */
+/* True where graphs of both can be in one batch: all is the same but dims (fixed in one
+ * and a count in the other, or the nodes in one and a size of its own in the other),
+ * the counts of role GRAPH_SIZE, and GRAPH_OPTIONAL. In the schema of both, a dim that
+ * differs is a size of its own, and a field that is optional in one is optional. */
 bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
                                const tfast_graph_schema *b);
 
@@ -75,13 +78,14 @@ tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *pa
                                      const void *schema, size_t schema_bytes,
                                      bool durable);
 
-/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values' shapes
- * (a count that neither gives is an error). Values of count-adding integer fields (edge
- * indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
+/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values'
+ * shapes (a count that neither gives is an error). Values of count-adding integer
+ * fields (edge indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
  * TFAST_EINVAL where a shape does not fit the schema; *misfit is then the field whose
- * size differs from what the schema fixes or shares, so that the caller can go on with
- * a
- * more general schema, and -1 for every other error. Nothing has changed then. */
+ * size differs from what the schema fixes or shares, or that is missing and not
+ * optional, so that the caller can go on with a more general schema, and -1 for every
+ * other error. Nothing has changed then. Values that add an increment are not checked:
+ * its meaning is the user's. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
@@ -93,15 +97,13 @@ tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
 tfast_status tfast_graph_writer_commit(tfast_graph_writer *writer);
 
 /* Commits, seals the segment and enters it into the manifest; an empty segment
-   vanishes.
- * The writer is freed by tfast_graph_writer_free() only. */
+ * vanishes. The writer is freed by tfast_graph_writer_free() only. */
 tfast_status tfast_graph_writer_close(tfast_graph_writer *writer);
 int64_t tfast_graph_writer_appended(const tfast_graph_writer *writer);
 int64_t tfast_graph_writer_committed(const tfast_graph_writer *writer);
 
 /* Without close(): what was committed is left for tfast_graph_adopt(). In a forked
-   child
- * it only frees memory. */
+ * child it only frees memory. */
 void tfast_graph_writer_free(tfast_graph_writer *writer);
 
 /* Seals what dead writers have left, to their last commit; *graphs and *lost count what
@@ -109,9 +111,11 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
  * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
-/* A build: between begin and end the cache does not open (but with `partial`). End sets
- * the order, as numbers of records, segments in the manifest's order, and deletes
- * segments that are not in it; order NULL: all, as they lie. */
+/* A build: between begin and end the cache does not open (but with `partial`). Begin
+ * makes the cache where there is none, and forgets the order: with `partial`, graph i
+ * is then record i. New segments come last in the manifest, always. End sets the order,
+ * as numbers of records, segments in the manifest's order, and deletes segments that
+ * are not in it; order NULL: all, as they lie. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 
@@ -143,8 +147,7 @@ int64_t tfast_graph_cache_file_bytes(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_segments(const tfast_graph_cache *cache);
 
 /* out[len]: one of the cache schema's counts, or the bytes of the frames, of all
-   graphs,
- * from the index alone. */
+ * graphs, from the index alone. */
 void tfast_graph_cache_counts(const tfast_graph_cache *cache, int count, int64_t *out);
 void tfast_graph_cache_frame_bytes(const tfast_graph_cache *cache, int64_t *out);
 /* out[16 * len]: the keys, from the records. */
@@ -152,16 +155,14 @@ tfast_status tfast_graph_cache_keys(const tfast_graph_cache *cache, uint8_t *out
 
 /* The arrays of graph i, in the map while the cache is held. With `pread` they lie in
  * *owned, which the caller frees with free(); else *owned is NULL. Verifies as the
- * cache
- * was opened. Threads may call it at once. */
+ * cache was opened. Threads may call it at once. */
 tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
                                    tfast_graph_array *arrays, void **owned);
 
 /* Checks graphs first .. end - 1 in full (checksums, sizes, indices, bool bytes, UTF-8;
  * with `values` also that floats are finite), and calls damaged(context, i, message)
- * for
- * each bad one. With first = 0 and end = len also everything between the records.
- * Returns an error only where it could not go on. */
+ * for each bad one. With first = 0 and end = len also everything between the records; i
+ * is -1 then. Returns an error only where it could not go on. */
 tfast_status tfast_graph_cache_verify(
     tfast_graph_cache *cache, int64_t first, int64_t end, bool values,
     void (*damaged)(void *context, int64_t i, const char *message), void *context);
@@ -190,7 +191,8 @@ typedef struct {
     int n_batch_of;
     /* Static shapes: the batch is filled up with one graph that has all that is missing
      * (zeros; indices point at its first node) and then empty ones. n_slots: graphs in
-     * all, 0: no padding; totals[n_counts]: of each count in all. */
+     * all, 0: no padding; totals[n_counts]: of each count in all, -1: as many as the
+     * graphs have. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;
@@ -235,8 +237,7 @@ tfast_status tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch,
 tfast_status tfast_graph_prefetch_submit(tfast_graph_prefetch *prefetch,
                                          const int64_t *indices, int64_t n);
 /* Waits up to `seconds`; *batch is NULL when there is none yet. An error is the error
-   of
- * that batch; the next call goes on with the one after it. */
+ * of that batch; the next call goes on with the one after it. */
 tfast_status tfast_graph_prefetch_next(tfast_graph_prefetch *prefetch, double seconds,
                                        tfast_graph_batch **batch);
 int64_t tfast_graph_prefetch_pending(const tfast_graph_prefetch *prefetch);
@@ -246,7 +247,10 @@ void tfast_graph_prefetch_free(tfast_graph_prefetch *prefetch);
 
 /* ---- Order (order.c) ------------------------------------------------------------- */
 
-/* Which graphs come when. O(1) memory and O(1) to begin anywhere. */
+enum { TFAST_GRAPH_MAX_BUDGETS = 8 };
+
+/* Which graphs come when. O(1) memory and O(1) to begin anywhere. The caller has made
+ * sure that what subset holds are numbers of graphs, and lets nobody change it. */
 typedef struct {
     int64_t n;             /* graphs, or entries of subset */
     const int64_t *subset; /* NULL: 0 .. n - 1 */
@@ -258,17 +262,17 @@ typedef struct {
     int n_budgets;               /* 0: batches by number alone */
     const int64_t *const *sizes; /* [n_budgets][cache's graphs] */
     const int64_t *budgets;      /* at most this sum of sizes in a batch */
-    bool
-        oversize_alone; /* a graph beyond a budget: a batch of its own; else an error */
+    /* A graph beyond a budget: a batch of its own; else an error. */
+    bool oversize_alone;
 } tfast_graph_order;
 
 /* Writes the graphs of the next batch of this rank (room for batch_size) and their
  * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is
- * to
- * save. Ranks get the same number of batches, every graph is in exactly one batch of
- * one
- * rank (drop_last: but for the last incomplete ones), and none is empty, provided that
- * there are as many graphs as ranks. */
+ * to save, and the same on all ranks. Ranks get the same number of batches, every graph
+ * is in exactly one batch of one rank (drop_last: but for the last incomplete ones), and
+ * none is empty or beyond batch_size and the budgets. Where that cannot be (fewer graphs
+ * than ranks; batches of one graph, whose number is no multiple of the ranks):
+ * TFAST_EINVAL. */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);
 /* Graph at place i of the epoch, before sharding. */

@@ -28,13 +28,14 @@ typedef struct graph_io {
     /* Maps a file for reading; NULL with *error = -errno. */
     const void *(*map)(int file, int64_t bytes, int *error);
     void (*unmap)(const void *map, int64_t bytes);
+    int (*random)(void *data, size_t bytes);
 } graph_io;
 
 /* The table in use: the operating system, unless a test has set another. */
 extern const graph_io *graph_io_table;
 
 /* All of it, or an error. Status with a message that names `path`. Reading past the end
- * is TFAST_EINVAL ("... must have ... bytes"). */
+ * is TFAST_EIO ("... must have ... bytes"). */
 tfast_status graph_read_all(int file, const char *path, void *data, size_t bytes,
                             int64_t at);
 tfast_status graph_write_all(int file, const char *path, const void *data, size_t bytes,
@@ -44,5 +45,16 @@ tfast_status graph_write_all(int file, const char *path, const void *data, size_
  * number is kept for graph_errno(), so that Python's OSError carries it. */
 tfast_status graph_io_error(const char *what, const char *path, int error);
 int graph_errno(void);
+
+/* TFAST_EIO for what a file holds: its message, and no error number. */
+tfast_status graph_damage(const char *format, ...) TFAST_PRINTF(1, 2);
+
+/* An error of another thread: its message, and what graph_errno() was there. */
+tfast_status graph_fail_again(tfast_status status, int error, const char *message);
+
+/* *joined = directory/name. */
+enum { GRAPH_PATH_BYTES = 4096 };
+tfast_status graph_join(char joined[GRAPH_PATH_BYTES], const char *directory,
+                        const char *name);
 
 #endif

@@ -75,6 +75,10 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention.h"
 
+#include "../kernels/crc32c.h"
+
+#include "../kernels/graph_cache.h"
+
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
 #define STRING_(a) #a
@@ -97,4 +101,5 @@ const tfast_backend CONCAT(tfast_backend_, NAME) = {
     .amp_update = amp_update,
     .attention = attention_forward,
     .attention_backward = attention_backward,
+    .graph_cache = &graph_kernels,
 };

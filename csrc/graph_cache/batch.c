@@ -1,0 +1,188 @@
+/* Arenas: lent to one batch after another, so that a warm loader allocates nothing and
+ * writes where its cache lines already are. */
+#include "batch.h"
+
+#include "../scratch.h"
+
+#include <stdlib.h>
+
+/* Large arenas begin with a page, small ones need only their arrays' alignment. */
+enum { ALIGNMENT = 64, PAGE = 4096 };
+
+static void
+arena_free(graph_arena *arena)
+{
+    free(arena->batch.arena);
+    free(arena->details);
+    free(arena->frames.data);
+    free(arena);
+}
+
+void
+graph_arenas_free(tfast_graph_cache *cache)
+{
+    for (int i = 0; i < GRAPH_ARENAS; i++) {
+        graph_arena *arena = atomic_exchange(&cache->arenas[i], NULL);
+
+        if (arena != NULL) {
+            arena_free(arena);
+        }
+    }
+}
+
+/* The one that was put back last, mostly: both look from the first slot on. */
+static graph_arena *
+waiting_arena(tfast_graph_cache *cache)
+{
+    for (int i = 0; i < GRAPH_ARENAS; i++) {
+        graph_arena *arena = NULL;
+
+        if (atomic_load_explicit(&cache->arenas[i], memory_order_relaxed) != NULL) {
+            arena = atomic_exchange(&cache->arenas[i], NULL);
+        }
+        if (arena != NULL) {
+            return arena;
+        }
+    }
+    return calloc(1, sizeof(graph_arena));
+}
+
+static void
+arena_put(graph_arena *arena)
+{
+    tfast_graph_cache *cache = arena->cache;
+    bool kept = false;
+
+    for (int i = 0; i < GRAPH_ARENAS && !kept; i++) {
+        void *none = NULL;
+
+        kept = atomic_compare_exchange_strong(&cache->arenas[i], &none, arena);
+    }
+    if (!kept) {
+        arena_free(arena);
+    }
+    tfast_graph_cache_release(cache); /* may free all that wait */
+}
+
+/* The place of the next `n` things of `bytes` each; *at counts past the end where they
+ * are too many. */
+static void *
+carve(uint8_t *base, size_t *at, int64_t n, size_t bytes)
+{
+    void *here = base == NULL ? NULL : base + *at;
+    size_t all;
+
+    if (__builtin_mul_overflow((size_t)n, bytes, &all) || all > SIZE_MAX / 64) {
+        all = SIZE_MAX / 64; /* of which not all details together can overflow */
+    }
+    *at += (all + 15) & ~(size_t)15;
+    return here;
+}
+
+/* Points into `base`, or only counts the bytes where that is NULL. */
+static size_t
+lay_out(graph_arena *arena, uint8_t *base, const tfast_graph_selection *selection,
+        const graph_schema_header *header, int64_t n_graphs, int64_t n_slots)
+{
+    const int64_t n_fields = selection->n_fields, n_counts = header->n_counts;
+    size_t at = 0, sums;
+
+    arena->totals = carve(base, &at, n_counts, sizeof *arena->totals);
+    arena->field_at = carve(base, &at, n_fields, sizeof *arena->field_at);
+    arena->ptr_at = carve(base, &at, n_counts, sizeof *arena->ptr_at);
+    arena->batch_at = carve(base, &at, selection->n_batch_of, sizeof *arena->batch_at);
+    arena->shapes = carve(base, &at, n_fields, sizeof *arena->shapes);
+    arena->ranks = carve(base, &at, n_fields, sizeof *arena->ranks);
+    arena->fields = carve(base, &at, n_fields, sizeof *arena->fields);
+    arena->arrays = carve(base, &at, header->n_fields, sizeof *arena->arrays);
+    arena->places = carve(base, &at, n_graphs, sizeof *arena->places);
+    if (__builtin_mul_overflow((size_t)n_slots + 1, sizeof *arena->sums, &sums)) {
+        sums = SIZE_MAX;
+    }
+    arena->sums = carve(base, &at, n_counts, sums);
+    return at;
+}
+
+tfast_status
+graph_arena_take(graph_arena **out, tfast_graph_cache *cache,
+                 const tfast_graph_selection *selection, int64_t n_graphs,
+                 int64_t n_slots)
+{
+    const graph_schema_header *header = &cache->schema->header;
+    graph_arena *arena = waiting_arena(cache);
+    size_t bytes;
+
+    if (arena == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for a batch");
+    }
+    bytes = lay_out(arena, NULL, selection, header, n_graphs, n_slots);
+    if (bytes > arena->details_room) {
+        free(arena->details);
+        arena->details = malloc(bytes + bytes / 4);
+        arena->details_room = arena->details == NULL ? 0 : bytes + bytes / 4;
+    }
+    if (arena->details == NULL) {
+        arena_free(arena);
+        return tfast_fail(TFAST_ENOMEM, "no memory for a batch of %lld graphs",
+                          (long long)n_graphs);
+    }
+    lay_out(arena, arena->details, selection, header, n_graphs, n_slots);
+    arena->batch.n_graphs = n_graphs;
+    arena->batch.n_slots = n_slots;
+    arena->batch.totals = arena->totals;
+    arena->batch.field_at = arena->field_at;
+    arena->batch.ptr_at = arena->ptr_at;
+    arena->batch.batch_at = arena->batch_at;
+    arena->batch.shapes = (const int64_t(*)[GRAPH_MAX_RANK + 1]) arena->shapes;
+    arena->batch.ranks = arena->ranks;
+    arena->cache = cache;
+    atomic_store_explicit(&arena->references, 1, memory_order_relaxed);
+    tfast_graph_cache_retain(cache);
+    *out = arena;
+    return TFAST_OK;
+}
+
+tfast_status
+graph_arena_fit(graph_arena *arena, size_t bytes)
+{
+    const size_t alignment = bytes < PAGE ? ALIGNMENT : PAGE;
+    size_t room = bytes + bytes / 4;
+
+    arena->batch.bytes = bytes;
+    if (bytes <= arena->room && arena->batch.arena != NULL) {
+        return TFAST_OK;
+    }
+    free(arena->batch.arena);
+    arena->batch.arena = NULL;
+    arena->room = 0;
+    if (bytes > SIZE_MAX / 4) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for a batch of %zu bytes", bytes);
+    }
+    room = (room + alignment) / alignment * alignment;
+    arena->batch.arena = aligned_alloc(alignment, room);
+    if (arena->batch.arena == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for a batch of %zu bytes", bytes);
+    }
+    arena->room = room;
+    tfast_hint_large_pages(arena->batch.arena, room);
+    return TFAST_OK;
+}
+
+void
+tfast_graph_batch_retain(tfast_graph_batch *batch)
+{
+    graph_arena *arena = (graph_arena *)batch;
+
+    atomic_fetch_add_explicit(&arena->references, 1, memory_order_relaxed);
+}
+
+void
+tfast_graph_batch_release(tfast_graph_batch *batch)
+{
+    graph_arena *arena = (graph_arena *)batch;
+
+    if (batch != NULL &&
+        atomic_fetch_sub_explicit(&arena->references, 1, memory_order_acq_rel) == 1) {
+        arena_put(arena);
+    }
+}

@@ -1,0 +1,255 @@
+/* Graphs become one batch: plan.c lays out the arena, and one pass over the records
+ * copies, widens and adds. */
+#include "batch.h"
+#include "io.h"
+
+#include <string.h>
+
+/* While one graph is copied, the beginning of one that comes so many later is fetched;
+ * the processor sees by itself how it goes on. */
+enum { AHEAD = 3, AHEAD_BYTES = 1024, LINE = 64 };
+
+static tfast_status
+check_selection(const tfast_graph_cache *cache, const tfast_graph_selection *selection,
+                int64_t n)
+{
+    if (cache->schema == NULL) {
+        return tfast_fail(TFAST_EINVAL, "cache must have graphs to collate, got none");
+    }
+    for (int i = 0; i < selection->n_fields; i++) {
+        if (selection->fields[i] >= cache->schema->header.n_fields) {
+            return tfast_fail(TFAST_EINVAL, "a selected field must be below %d, got %d",
+                              cache->schema->header.n_fields, selection->fields[i]);
+        }
+    }
+    for (int i = 0; i < selection->n_batch_of; i++) {
+        if (selection->batch_of[i] >= cache->schema->header.n_counts) {
+            return tfast_fail(TFAST_EINVAL, "a selected count must be below %d, got %d",
+                              cache->schema->header.n_counts, selection->batch_of[i]);
+        }
+    }
+    if (n < 0 || n > INT32_MAX) {
+        return tfast_fail(TFAST_EINVAL,
+                          "a batch must have 0 .. 2147483647 graphs, got %lld",
+                          (long long)n);
+    }
+    if (selection->n_slots != 0 &&
+        (selection->n_slots < n || selection->n_slots > INT32_MAX)) {
+        return tfast_fail(TFAST_EINVAL,
+                          "the padding's number of graphs must be at least the "
+                          "batch's, %lld, got %lld",
+                          (long long)n, (long long)selection->n_slots);
+    }
+    return TFAST_OK;
+}
+
+/* Copies `n` elements, adding `add`. */
+static void
+copy_elements(const tfast_graph_kernels *kernels, uint8_t *out,
+              const tfast_graph_array *array, int64_t first, int64_t n, int bytes,
+              int64_t add)
+{
+    const uint8_t *in = array->data;
+
+    if (array->stored != GRAPH_AS_IS) {
+        const int stored = 1 << (array->stored - GRAPH_AS_U8) % 3;
+
+        kernels->widen(out, bytes, in + first * stored, array->stored, n, add);
+    } else if (add != 0) {
+        kernels->add(out, in + first * bytes, bytes, n, add);
+    } else {
+        memcpy(out, in + first * bytes, (size_t)(n * bytes));
+    }
+}
+
+/* The runs of elements that lie side by side and get the same added: the field's rows,
+ * or, where two rows lie inside what is one row of the batch, both of each graph. */
+typedef struct {
+    int64_t n, elements, stride; /* stride: bytes from one to the next */
+    bool alternate;              /* every other run has the second addend */
+} runs;
+
+static runs
+runs_of(const graph_batch_field *f, int64_t steps, int64_t graphs)
+{
+    const int64_t elements = steps * (f->inner / f->bytes);
+
+    if (f->n_adds == 2 && f->outer == 1) {
+        const int64_t part = graphs == 0 ? 0 : elements / (2 * graphs);
+        return (runs){2 * graphs, part, part * f->bytes, true};
+    }
+    return (runs){f->outer, elements, f->total * f->inner, false};
+}
+
+/* What run `i` adds for graph g. */
+static int64_t
+addend(const graph_arena *arena, const graph_batch_field *f, runs r, int64_t i,
+       int64_t g)
+{
+    const int second = r.alternate ? (int)(i & 1) : f->n_adds == 2 && i >= r.n / 2;
+
+    return f->n_adds == 0 ? 0 : graph_sums(arena, f->adds[second])[g];
+}
+
+/* Adds graph g to one field. */
+static tfast_status
+copy_field(const graph_arena *arena, graph_batch_field *f, int64_t g)
+{
+    const tfast_graph_array *array = &arena->arrays[f->field];
+    const int64_t steps =
+        f->steps_count < 0 ? f->steps : graph_count(arena->places[g], f->steps_count);
+    const runs r = runs_of(f, steps, 1);
+    uint8_t *out = f->out + f->at * f->inner;
+
+    if (array->stored == GRAPH_ABSENT) {
+        return graph_field_missing(arena, f->field);
+    }
+    if (array->numel != r.n * r.elements) {
+        return graph_damage("field %s of a graph must have %lld values, got %lld",
+                            arena->cache->schema->field_names[f->field],
+                            (long long)(r.n * r.elements), (long long)array->numel);
+    }
+    for (int64_t i = 0; i < r.n; i++, out += r.stride) {
+        copy_elements(arena->cache->kernels, out, array, i * r.elements, r.elements,
+                      f->bytes, addend(arena, f, r, i, g));
+    }
+    f->at += steps;
+    return TFAST_OK;
+}
+
+static void
+fetch_ahead(const graph_arena *arena, int64_t g)
+{
+    if (g < arena->batch.n_graphs) {
+        const graph_place place = arena->places[g];
+        const uint8_t *frame = graph_frame(place);
+        const int64_t bytes = graph_frame_bytes(place);
+
+        for (int64_t i = 0; frame != NULL && i < bytes && i < AHEAD_BYTES; i += LINE) {
+            __builtin_prefetch(frame + i);
+        }
+    }
+}
+
+static tfast_status
+copy_graphs(graph_arena *arena, const int64_t *indices, int n_fields)
+{
+    for (int i = 0; i < n_fields; i++) {
+        arena->fields[i].out = arena->batch.arena + arena->field_at[i];
+    }
+    for (int64_t g = 0; g < AHEAD; g++) {
+        fetch_ahead(arena, g);
+    }
+    for (int64_t g = 0; g < arena->batch.n_graphs; g++) {
+        tfast_status status;
+
+        fetch_ahead(arena, g + AHEAD);
+        status = graph_arrays(arena->cache, indices[g], arena->places[g],
+                              &arena->frames, arena->arrays);
+        for (int i = 0; status == TFAST_OK && i < n_fields; i++) {
+            status = copy_field(arena, &arena->fields[i], g);
+        }
+        if (status != TFAST_OK) {
+            return status;
+        }
+    }
+    return TFAST_OK;
+}
+
+/* n elements of `bytes` each, all `value`. */
+static void
+fill(const tfast_graph_kernels *kernels, uint8_t *out, int bytes, int64_t n,
+     int64_t value)
+{
+    if (bytes == 8) {
+        kernels->fill((int64_t *)out, n, value);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        memcpy(out + i * bytes, &value, (size_t)bytes); /* the low bytes */
+    }
+}
+
+/* What is left of one field: zeros, or indices of the first padding graph's first. */
+static tfast_status
+pad_field(const graph_arena *arena, graph_batch_field *f)
+{
+    const tfast_graph_schema *schema = arena->cache->schema;
+    const int64_t n = arena->batch.n_graphs, steps = f->total - f->at;
+    const runs r = runs_of(f, steps, arena->batch.n_slots - n);
+    uint8_t *out = f->out + f->at * f->inner;
+
+    if (r.n * r.elements == 0) {
+        return TFAST_OK;
+    }
+    for (int i = 0; i < f->n_adds; i++) {
+        const int k = f->adds[i];
+
+        if (schema->counts[k].role != GRAPH_INCREMENT &&
+            arena->totals[k] == graph_sums(arena, k)[n]) {
+            return tfast_fail(TFAST_EINVAL,
+                              "the padding must have a node for the indices of its "
+                              "field %s, got none",
+                              schema->field_names[f->field]);
+        }
+    }
+    for (int64_t i = 0; i < r.n; i++, out += r.stride) {
+        if (f->n_adds == 0) {
+            memset(out, 0, (size_t)(r.elements * f->bytes));
+        } else {
+            fill(arena->cache->kernels, out, f->bytes, r.elements,
+                 addend(arena, f, r, i, n));
+        }
+    }
+    return TFAST_OK;
+}
+
+static void
+write_vectors(graph_arena *arena, const tfast_graph_selection *selection)
+{
+    const tfast_graph_kernels *kernels = arena->cache->kernels;
+    const int64_t slots = arena->batch.n_slots;
+
+    for (int i = 0; i < selection->n_batch_of; i++) {
+        const int64_t *sums = graph_sums(arena, selection->batch_of[i]);
+        int64_t *out = (int64_t *)(arena->batch.arena + arena->batch_at[i]);
+
+        for (int64_t g = 0; g < slots; g++) {
+            kernels->fill(out + sums[g], sums[g + 1] - sums[g], g);
+        }
+    }
+    for (int k = 0; k < arena->cache->schema->header.n_counts; k++) {
+        memcpy(arena->batch.arena + arena->ptr_at[k], graph_sums(arena, k),
+               (size_t)(slots + 1) * sizeof(int64_t));
+    }
+}
+
+tfast_status
+tfast_graph_collate(tfast_graph_cache *cache, const tfast_graph_selection *selection,
+                    const int64_t *indices, int64_t n, tfast_graph_batch **batch)
+{
+    tfast_status status = check_selection(cache, selection, n);
+    graph_arena *arena;
+
+    *batch = NULL;
+    if (status == TFAST_OK) {
+        status = graph_arena_take(&arena, cache, selection, n,
+                                  selection->n_slots > 0 ? selection->n_slots : n);
+    }
+    if (status != TFAST_OK) {
+        return status;
+    }
+    status = graph_batch_plan(arena, selection, indices);
+    status =
+        status == TFAST_OK ? copy_graphs(arena, indices, selection->n_fields) : status;
+    for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
+        status = pad_field(arena, &arena->fields[i]);
+    }
+    if (status != TFAST_OK) {
+        tfast_graph_batch_release(&arena->batch);
+        return status;
+    }
+    write_vectors(arena, selection);
+    *batch = &arena->batch;
+    return TFAST_OK;
+}

@@ -1,0 +1,263 @@
+/* A cache's directory: names, the lock, making one, and what lies in it. */
+#if !defined(_POSIX_C_SOURCE)
+#    define _POSIX_C_SOURCE 200809L /* O_DIRECTORY */
+#endif
+#include "manifest.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+
+void
+graph_name(char name[GRAPH_NAME_BYTES], const char *prefix, const uint8_t uuid[16],
+           const char *suffix)
+{
+    int n = snprintf(name, GRAPH_NAME_BYTES, "%s-", prefix);
+
+    for (int i = 0; i < 16; i++) {
+        n += snprintf(name + n, (size_t)(GRAPH_NAME_BYTES - n), "%02x", uuid[i]);
+    }
+    snprintf(name + n, (size_t)(GRAPH_NAME_BYTES - n), "%s", suffix);
+}
+
+static int
+hexadecimal(char digit)
+{
+    return digit >= '0' && digit <= '9'   ? digit - '0'
+           : digit >= 'a' && digit <= 'f' ? digit - 'a' + 10
+                                          : -1;
+}
+
+bool
+graph_name_parse(const char *name, const char *prefix, uint8_t uuid[16],
+                 const char *suffix)
+{
+    size_t n = strlen(prefix);
+
+    if (strncmp(name, prefix, n) != 0 || name[n] != '-' ||
+        strlen(name) != n + 1 + 32 + strlen(suffix) ||
+        strcmp(name + n + 33, suffix) != 0) {
+        return false;
+    }
+    for (int i = 0; i < 16; i++) {
+        int high = hexadecimal(name[n + 1 + 2 * (size_t)i]);
+        int low = hexadecimal(name[n + 2 + 2 * (size_t)i]);
+
+        if (high < 0 || low < 0) {
+            return false;
+        }
+        uuid[i] = (uint8_t)(high * 16 + low);
+    }
+    return true;
+}
+
+/* ---- What lies there ------------------------------------------------------------- */
+
+static void
+note(uint8_t (**uuids)[16], int64_t *n, const uint8_t uuid[16], bool *no_memory)
+{
+    if ((*n & (*n - 1)) == 0) { /* room for powers of two */
+        void *more = realloc(*uuids, (size_t)(*n == 0 ? 1 : *n * 2) * 16);
+
+        if (more == NULL) {
+            *no_memory = true;
+            return;
+        }
+        *uuids = more;
+    }
+    memcpy((*uuids)[(*n)++], uuid, 16);
+}
+
+static void
+visit(void *context, const char *name)
+{
+    graph_listing *listing = context;
+    uint8_t uuid[16];
+
+    if (listing->no_memory) {
+        return;
+    }
+    if (graph_name_parse(name, "open", uuid, "")) {
+        note(&listing->open, &listing->n_open, uuid, &listing->no_memory);
+    } else if (graph_name_parse(name, "segment", uuid, "")) {
+        note(&listing->sealed, &listing->n_sealed, uuid, &listing->no_memory);
+    } else if (graph_name_parse(name, "manifest", uuid, ".tmp")) {
+        listing->n_temporary++;
+    } else if (strcmp(name, "manifest") == 0) {
+        listing->manifest = true;
+    } else if (strcmp(name, "lock") != 0) {
+        listing->strangers = true;
+    }
+}
+
+static int
+compare_uuids(const void *a, const void *b)
+{
+    return memcmp(a, b, 16);
+}
+
+tfast_status
+graph_list(graph_listing *listing, const char *directory)
+{
+    int error;
+
+    memset(listing, 0, sizeof *listing);
+    error = graph_io_table->list(directory, visit, listing);
+    if (error < 0 || listing->no_memory) {
+        graph_listing_free(listing);
+        return graph_io_error("list", directory, error < 0 ? error : ENOMEM);
+    }
+    if (listing->n_open > 0) { /* the same order everywhere */
+        qsort(listing->open, (size_t)listing->n_open, 16, compare_uuids);
+    }
+    if (listing->n_sealed > 0) {
+        qsort(listing->sealed, (size_t)listing->n_sealed, 16, compare_uuids);
+    }
+    return TFAST_OK;
+}
+
+void
+graph_listing_free(graph_listing *listing)
+{
+    free(listing->open);
+    free(listing->sealed);
+    memset(listing, 0, sizeof *listing);
+}
+
+/* ---- Lock ------------------------------------------------------------------------ */
+
+tfast_status
+graph_lock(const char *directory, int *lock)
+{
+    char path[GRAPH_PATH_BYTES];
+    tfast_status status = graph_join(path, directory, "lock");
+    int error;
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    *lock = graph_io_table->open(path, O_RDWR | O_CREAT);
+    if (*lock < 0) {
+        return graph_io_error("open", path, *lock);
+    }
+    do {
+        error = graph_io_table->lock(*lock, LOCK_EX);
+    } while (error == -EINTR);
+    if (error < 0) {
+        graph_io_table->close(*lock);
+        return graph_io_error("lock", path, error);
+    }
+    return TFAST_OK;
+}
+
+void
+graph_unlock(int lock)
+{
+    graph_io_table->lock(lock, LOCK_UN); /* a forked child may hold it open */
+    graph_io_table->close(lock);
+}
+
+/* ---- Making ---------------------------------------------------------------------- */
+
+tfast_status
+graph_directory_sync(const char *directory)
+{
+    int file = graph_io_table->open(directory, O_RDONLY | O_DIRECTORY);
+    int error;
+
+    if (file < 0) {
+        return graph_io_error("open", directory, file);
+    }
+    error = graph_io_table->sync(file);
+    graph_io_table->close(file);
+    /* Some file systems cannot sync a directory, and then need not. */
+    return error < 0 && error != -EINVAL && error != -ENOTSUP
+               ? graph_io_error("sync", directory, error)
+               : TFAST_OK;
+}
+
+static tfast_status
+sync_parent(const char *directory)
+{
+    char parent[GRAPH_PATH_BYTES];
+    tfast_status status = graph_join(parent, directory, "..");
+
+    return status == TFAST_OK ? graph_directory_sync(parent) : status;
+}
+
+/* An empty manifest, unless there is one. Under the lock. */
+static tfast_status
+make_manifest(const char *directory, bool durable)
+{
+    graph_contents contents = {0};
+    graph_listing listing;
+    tfast_status status = graph_list(&listing, directory);
+    bool there, ours;
+    int error;
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    there = listing.manifest;
+    ours = !listing.strangers && listing.n_open == 0 && listing.n_sealed == 0;
+    graph_listing_free(&listing);
+    if (there) {
+        return TFAST_OK;
+    }
+    if (!ours) {
+        return tfast_fail(TFAST_EINVAL,
+                          "path must be a graph cache or an empty or new directory, "
+                          "got %s, which has other files and no manifest",
+                          directory);
+    }
+    error = graph_io_table->random(contents.head.uuid, sizeof contents.head.uuid);
+    if (error < 0) {
+        return graph_io_error("draw a name in", directory, error);
+    }
+    status = durable ? sync_parent(directory) : TFAST_OK;
+    if (status != TFAST_OK) {
+        return status;
+    }
+    return graph_contents_store(&contents, directory, durable);
+}
+
+/* Before a lock file is made in it, a directory must be a cache's, or empty. */
+static tfast_status
+check_owner(const char *directory)
+{
+    graph_listing listing;
+    tfast_status status = graph_list(&listing, directory);
+
+    if (status == TFAST_OK && listing.strangers && !listing.manifest) {
+        status = tfast_fail(TFAST_EINVAL,
+                            "path must be a graph cache or an empty or new directory, "
+                            "got %s, which has other files and no manifest",
+                            directory);
+    }
+    graph_listing_free(&listing);
+    return status;
+}
+
+tfast_status
+graph_directory_make(const char *directory, bool durable, int *lock)
+{
+    int error = graph_io_table->mkdir(directory);
+    tfast_status status;
+
+    if (error < 0 && error != -EEXIST) {
+        return graph_io_error("make", directory, error);
+    }
+    status = check_owner(directory);
+    status = status == TFAST_OK ? graph_lock(directory, lock) : status;
+    if (status != TFAST_OK) {
+        return status;
+    }
+    status = make_manifest(directory, durable);
+    if (status != TFAST_OK) {
+        graph_unlock(*lock);
+    }
+    return status;
+}

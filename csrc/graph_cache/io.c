@@ -1,0 +1,261 @@
+/* The graph cache's way to the operating system: io.h's table for Linux, and what turns
+ * its results into statuses. */
+#if !defined(_DEFAULT_SOURCE)
+#    define _DEFAULT_SOURCE /* flock, getrandom */
+#endif
+#if !defined(_POSIX_C_SOURCE)
+#    define _POSIX_C_SOURCE 200809L
+#endif
+#include "io.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static _Thread_local int last_error;
+
+static int
+result(int value)
+{
+    return value < 0 ? -errno : value;
+}
+
+static int
+os_open(const char *path, int flags)
+{
+    return result(open(path, flags | O_CLOEXEC, 0666));
+}
+
+static int
+os_close(int file)
+{
+    return result(close(file));
+}
+
+static int64_t
+os_pread(int file, void *data, size_t bytes, int64_t at)
+{
+    ssize_t n = pread(file, data, bytes, (off_t)at);
+
+    return n < 0 ? -errno : n;
+}
+
+static int64_t
+os_pwrite(int file, const void *data, size_t bytes, int64_t at)
+{
+    ssize_t n = pwrite(file, data, bytes, (off_t)at);
+
+    return n < 0 ? -errno : n;
+}
+
+static int64_t
+os_size(int file)
+{
+    struct stat status;
+
+    return fstat(file, &status) < 0 ? -errno : (int64_t)status.st_size;
+}
+
+static int
+os_truncate(int file, int64_t bytes)
+{
+    return result(ftruncate(file, (off_t)bytes));
+}
+
+static int
+os_datasync(int file)
+{
+    return result(fdatasync(file));
+}
+
+static int
+os_sync(int file)
+{
+    return result(fsync(file));
+}
+
+static int
+os_rename(const char *from, const char *to)
+{
+    return result(rename(from, to));
+}
+
+static int
+os_unlink(const char *path)
+{
+    return result(unlink(path));
+}
+
+static int
+os_mkdir(const char *path)
+{
+    return result(mkdir(path, 0777));
+}
+
+static int
+os_lock(int file, int how)
+{
+    return result(flock(file, how));
+}
+
+static int
+os_list(const char *path, void (*visit)(void *context, const char *name), void *context)
+{
+    DIR *directory = opendir(path);
+    struct dirent *entry;
+    int error;
+
+    if (directory == NULL) {
+        return -errno;
+    }
+    for (;;) {
+        errno = 0;
+        entry = readdir(directory);
+        if (entry == NULL) {
+            break;
+        }
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
+            visit(context, entry->d_name);
+        }
+    }
+    error = -errno;
+    closedir(directory);
+    return error;
+}
+
+static const void *
+os_map(int file, int64_t bytes, int *error)
+{
+    void *map = mmap(NULL, (size_t)bytes, PROT_READ, MAP_SHARED, file, 0);
+
+    if (map == MAP_FAILED) {
+        *error = -errno;
+        return NULL;
+    }
+    return map;
+}
+
+static void
+os_unmap(const void *map, int64_t bytes)
+{
+    munmap((void *)(uintptr_t)map, (size_t)bytes);
+}
+
+static int
+os_random(void *data, size_t bytes)
+{
+    return getrandom(data, bytes, 0) == (ssize_t)bytes ? 0 : -EIO;
+}
+
+static const graph_io operating_system = {
+    os_open,     os_close, os_pread,  os_pwrite, os_size,  os_truncate,
+    os_datasync, os_sync,  os_rename, os_unlink, os_mkdir, os_lock,
+    os_list,     os_map,   os_unmap,  os_random,
+};
+
+const graph_io *graph_io_table = &operating_system;
+
+tfast_status
+graph_io_error(const char *what, const char *path, int error)
+{
+    char text[128] = "unknown error";
+
+    error = error < 0 ? -error : error;
+    if (strerror_r(error, text, sizeof text) != 0) {
+        snprintf(text, sizeof text, "error %d", error);
+    }
+    last_error = error;
+    return tfast_fail(error == ENOMEM ? TFAST_ENOMEM : TFAST_EIO, "cannot %s %s: %s",
+                      what, path, text);
+}
+
+int
+graph_errno(void)
+{
+    return last_error;
+}
+
+tfast_status
+graph_fail_again(tfast_status status, int error, const char *message)
+{
+    last_error = error;
+    return tfast_fail(status, "%s", message);
+}
+
+tfast_status
+graph_damage(const char *format, ...)
+{
+    char text[TFAST_MESSAGE_BYTES];
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    last_error = 0;
+    return tfast_fail(TFAST_EIO, "%s", text);
+}
+
+tfast_status
+graph_join(char joined[GRAPH_PATH_BYTES], const char *directory, const char *name)
+{
+    int n = snprintf(joined, GRAPH_PATH_BYTES, "%s/%s", directory, name);
+
+    if (n < 0 || n >= GRAPH_PATH_BYTES) {
+        return tfast_fail(TFAST_EINVAL, "path must have fewer than %d bytes, got %zu",
+                          GRAPH_PATH_BYTES, strlen(directory));
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+graph_read_all(int file, const char *path, void *data, size_t bytes, int64_t at)
+{
+    size_t done = 0;
+
+    while (done < bytes) {
+        int64_t n = graph_io_table->pread(file, (char *)data + done, bytes - done,
+                                          at + (int64_t)done);
+
+        if (n == -EINTR) {
+            continue;
+        }
+        if (n < 0) {
+            return graph_io_error("read", path, (int)n);
+        }
+        if (n == 0) {
+            return graph_damage("%s must have %lld bytes, got %lld", path,
+                                (long long)at + (long long)bytes,
+                                (long long)at + (long long)done);
+        }
+        done += (size_t)n;
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+graph_write_all(int file, const char *path, const void *data, size_t bytes, int64_t at)
+{
+    size_t done = 0;
+
+    while (done < bytes) {
+        int64_t n = graph_io_table->pwrite(file, (const char *)data + done,
+                                           bytes - done, at + (int64_t)done);
+
+        if (n == -EINTR) {
+            continue;
+        }
+        if (n <= 0) { /* 0: a disk that is full and does not say so */
+            return graph_io_error("write", path, n == 0 ? ENOSPC : (int)n);
+        }
+        done += (size_t)n;
+    }
+    return TFAST_OK;
+}

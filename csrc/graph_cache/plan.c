@@ -1,0 +1,249 @@
+/* What a batch will hold and where: sizes are summed up from the index alone. */
+#include "batch.h"
+#include "io.h"
+
+tfast_status
+graph_field_missing(const graph_arena *arena, int field)
+{
+    return tfast_fail(TFAST_EINVAL,
+                      "graphs of a batch must all have field %s if it is selected, got "
+                      "one without",
+                      arena->cache->schema->field_names[field]);
+}
+
+static tfast_status
+find_graphs(graph_arena *arena, const int64_t *indices)
+{
+    const tfast_graph_cache *cache = arena->cache;
+    const int64_t n = arena->batch.n_graphs;
+
+    for (int64_t g = 0; g < n; g++) {
+        if (indices[g] < 0 || indices[g] >= cache->n_graphs) {
+            return tfast_fail(TFAST_EINVAL,
+                              "a graph's index must be in 0 .. %lld, got %lld",
+                              (long long)cache->n_graphs - 1, (long long)indices[g]);
+        }
+        arena->places[g] = graph_find(cache, indices[g]);
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+wrong_total(const graph_arena *arena, int k, int64_t sum, int64_t total)
+{
+    static const char *const what[GRAPH_N_ROLES] = {"nodes", "edges", "sizes",
+                                                    "increments"};
+    const tfast_graph_schema *schema = arena->cache->schema;
+    const char *name = schema->count_names[k];
+
+    return tfast_fail(TFAST_EINVAL,
+                      "the padded batch must have %s%lld %s%s%s, got %lld",
+                      total < sum ? "at least " : "without a padding graph ",
+                      (long long)sum, what[schema->counts[k].role],
+                      *name == '\0' ? "" : " of type ", name, (long long)total);
+}
+
+/* Sums up all counts; with padding the first slot after the graphs has what is missing.
+ */
+static tfast_status
+sum_counts(graph_arena *arena, const tfast_graph_selection *selection)
+{
+    const int64_t n = arena->batch.n_graphs, slots = arena->batch.n_slots;
+
+    for (int k = 0; k < arena->cache->schema->header.n_counts; k++) {
+        int64_t *sums = graph_sums(arena, k), sum = 0;
+        int64_t total = selection->n_slots > 0 ? selection->totals[k] : -1;
+
+        for (int64_t g = 0; g < n; g++) {
+            sums[g] = sum;
+            sum += graph_count(arena->places[g], k);
+        }
+        sums[n] = sum;
+        total = total < 0 ? sum : total;
+        if (total < sum || (total > sum && slots == n)) {
+            return wrong_total(arena, k, sum, total);
+        }
+        for (int64_t g = n + 1; g <= slots; g++) {
+            sums[g] = total;
+        }
+        arena->totals[k] = total;
+    }
+    return TFAST_OK;
+}
+
+/* The size that dimension `d` has in all graphs of the batch. */
+static tfast_status
+common_size(const graph_arena *arena, int field, int d, int64_t *size)
+{
+    const tfast_graph_schema *schema = arena->cache->schema;
+    const int32_t dim = schema->fields[field].dims[d];
+    const int64_t n = arena->batch.n_graphs;
+
+    *size = dim;
+    if (dim >= 0) {
+        return TFAST_OK;
+    }
+    *size = n > 0 ? graph_count(arena->places[0], -1 - dim) : 0;
+    for (int64_t g = 1; g < n; g++) {
+        const int64_t other = graph_count(arena->places[g], -1 - dim);
+
+        if (other != *size) {
+            return tfast_fail(TFAST_EINVAL,
+                              "field %s must have the same size in dimension %d in all "
+                              "graphs of a batch, got %lld and %lld",
+                              schema->field_names[field], d, (long long)*size,
+                              (long long)other);
+        }
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+too_many_bytes(const graph_arena *arena, int field)
+{
+    return tfast_fail(
+        TFAST_EINVAL, "field %s must have at most 2^62 bytes in a batch of %lld graphs",
+        arena->cache->schema->field_names[field], (long long)arena->batch.n_slots);
+}
+
+/* Multiplies; false where the product is too large to be anything's size. */
+static bool
+multiply(int64_t *product, int64_t factor)
+{
+    return !__builtin_mul_overflow(*product, factor, product) &&
+           *product <= INT64_MAX / 2;
+}
+
+/* Whether the graphs' frames are long enough to hold the field: a smaller number of
+ * bytes than this is damage that would make the arena larger than the file justifies. */
+static bool
+frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_bytes)
+{
+    const int dtype = arena->cache->schema->fields[f->field].dtype;
+    const int64_t n = arena->batch.n_graphs;
+    int64_t steps =
+        f->steps_count < 0 ? f->steps * n : graph_sums(arena, f->steps_count)[n];
+
+    return multiply(&steps, f->outer) && multiply(&steps, f->inner) &&
+           steps / (graph_is_integer(dtype) ? f->bytes : 1) <= frame_bytes;
+}
+
+/* What is added must fit into the field's dtype: the last index of the batch does. */
+static tfast_status
+check_adds(const graph_arena *arena, const graph_batch_field *f)
+{
+    const tfast_graph_schema *schema = arena->cache->schema;
+    const bool is_signed = schema->fields[f->field].dtype >= GRAPH_I8;
+    const int bits = 8 * f->bytes - is_signed;
+
+    for (int i = 0; i < f->n_adds; i++) {
+        const int64_t total = arena->totals[f->adds[i]];
+
+        if (bits < 63 && total > (int64_t)1 << bits) {
+            return tfast_fail(TFAST_EINVAL,
+                              "field %s must be wide enough for indices up to %lld, "
+                              "got %s",
+                              schema->field_names[f->field], (long long)total - 1,
+                              graph_dtype_name(schema->fields[f->field].dtype));
+        }
+    }
+    return TFAST_OK;
+}
+
+/* What selected field i becomes. */
+static tfast_status
+plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *bytes)
+{
+    const graph_schema_field *schema = &arena->cache->schema->fields[field];
+    graph_batch_field *f = &arena->fields[i];
+    int64_t *shape = arena->shapes[i];
+    const int cat = schema->cat_dim, stacked = cat < 0;
+
+    *f = (graph_batch_field){
+        .field = field,
+        .bytes = graph_dtype_bytes(schema->dtype),
+        .outer = 1,
+        .inner = graph_dtype_bytes(schema->dtype),
+        .total = arena->batch.n_slots,
+        .steps = 1,
+        .steps_count = -1,
+        .n_adds = schema->add_mode,
+        .adds = {schema->add[0], schema->add[1]},
+    };
+    arena->ranks[i] = schema->rank + stacked;
+    for (int d = 0; d < schema->rank; d++) {
+        tfast_status status;
+
+        if (d == cat && schema->dims[d] < 0) {
+            f->steps_count = -1 - schema->dims[d];
+            f->total = arena->totals[f->steps_count];
+            continue;
+        }
+        status = common_size(arena, field, d, &shape[d + stacked]);
+        if (status != TFAST_OK) {
+            return status;
+        }
+        if (d == cat) {
+            f->steps = shape[d];
+            f->total = f->steps * arena->batch.n_slots;
+        } else if (!multiply(d < cat ? &f->outer : &f->inner, shape[d + stacked])) {
+            return too_many_bytes(arena, field);
+        }
+    }
+    shape[stacked ? 0 : cat] = f->total;
+    *bytes = f->outer;
+    if (!multiply(bytes, f->total) || !multiply(bytes, f->inner)) {
+        return too_many_bytes(arena, field);
+    }
+    if (!frames_hold(arena, f, frame_bytes)) {
+        return schema->flags & GRAPH_OPTIONAL
+                   ? graph_field_missing(arena, field)
+                   : graph_damage(
+                         "graphs are damaged: their records cannot hold field %s",
+                         arena->cache->schema->field_names[field]);
+    }
+    return check_adds(arena, f);
+}
+
+/* The place of an array in the arena, behind the others. */
+static tfast_status
+reserve(size_t *at, size_t *end, int64_t bytes)
+{
+    *at = *end;
+    if ((uint64_t)bytes > SIZE_MAX / 8 - *end) {
+        return tfast_fail(TFAST_EINVAL, "a batch must have at most 2^61 bytes");
+    }
+    *end = (*end + (size_t)bytes + 63) & ~(size_t)63;
+    return TFAST_OK;
+}
+
+tfast_status
+graph_batch_plan(graph_arena *arena, const tfast_graph_selection *selection,
+                 const int64_t *indices)
+{
+    const int64_t n = arena->batch.n_graphs, slots = arena->batch.n_slots;
+    int64_t frame_bytes = 0, bytes = 0;
+    size_t end = 0;
+    tfast_status status = find_graphs(arena, indices);
+
+    status = status == TFAST_OK ? sum_counts(arena, selection) : status;
+    for (int64_t g = 0; status == TFAST_OK && g < n; g++) {
+        frame_bytes += graph_frame_bytes(arena->places[g]);
+    }
+    for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
+        status = plan_field(arena, i, selection->fields[i], frame_bytes, &bytes);
+        if (status == TFAST_OK) {
+            status = reserve(&arena->field_at[i], &end, bytes);
+        }
+    }
+    for (int i = 0; status == TFAST_OK && i < selection->n_batch_of; i++) {
+        bytes = arena->totals[selection->batch_of[i]];
+        status = reserve(&arena->batch_at[i], &end,
+                         bytes > INT64_MAX / 16 ? INT64_MAX : bytes * 8);
+    }
+    for (int k = 0; status == TFAST_OK && k < arena->cache->schema->header.n_counts;
+         k++) {
+        status = reserve(&arena->ptr_at[k], &end, (slots + 1) * 8);
+    }
+    return status == TFAST_OK ? graph_arena_fit(arena, end) : status;
+}

@@ -1,0 +1,311 @@
+/* Opening a sealed segment: everything but the frames is checked here, so that reading
+ * a graph has only its own frame to look at. */
+#include "segment.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    ALIGN = 64,
+    MAX_SCHEMA_BYTES =
+        sizeof(graph_schema_header) + GRAPH_MAX_COUNTS * sizeof(graph_schema_count) +
+        GRAPH_MAX_FIELDS * sizeof(graph_schema_field) +
+        (GRAPH_MAX_COUNTS + GRAPH_MAX_FIELDS) * GRAPH_MAX_NAME + GRAPH_UNIT,
+};
+
+uint32_t
+graph_record_header_crc(const tfast_graph_schema *schema, const void *record)
+{
+    size_t skipped = offsetof(graph_record, payload_crc);
+
+    return graph_crc((const uint8_t *)record + skipped, schema->record_bytes - skipped);
+}
+
+uint32_t
+graph_commit_crc(const graph_commit *commit)
+{
+    size_t skipped = offsetof(graph_commit, records);
+
+    return graph_crc((const uint8_t *)commit + skipped, sizeof *commit - skipped);
+}
+
+uint32_t
+graph_trailer_crc(const graph_trailer *trailer)
+{
+    size_t skipped = offsetof(graph_trailer, index_crc);
+
+    return graph_crc((const uint8_t *)trailer + skipped, sizeof *trailer - skipped);
+}
+
+uint32_t
+graph_header_crc(const graph_header *header, const void *schema)
+{
+    graph_header plain = *header;
+
+    plain.crc = 0;
+    return graph_crc_more(graph_crc(&plain, sizeof plain), schema,
+                          header->schema_bytes);
+}
+
+static bool
+zeros(const uint8_t *bytes, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        if (bytes[i] != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- Header ---------------------------------------------------------------------- */
+
+static tfast_status
+check_header(const graph_header *header, const char *path)
+{
+    if (memcmp(header->magic, GRAPH_HEADER_MAGIC, sizeof header->magic) != 0 ||
+        header->endian != GRAPH_ENDIAN_PROBE) {
+        return graph_damage("%s must begin as a graph cache's segment does", path);
+    }
+    if (header->major != GRAPH_MAJOR || header->incompatible != 0) {
+        return graph_damage("%s must have version %d.x without features unknown here, "
+                            "got %d.%d with %#x: a newer trainfast reads it",
+                            path, GRAPH_MAJOR, header->major, header->minor,
+                            header->incompatible);
+    }
+    if (header->schema_bytes > MAX_SCHEMA_BYTES ||
+        header->schema_bytes % GRAPH_UNIT != 0 ||
+        !zeros((const uint8_t *)header->reserved, sizeof header->reserved)) {
+        return graph_damage("%s must have a schema of at most %d bytes, got %u", path,
+                            (int)MAX_SCHEMA_BYTES, header->schema_bytes);
+    }
+    return TFAST_OK;
+}
+
+/* The schema's bytes with the zeros after them: `bytes` in all. */
+static tfast_status
+check_schema(const graph_header *header, const char *path, const uint8_t *data,
+             int64_t bytes, tfast_graph_schema **schema)
+{
+    if (graph_header_crc(header, data) != header->crc) {
+        return graph_damage("%s must have a whole header, its checksum is wrong", path);
+    }
+    if (!zeros(data + header->schema_bytes, bytes - header->schema_bytes)) {
+        return graph_damage("%s must have zeros after its schema", path);
+    }
+    return tfast_graph_schema_parse(schema, data, header->schema_bytes);
+}
+
+tfast_status
+graph_segment_header(int file, const char *path, int64_t file_bytes,
+                     graph_header *header, tfast_graph_schema **schema, int64_t *begin)
+{
+    tfast_status status;
+    uint8_t *data;
+    int64_t bytes;
+
+    *schema = NULL;
+    if (file_bytes < (int64_t)sizeof *header) {
+        return graph_damage("%s must have a header of %zu bytes, got %lld", path,
+                            sizeof *header, (long long)file_bytes);
+    }
+    status = graph_read_all(file, path, header, sizeof *header, 0);
+    if (status == TFAST_OK) {
+        status = check_header(header, path);
+    }
+    if (status != TFAST_OK) {
+        return status;
+    }
+    *begin = (int64_t)graph_align(sizeof *header + header->schema_bytes, ALIGN);
+    if (*begin > file_bytes) {
+        return graph_damage("%s must have %lld bytes for its schema, got %lld", path,
+                            (long long)*begin, (long long)file_bytes);
+    }
+    bytes = *begin - (int64_t)sizeof *header;
+    data = malloc((size_t)bytes + 1);
+    if (data == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for the schema of %s", path);
+    }
+    status = graph_read_all(file, path, data, (size_t)bytes, sizeof *header);
+    if (status == TFAST_OK) {
+        status = check_schema(header, path, data, bytes, schema);
+    }
+    free(data);
+    return status;
+}
+
+/* ---- Trailer and index ----------------------------------------------------------- */
+
+int64_t
+graph_index_bytes(int64_t records, int n_counts)
+{
+    return graph_index_column_bytes(records, 8) +
+           graph_index_column_bytes(records, 4) * (1 + (int64_t)n_counts);
+}
+
+static tfast_status
+read_trailer(graph_segment *s)
+{
+    graph_trailer *t = &s->trailer;
+    uint64_t limit = (uint64_t)s->bytes;
+    int n_counts = s->schema->header.n_counts;
+    tfast_status status;
+
+    if (s->bytes < s->begin + (int64_t)sizeof *t) {
+        return graph_damage("%s must be sealed, it ends before a trailer", s->path);
+    }
+    status =
+        graph_read_all(s->file, s->path, t, sizeof *t, s->bytes - (int64_t)sizeof *t);
+    if (status != TFAST_OK) {
+        return status;
+    }
+    if (memcmp(t->magic, GRAPH_TRAILER_MAGIC, sizeof t->magic) != 0 ||
+        graph_trailer_crc(t) != t->crc ||
+        !zeros((const uint8_t *)t->reserved, sizeof t->reserved)) {
+        return graph_damage("%s must be sealed, its trailer is missing or damaged",
+                            s->path);
+    }
+    if (t->n_counts != (uint32_t)n_counts || t->index_offset > limit ||
+        t->index_bytes > limit || t->index_offset < (uint64_t)s->begin ||
+        t->index_offset % ALIGN != 0 ||
+        t->index_offset + t->index_bytes + sizeof *t != limit ||
+        t->records > t->index_bytes / (12 + 4 * (uint64_t)n_counts) ||
+        (uint64_t)graph_index_bytes((int64_t)t->records, n_counts) != t->index_bytes) {
+        return graph_damage("%s must have an index of its %llu records before its "
+                            "trailer",
+                            s->path, (unsigned long long)t->records);
+    }
+    s->records = (int64_t)t->records;
+    return TFAST_OK;
+}
+
+/* Maps the file, or reads its index. */
+static tfast_status
+take_index(graph_segment *s, bool pread)
+{
+    const uint8_t *index;
+    int error = 0;
+
+    if (pread) {
+        s->owned = malloc(s->trailer.index_bytes + 1);
+        if (s->owned == NULL) {
+            return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
+        }
+        if (graph_read_all(s->file, s->path, s->owned, s->trailer.index_bytes,
+                           (int64_t)s->trailer.index_offset) != TFAST_OK) {
+            return TFAST_EIO;
+        }
+        index = s->owned;
+    } else {
+        s->map = graph_io_table->map(s->file, s->bytes, &error);
+        if (s->map == NULL) {
+            return graph_io_error("map", s->path, error);
+        }
+        index = s->map + s->trailer.index_offset;
+    }
+    if (graph_crc(index, s->trailer.index_bytes) != s->trailer.index_crc) {
+        return graph_damage("%s must have a whole index, its checksum is wrong",
+                            s->path);
+    }
+    s->count_step = graph_index_column_bytes(s->records, 4) / 4;
+    s->offsets = (const uint64_t *)index;
+    s->units = (const uint32_t *)(index + graph_index_column_bytes(s->records, 8));
+    s->counts = s->units + s->count_step;
+    return TFAST_OK;
+}
+
+/* Frames lie one after another, with nothing but room for commit frames between. */
+static tfast_status
+check_entries(const graph_segment *s)
+{
+    const uint64_t commit_bytes = sizeof(graph_commit);
+    uint64_t least = s->schema->record_bytes, limit = s->trailer.index_offset;
+    uint64_t last = s->trailer.last_commit, end = (uint64_t)s->begin;
+
+    if (last == 0 ? s->records != 0 || limit != end
+                  : last < end || last > limit ||
+                        graph_align(last + commit_bytes, ALIGN) != limit) {
+        return graph_damage("%s must end with a commit frame, got one at byte %llu",
+                            s->path, (unsigned long long)last);
+    }
+    for (int64_t i = 0; i < s->records; i++) {
+        uint64_t at = s->offsets[i], bytes = (uint64_t)s->units[i] * GRAPH_UNIT;
+
+        if (at < end || (at - end) % commit_bytes != 0 || bytes < least || at > last ||
+            bytes > last - at) {
+            return graph_damage("%s must have its records one after another, got "
+                                "record %lld at byte %llu",
+                                s->path, (long long)i, (unsigned long long)at);
+        }
+        end = at + bytes;
+    }
+    if (last != 0 && (last - end) % commit_bytes != 0) {
+        return graph_damage("%s must have no gap before its last commit frame",
+                            s->path);
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+open_whole(graph_segment *s, bool pread)
+{
+    graph_header header;
+    tfast_status status;
+
+    s->bytes = graph_io_table->size(s->file);
+    if (s->bytes < 0) {
+        return graph_io_error("read", s->path, (int)s->bytes);
+    }
+    status = graph_segment_header(s->file, s->path, s->bytes, &header, &s->schema,
+                                  &s->begin);
+    if (status == TFAST_OK) {
+        memcpy(s->uuid, header.uuid, sizeof s->uuid);
+        status = read_trailer(s);
+    }
+    if (status == TFAST_OK) {
+        status = take_index(s, pread);
+    }
+    return status == TFAST_OK ? check_entries(s) : status;
+}
+
+tfast_status
+graph_segment_open(graph_segment *segment, const char *path, bool pread)
+{
+    tfast_status status;
+
+    memset(segment, 0, sizeof *segment);
+    segment->file = graph_io_table->open(path, O_RDONLY);
+    if (segment->file < 0) {
+        return graph_io_error("open", path, segment->file);
+    }
+    segment->path = malloc(strlen(path) + 1);
+    if (segment->path == NULL) {
+        graph_io_table->close(segment->file);
+        return tfast_fail(TFAST_ENOMEM, "no memory to open %s", path);
+    }
+    memcpy(segment->path, path, strlen(path) + 1);
+    status = open_whole(segment, pread);
+    if (status != TFAST_OK) {
+        graph_segment_close(segment);
+    } else if (!pread) { /* the map needs no descriptor */
+        graph_io_table->close(segment->file);
+        segment->file = -1;
+    }
+    return status;
+}
+
+void
+graph_segment_close(graph_segment *segment)
+{
+    if (segment->map != NULL) {
+        graph_io_table->unmap(segment->map, segment->bytes);
+    }
+    if (segment->path != NULL && segment->file >= 0) {
+        graph_io_table->close(segment->file);
+    }
+    tfast_graph_schema_free(segment->schema);
+    free(segment->owned);
+    free(segment->path);
+    memset(segment, 0, sizeof *segment);
+}

@@ -1,0 +1,66 @@
+/* One segment's file: opened for reading when it is sealed, or scanned frame by frame
+ * when it is not, or is damaged. */
+#ifndef GRAPH_CACHE_SEGMENT_H
+#define GRAPH_CACHE_SEGMENT_H
+
+#include "../graph_kernels.h"
+#include "io.h"
+#include "schema.h"
+
+/* A sealed segment. */
+typedef struct {
+    char *path;
+    int file;
+    int64_t bytes;      /* of the file */
+    const uint8_t *map; /* NULL with `pread` */
+    tfast_graph_schema *schema;
+    uint8_t uuid[16];
+    int64_t begin; /* offset of the first frame */
+    graph_trailer trailer;
+    int64_t records;
+    /* The index, in the map or in `owned`. Count k: counts[k * count_step + record]. */
+    const uint64_t *offsets;
+    const uint32_t *units;
+    const uint32_t *counts;
+    int64_t count_step;
+    void *owned;
+} graph_segment;
+
+/* Opens a file and checks all but the frames. With `pread` the index is read into
+ * memory. */
+tfast_status graph_segment_open(graph_segment *segment, const char *path, bool pread);
+void graph_segment_close(graph_segment *segment);
+
+/* Header and schema of a segment that may be neither sealed nor whole. */
+tfast_status graph_segment_header(int file, const char *path, int64_t file_bytes,
+                                  graph_header *header, tfast_graph_schema **schema,
+                                  int64_t *begin);
+
+/* Bytes of the index, and where its columns lie. */
+int64_t graph_index_bytes(int64_t records, int n_counts);
+
+static inline int64_t
+graph_index_column_bytes(int64_t records, int element)
+{
+    return (int64_t)graph_align((uint64_t)records * (uint64_t)element, 64);
+}
+
+static inline uint32_t
+graph_crc_more(uint32_t crc, const void *data, size_t bytes)
+{
+    return tfast_backend_for(TFAST_CPU)->graph_cache->crc32c(crc, data, bytes);
+}
+
+static inline uint32_t
+graph_crc(const void *data, size_t bytes)
+{
+    return graph_crc_more(0, data, bytes);
+}
+
+/* What the structs' own checksums must be. */
+uint32_t graph_header_crc(const graph_header *header, const void *schema);
+uint32_t graph_record_header_crc(const tfast_graph_schema *schema, const void *record);
+uint32_t graph_commit_crc(const graph_commit *commit);
+uint32_t graph_trailer_crc(const graph_trailer *trailer);
+
+#endif
