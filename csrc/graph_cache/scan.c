@@ -4,9 +4,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE = 1 << 20 };
+enum { PIECE = 1 << 20, BLOCK = 512 };
 
 /* ---- Window ---------------------------------------------------------------------- */
+
+/* Block by block, with zeros for those that cannot be read. */
+static void
+read_leniently(graph_window *window, int64_t at, int64_t bytes)
+{
+    for (int64_t done = 0; done < bytes;) {
+        int64_t n = BLOCK - (at + done) % BLOCK;
+
+        n = n < bytes - done ? n : bytes - done;
+        if (graph_read_all(window->file, window->path, window->data + done, (size_t)n,
+                           at + done) != TFAST_OK) {
+            memset(window->data + done, 0, (size_t)n);
+        }
+        done += n;
+    }
+}
 
 tfast_status
 graph_window_get(graph_window *window, int64_t at, int64_t bytes, const uint8_t **piece)
@@ -37,6 +53,10 @@ graph_window_get(graph_window *window, int64_t at, int64_t bytes, const uint8_t 
     }
     status =
         graph_read_all(window->file, window->path, window->data, (size_t)wanted, at);
+    if (status == TFAST_EIO && window->lenient) {
+        read_leniently(window, at, wanted);
+        status = TFAST_OK;
+    }
     if (status != TFAST_OK) {
         return status;
     }

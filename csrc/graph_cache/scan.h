@@ -13,6 +13,7 @@ typedef struct {
     uint32_t seed; /* crc of the segment's uuid */
     uint8_t *data;
     int64_t room, at, filled; /* data[filled] are the file's bytes from `at` on */
+    bool lenient;             /* what the disk cannot read is zeros, not an error */
 } graph_window;
 
 /* *piece: `bytes` of the file from `at` on, until the next call; NULL past its end. */
