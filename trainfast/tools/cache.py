@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs one action. What goes wrong is one line on stderr, and exit status 1."""
     try:
         return args.action(args)
-    except (OSError, ValueError, TypeError, BuildError) as error:
+    except (OSError, ValueError, TypeError, IndexError, BuildError) as error:
         print(f"trainfast cache: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
