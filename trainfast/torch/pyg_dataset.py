@@ -12,7 +12,7 @@ import torch.utils.data
 from torch_geometric.data import Data, Dataset
 
 from trainfast._core import GraphBatch, GraphSelection, graph_collate
-from trainfast.graph_cache import Cache, build, keys
+from trainfast.graph_cache import BuildError, Cache, build, keys
 from trainfast.graph_cache.batch import plan_batches
 from trainfast.torch.pyg_assemble import assembler, item_assembler
 from trainfast.torch.pyg_rules import Flattener
@@ -58,6 +58,7 @@ def cached(
             tensors, lists, nested dicts, NumPy arrays, subclasses of Tensor, tensors
             that require gradients.
         ValueError: an empty dataset, or graphs that do not fit together.
+        BuildError: the dataset failed; what was built before is kept.
         OSError: the disk is full or fails.
     """
     size = len(dataset)
@@ -72,15 +73,20 @@ def cached(
     if cache is None:
         some = [first, *(dataset[i] for i in range(1, min(8, size)))]
         flatten = Flattener(some)
-        build(
-            path,
-            range(size),
-            _Make(dataset, flatten),
-            transform_id=transform_id,
-            workers=workers,
-            progress=progress,
-            rules=flatten.rules,
-        )
+        try:
+            build(
+                path,
+                range(size),
+                _Make(dataset, flatten),
+                transform_id=transform_id,
+                workers=workers,
+                progress=progress,
+                rules=flatten.rules,
+            )
+        except BuildError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                raise NotImplementedError(str(error)) from error
+            raise
         cache = Cache(path, verify)
     return CachedDataset(cache, type(first), transform)
 
@@ -115,7 +121,7 @@ def _complete(
         return None
     try:
         cache = Cache(path, verify)
-    except ValueError:  # unfinished: building goes on; damaged: building says so
+    except (ValueError, OSError):  # unfinished: it goes on; damaged: build says so
         return None
     if len(cache) != size:
         return None
