@@ -136,8 +136,3 @@ def disk_bytes(folder: Path) -> int:
     """Return what the files below a folder take on the disk, which is whole blocks."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return sum(path.stat().st_blocks * 512 for path in files)
-
-
-def file_bytes(folder: Path) -> int:
-    """Return the lengths of the files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

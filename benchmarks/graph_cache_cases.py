@@ -6,7 +6,7 @@ import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from benchmarks.graph_cache import (
     Unavailable,
     Workload,
     disk_bytes,
-    file_bytes,
     narrowed,
 )
 from benchmarks.harness import Budget, Case, Contender
@@ -277,10 +276,11 @@ def block(loader: Iterable[Any], step: Callable[[], None]) -> tuple[float, float
 def steps_case(bench: Bench, problem: Problem, threads: int) -> list[dict]:
     """Steps on some threads with a loader between: the wait, and the step itself."""
     work, step = bench.work(problem), make_step(bench)
-    table = loaders(work, batch_sampler=work.batches[: min(STEPS, len(work.batches))])
-    alone = [("no loader", "bound", lambda: [0] * STEPS)]
+    table = loaders(work, batch_sampler=work.batches[:STEPS])
+    table.append(("no loader", "bound", lambda: range(STEPS)))
     made, skipped = bench.contenders(
-        Entry(name, role, make) for name, role, make in [*table, *alone]
+        Entry(name, role, lambda make=make: partial(block, make(), step))
+        for name, role, make in table
     )
     waits: dict[str, list[float]] = {contender.name: [] for contender in made}
     steps: dict[str, list[float]] = {contender.name: [] for contender in made}
@@ -290,7 +290,7 @@ def steps_case(bench: Bench, problem: Problem, threads: int) -> list[dict]:
             if done >= bench.budget.min_rounds and time.perf_counter() >= end:
                 break
             for contender in made:
-                wait, stepping = block(contender.run, step)
+                wait, stepping = contender.run()
                 if done >= 0:  # the round before the first one is for warming up
                     waits[contender.name].append(wait)
                     steps[contender.name].append(stepping)
@@ -407,18 +407,17 @@ def verify_case(bench: Bench) -> dict | None:
 def disk_sizes(bench: Bench, problem: Problem) -> dict:
     """Return what a problem's graphs take in bytes: in arrays, and in each format."""
     work = bench.work(problem)
-    sizes: dict[str, int] = {}
-    for name, make, where in (
-        ("torch.save", rivals.from_files, "files"),
-        ("LMDB", rivals.from_lmdb, "lmdb"),
-    ):
-        try:
-            bench.rival(work, make)
-        except Unavailable:
-            continue
-        sizes[name] = disk_bytes(work.folder / where)
+    formats: list[tuple[str, Callable[[], object], str]] = [
+        ("torch.save", partial(bench.rival, work, rivals.from_files), "files"),
+        ("LMDB", partial(bench.rival, work, rivals.from_lmdb), "lmdb"),
+    ]
     if bench.with_ours:
-        sizes["trainfast"] = file_bytes(ours.cache_path(work))
+        formats.append(("trainfast", partial(ours.cache_path, work), "cache"))
+    sizes = {}
+    for name, make, where in formats:
+        with suppress(Unavailable):
+            make()
+            sizes[name] = disk_bytes(work.folder / where)
     return {
         "title": f"{problem.name} graphs",
         "graphs": len(work.graphs),

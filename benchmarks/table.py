@@ -29,9 +29,9 @@ NOTES = {
     "forwards. The bound is as many float32 multiply-adds in registers, of the "
     "backend's width; for one query, a read of k and v.",
     "graph-cache": "small: 20 nodes, 4 edges a node, 16 features; mid: 200, 8 and 32. "
-    "hot: many batches in a row; cold: a training step before each. The bound is a copy "
-    "of the batch's bytes inside the caches; for writing, `write()` of as many bytes; "
-    "for verifying, one read of them; for a step, the step without a loader.",
+    "hot: many batches in a row; cold: a training step before each. The bound is a "
+    "copy of the batch's bytes inside the caches; for writing, `write()` of as many "
+    "bytes; for verifying, one read of them; for a step, the step without a loader.",
 }
 
 
@@ -156,6 +156,11 @@ def _fine_time(summary: dict | None) -> str:
     return f"{summary['median']:.1f} us" if few else _time(summary)
 
 
+def _many(ratio: float) -> str:
+    """Return a ratio that may be in the thousands."""
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
+
+
 def _graphs(report: dict) -> list[list[str]]:
     """Return the head and the rows of a report of one-call cases of several kinds."""
     rows = [["case", "trainfast", "bound", "% of bound", "best rival"]]
@@ -172,7 +177,7 @@ def _graphs(report: dict) -> list[list[str]]:
         row.append(_ratio(ours["ahead_of_best_rival"] if ours else None, "{:.1f}"))
         rest = [line for line in lines if line not in (ours, best)]
         others = [
-            f"{line['contender']} {line['times_ours']['median']:.2g}"
+            f"{line['contender']} {_many(line['times_ours']['median'])}"
             for line in rest
             if line["times_ours"]
         ]

@@ -338,12 +338,11 @@ def note(runs: Mapping[str, Run]) -> str:
     if not {"none", "cache"} <= set(runs):
         return ""
     (slow, building), (fast, waiting) = runs["none"].speed(), runs["cache"].speed()
-    most = slow / (slow - building)
-    guide = GUIDE[1] / GUIDE[0]
+    most, guide = slow / (slow - building), GUIDE[1] / GUIDE[0]
     return (
         f"Without a cache {building / slow:.0%} of an iteration is building graphs: no "
         f"cache can make it more than\n{most:.1f} times faster. trainfast's makes it "
-        f"{slow / fast:.1f} times faster; then {waiting / fast:.1%} is waiting for it.\n"
+        f"{slow / fast:.1f} times faster; {waiting / fast:.1%} is left for loading.\n"
         f"A guide's {GUIDE[0]} to {GUIDE[1]} it/s is {guide:.1f} times: at least "
         f"{1 - 1 / guide:.0%} of its iterations was building graphs."
     )

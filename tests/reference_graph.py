@@ -76,7 +76,8 @@ def collate(schema, graphs, counts, *, n_slots=0, totals=None):
 
 def padding(schema, counts, n_slots, totals):
     """The counts of the graphs that fill a batch up."""
-    sums = np.array(counts, np.int64).reshape(-1, len(schema.counts)).sum(axis=0)
+    table = np.array(counts, np.int64).reshape(len(counts), len(schema.counts))
+    sums = table.sum(axis=0)
     missing = [total - int(have) for total, have in zip(totals, sums)]
     spare = n_slots - len(counts)
     if min(missing, default=0) < 0 or spare < 0 or (any(missing) and not spare):
@@ -122,9 +123,9 @@ def check_indices(schema, field, dtype, ptrs):
 def check_target(schema, field, array, counts):
     """Indices of the padding must have a node to point at."""
     for place in field.add:
-        if schema.counts[place].role != "increment" and array.size:
-            if counts[place] == 0:
-                raise DoNotFit(field.name)
+        is_index = schema.counts[place].role != "increment"
+        if is_index and array.size and counts[place] == 0:
+            raise DoNotFit(field.name)
 
 
 def other_dims(field, shape):

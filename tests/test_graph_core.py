@@ -302,7 +302,7 @@ def test_mapping_that_is_no_dict_is_taken(tmp_path, rng):
 
 def refused(tmp_path, schema, graph, error, message):
     writer = writer_of(tmp_path / "c", schema)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message or None):
         writer.append(graph)
     assert writer.appended == 0
     writer.close()
@@ -317,7 +317,7 @@ Y = np.zeros(1)
     ("change", "error", "message"),
     [
         ({"x": None}, ValueError, r"graph\['x'\] must be there .*, got None"),
-        ({"z": 1}, ValueError, r"no keys but the schema's, got \['z'\] besides"),
+        ({"z": 1}, ValueError, r"keys must be those of .*, got \['z'\] besides"),
         ({"x": X.astype(np.float64)}, ValueError, "x.*float32.*float64"),
         ({"x": X[0]}, ValueError, "x.*"),
         ({"x": [1.0]}, TypeError, r"graph\['x'\] must be an array"),
@@ -397,7 +397,7 @@ def test_size_that_does_not_fit_is_a_misfit(tmp_path, change, field):
 )
 def test_wrong_argument_of_append_is_refused(tmp_path, options, error, message):
     writer = writer_of(tmp_path / "c")
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message or None):
         result = writer.append({"x": X, "edge_index": E, "y": Y}, **options)
         raise ValueError(f"misfit {result}")  # a count that a shape contradicts
     assert writer.appended == 0

@@ -161,8 +161,9 @@ tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
 
 /* Checks graphs first .. end - 1 in full (checksums, sizes, indices, bool bytes, UTF-8;
  * with `values` also that floats are finite), and calls damaged(context, i, message)
- * for each bad one. With first = 0 and end = len also everything between the records; i
- * is -1 then. Returns an error only where it could not go on. */
+ * for each bad one. With first = 0 and end = len also what lies between the records,
+ * and with first = end only that; i is -1 then. Returns an error only where it could
+ * not go on. */
 tfast_status tfast_graph_cache_verify(
     tfast_graph_cache *cache, int64_t first, int64_t end, bool values,
     void (*damaged)(void *context, int64_t i, const char *message), void *context);
@@ -208,7 +209,7 @@ typedef struct tfast_graph_batch {
     const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
     const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
     const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
-    const int *ranks;
+    const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;
 
 /* Collates now, on this thread. The batch comes with one reference, and holds the

@@ -398,7 +398,7 @@ fetch(graph_place place, graph_buffer *buffer, const void **record)
 
 /* Sizes first: whatever `verify` is, nothing outside the frame may be read. */
 static tfast_status
-check(tfast_graph_cache *cache, graph_place place, const void *record,
+check(tfast_graph_cache *cache, graph_place place, const void *record, int verify,
       tfast_graph_array *arrays)
 {
     const graph_segment *file = &place.part->file;
@@ -414,17 +414,34 @@ check(tfast_graph_cache *cache, graph_place place, const void *record,
             status = graph_damage("its count %d must be that of the index", k);
         }
     }
-    if (status != TFAST_OK || cache->options.verify == TFAST_GRAPH_VERIFY_NEVER ||
-        (cache->options.verify == TFAST_GRAPH_VERIFY_ONCE &&
+    if (status != TFAST_OK || verify == TFAST_GRAPH_VERIFY_NEVER ||
+        (verify == TFAST_GRAPH_VERIFY_ONCE &&
          (atomic_load_explicit(&cache->seen[number / 64], memory_order_relaxed) &
           bit) != 0)) {
         return status;
     }
     status = graph_record_check(file->schema, file->seed, record, arrays);
-    if (status == TFAST_OK && cache->options.verify == TFAST_GRAPH_VERIFY_ONCE) {
+    if (status == TFAST_OK && verify == TFAST_GRAPH_VERIFY_ONCE) {
         atomic_fetch_or_explicit(&cache->seen[number / 64], bit, memory_order_relaxed);
     }
     return status;
+}
+
+tfast_status
+graph_arrays_as(tfast_graph_cache *cache, int64_t i, graph_place place,
+                graph_buffer *buffer, int verify, tfast_graph_array *arrays,
+                const void **record)
+{
+    tfast_status status = fetch(place, buffer, record);
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    status = check(cache, place, *record, verify, arrays);
+    return status == TFAST_EIO
+               ? graph_damage("graph %lld in %s must be whole: %s", (long long)i,
+                              place.part->file.path, tfast_message())
+               : status;
 }
 
 tfast_status
@@ -432,16 +449,9 @@ graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
              graph_buffer *buffer, tfast_graph_array *arrays)
 {
     const void *record;
-    tfast_status status = fetch(place, buffer, &record);
 
-    if (status != TFAST_OK) {
-        return status;
-    }
-    status = check(cache, place, record, arrays);
-    return status == TFAST_EIO
-               ? graph_damage("graph %lld in %s must be whole: %s", (long long)i,
-                              place.part->file.path, tfast_message())
-               : status;
+    return graph_arrays_as(cache, i, place, buffer, cache->options.verify, arrays,
+                           &record);
 }
 
 tfast_status
