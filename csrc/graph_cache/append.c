@@ -372,6 +372,28 @@ write_record(tfast_graph_writer *w, size_t bytes, const uint8_t *key)
 }
 
 tfast_status
+graph_writer_copy(tfast_graph_writer *w, const void *record, int64_t bytes)
+{
+    tfast_status status = graph_writer_usable(w);
+    graph_record *head;
+
+    if (status == TFAST_OK) {
+        status = graph_index_reserve(&w->index);
+    }
+    if (status == TFAST_OK) {
+        status = graph_writer_room(w, (size_t)bytes);
+    }
+    if (status != TFAST_OK) {
+        return status;
+    }
+    head = (graph_record *)(w->buffer + w->used);
+    memcpy(head, record, (size_t)bytes);
+    head->header_crc = graph_record_header_crc(w->schema, w->seed, head);
+    graph_writer_added(w, (size_t)bytes, (const uint32_t *)(head + 1));
+    return TFAST_OK;
+}
+
+tfast_status
 tfast_graph_writer_append(tfast_graph_writer *w, const tfast_graph_value *values,
                           const int64_t *counts, const uint8_t *key, int *misfit)
 {

@@ -4,9 +4,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE = 1 << 20 };
+enum { PIECE = 1 << 20, BLOCK = 512 };
 
 /* ---- Window ---------------------------------------------------------------------- */
+
+/* Block by block, with zeros for those that cannot be read. */
+static void
+read_leniently(graph_window *window, int64_t at, int64_t bytes)
+{
+    for (int64_t done = 0; done < bytes;) {
+        int64_t n = BLOCK - (at + done) % BLOCK;
+
+        n = n < bytes - done ? n : bytes - done;
+        if (graph_read_all(window->file, window->path, window->data + done, (size_t)n,
+                           at + done) != TFAST_OK) {
+            memset(window->data + done, 0, (size_t)n);
+        }
+        done += n;
+    }
+}
 
 tfast_status
 graph_window_get(graph_window *window, int64_t at, int64_t bytes, const uint8_t **piece)
@@ -37,6 +53,10 @@ graph_window_get(graph_window *window, int64_t at, int64_t bytes, const uint8_t 
     }
     status =
         graph_read_all(window->file, window->path, window->data, (size_t)wanted, at);
+    if (status == TFAST_EIO && window->lenient) {
+        read_leniently(window, at, wanted);
+        status = TFAST_OK;
+    }
     if (status != TFAST_OK) {
         return status;
     }
@@ -61,16 +81,24 @@ commit_at(graph_window *window, int64_t at, graph_frame_kind *kind,
           const uint8_t **frame, int64_t *bytes)
 {
     graph_commit commit;
-    tfast_status status = graph_window_get(window, at, sizeof commit, frame);
+    int64_t all = graph_commit_bytes(at), left = window->bytes - at;
+    tfast_status status;
 
-    if (status == TFAST_OK && *frame != NULL) {
-        memcpy(&commit, *frame, sizeof commit);
-        if (commit.crc == graph_commit_crc(window->seed, &commit)) {
-            *kind = GRAPH_COMMIT_FRAME;
-            *bytes = sizeof commit;
-        }
+    if (window->lenient && all > left) {
+        all = left;
     }
-    return status;
+    status = graph_window_get(window, at, all, frame);
+    if (status != TFAST_OK || *frame == NULL || all < (int64_t)sizeof commit) {
+        return status;
+    }
+    memcpy(&commit, *frame, sizeof commit);
+    if (commit.crc == graph_commit_crc(window->seed, &commit) &&
+        (window->lenient ||
+         graph_all_zero(*frame + sizeof commit, all - (int64_t)sizeof commit))) {
+        *kind = GRAPH_COMMIT_FRAME;
+        *bytes = all;
+    }
+    return TFAST_OK;
 }
 
 static tfast_status
@@ -214,7 +242,7 @@ take_commit(walk *w, const uint8_t *frame)
     w->committed = r->index.records;
     w->group_crc = 0;
     r->last_commit = w->at;
-    r->end = w->at + (int64_t)sizeof commit;
+    r->end = w->at + graph_commit_bytes(w->at);
     return true;
 }
 

@@ -45,6 +45,10 @@ tfast_status graph_writer_usable(const tfast_graph_writer *writer);
 /* Makes room for so many bytes at buffer[used]; on an I/O error the writer is dead. */
 tfast_status graph_writer_room(tfast_graph_writer *writer, size_t bytes);
 
+/* Appends a valid record of another segment with the same schema as it is. */
+tfast_status graph_writer_copy(tfast_graph_writer *writer, const void *record,
+                               int64_t bytes);
+
 /* The record at buffer[used] is complete; the index has room for it. */
 void graph_writer_added(tfast_graph_writer *writer, size_t bytes,
                         const uint32_t *counts);

@@ -13,6 +13,9 @@ from trainfast.graph_cache.fit import Counter, check_indices, generalise
 from trainfast.graph_cache.infer import infer
 from trainfast.graph_cache.schema import Counted, Rule, Schema
 
+# What the core raises where a graph cannot be cached.
+REFUSED = (ValueError, TypeError, NotImplementedError)
+
 
 class Writer:
     """Appends graphs to the cache at `path`, which it makes if there is none.
@@ -82,8 +85,8 @@ class Writer:
                 misfit = self._append_other(graph, key)
             if misfit is not None:
                 self._widen(graph, key, misfit)
-        except (ValueError, TypeError) as error:
-            raise _numbered(error, self.appended) from error
+        except REFUSED as error:
+            self._append_lacking(graph, key, error)
         self._pending += 1
         if self._pending >= self._commit_every or monotonic() >= self._deadline:
             self.commit()
@@ -163,6 +166,7 @@ class Writer:
             raise ValueError("the writer must be open, got a closed one")
 
     def _open(self, schema: Schema) -> None:
+        Path(self._path).absolute().parent.mkdir(parents=True, exist_ok=True)
         self._core = _core.GraphWriter(
             self._path, schema.encode(), schema.keys, durable=self._durable
         )
@@ -183,6 +187,21 @@ class Writer:
             return self._append(graph, key)
         counts = self._counter.counts(graph, given_counts(graph))
         return self._append(graph, key, counts)
+
+    def _append_lacking(self, graph: Any, key: bytes | None, error: Exception) -> None:
+        """Appends a refused graph if it only lacks something that none has lacked yet,
+        in a new segment where that is optional. Raises the error else."""
+        lacking = None
+        if isinstance(graph, Mapping) and self._schema is not None:
+            needed = zip(self._schema.keys, self._schema.fields)
+            lacks = (k for k, f in needed if k not in graph and not f.optional)
+            lacking = next(lacks, None)
+        if lacking is None or self._schema is None or self._closed:
+            raise _numbered(error, self.appended) from error
+        try:
+            self._widen(graph, key, self._schema.field_of(lacking))
+        except REFUSED as other:
+            raise _numbered(other, self.appended) from other
 
     def _wait(self, graph: Mapping[Any, Any], key: bytes | None) -> None:
         graphs = [graph for graph, _ in self._waiting] + [graph]
@@ -205,7 +224,7 @@ class Writer:
                 misfit = self._append_other(graph, key)
                 if misfit is not None:
                     self._widen(graph, key, misfit)
-            except (ValueError, TypeError) as error:
+            except REFUSED as error:
                 failed = failed or _numbered(error, i)
         if failed is not None:
             raise failed
@@ -261,7 +280,7 @@ def _numbered(error: Exception, number: int) -> Exception:
     """The same error with the graph's number before its message."""
     if str(error).startswith(("graph ", "the writer ")):
         return error
-    kind = TypeError if isinstance(error, TypeError) else ValueError
+    kind = next(kind for kind in REFUSED if isinstance(error, kind))
     return kind(f"graph {number}: {error}")
 
 
