@@ -106,4 +106,9 @@ typedef struct {
 tfast_status graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
                           graph_buffer *buffer, tfast_graph_array *arrays);
 
+/* The same, verified in this way whatever the cache's is; *record is the frame. */
+tfast_status graph_arrays_as(tfast_graph_cache *cache, int64_t i, graph_place place,
+                             graph_buffer *buffer, int verify,
+                             tfast_graph_array *arrays, const void **record);
+
 #endif

@@ -85,7 +85,7 @@ visit(void *context, const char *name)
     } else if (graph_name_parse(name, "segment", uuid, "")) {
         note(&listing->sealed, &listing->n_sealed, uuid, &listing->no_memory);
     } else if (graph_name_parse(name, "manifest", uuid, ".tmp")) {
-        listing->n_temporary++;
+        note(&listing->temporary, &listing->n_temporary, uuid, &listing->no_memory);
     } else if (strcmp(name, "manifest") == 0) {
         listing->manifest = true;
     } else if (strcmp(name, "lock") != 0) {
@@ -124,6 +124,7 @@ graph_listing_free(graph_listing *listing)
 {
     free(listing->open);
     free(listing->sealed);
+    free(listing->temporary);
     memset(listing, 0, sizeof *listing);
 }
 
@@ -151,6 +152,24 @@ graph_lock(const char *directory, int *lock)
         return graph_io_error("lock", path, error);
     }
     return TFAST_OK;
+}
+
+tfast_status
+graph_lock_cache(const char *directory, int *lock)
+{
+    char path[GRAPH_PATH_BYTES];
+    tfast_status status = graph_join(path, directory, "manifest");
+    int file;
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    file = graph_io_table->open(path, O_RDONLY);
+    if (file < 0) {
+        return graph_io_error("open", path, file);
+    }
+    graph_io_table->close(file);
+    return graph_lock(directory, lock);
 }
 
 void

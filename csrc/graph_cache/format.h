@@ -27,7 +27,9 @@
  *     counts[k] u32  for each k of the schema's counts
  *   with one entry a record, in file order, each column aligned to 64; aligned to 64,
  *   graph_trailer, the last 64 bytes of the file. Frames follow each other without
- *   gaps.
+ *   gaps. Checksums of frames begin with the segment's uuid, so that neither what a
+ *   deleted file has left on the disk nor a segment inside a payload passes for a
+ *   frame.
  *
  * Schema: counts and fields
  *   A count is a number of things that each graph has its own of: nodes of a type,
@@ -189,7 +191,8 @@ typedef struct {
 
 typedef struct {
     uint32_t magic;
-    uint32_t header_crc;  /* of all between this field and the payload */
+    uint32_t header_crc;  /* of the segment's uuid, all from the next field to the
+                             payload */
     uint32_t payload_crc; /* of the payload with its zeros */
     uint32_t units;       /* length of the frame in GRAPH_UNIT bytes */
     uint8_t key[16];      /* what the graph was made from; zeros: not known */
@@ -197,7 +200,7 @@ typedef struct {
 
 typedef struct {
     uint32_t magic;
-    uint32_t crc;       /* of all after this field */
+    uint32_t crc;       /* of the segment's uuid and all after this field */
     uint64_t records;   /* in the segment so far */
     uint64_t previous;  /* offset of the commit frame before, 0: none */
     uint32_t group_crc; /* of the header_crc of the records since then, as u32s */

@@ -161,8 +161,9 @@ tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
 
 /* Checks graphs first .. end - 1 in full (checksums, sizes, indices, bool bytes, UTF-8;
  * with `values` also that floats are finite), and calls damaged(context, i, message)
- * for each bad one. With first = 0 and end = len also everything between the records; i
- * is -1 then. Returns an error only where it could not go on. */
+ * for each bad one. With first = 0 and end = len also what lies between the records,
+ * and with first = end only that; i is -1 then. Returns an error only where it could
+ * not go on. */
 tfast_status tfast_graph_cache_verify(
     tfast_graph_cache *cache, int64_t first, int64_t end, bool values,
     void (*damaged)(void *context, int64_t i, const char *message), void *context);

@@ -28,8 +28,10 @@ tfast_status graph_contents_store(graph_contents *contents, const char *director
 tfast_status graph_contents_add(graph_contents *contents,
                                 const graph_manifest_segment *segment);
 
-/* The cache's lock, waited for. */
+/* The cache's lock, waited for. graph_lock_cache() makes no lock file where there is no
+ * manifest. */
 tfast_status graph_lock(const char *directory, int *lock);
+tfast_status graph_lock_cache(const char *directory, int *lock);
 void graph_unlock(int lock);
 
 /* Makes the directory and an empty manifest where there are none. *lock is held when it
@@ -49,6 +51,7 @@ bool graph_name_parse(const char *name, const char *prefix, uint8_t uuid[16],
 typedef struct {
     uint8_t (*open)[16];
     uint8_t (*sealed)[16];
+    uint8_t (*temporary)[16]; /* manifests that were not renamed */
     int64_t n_open, n_sealed, n_temporary;
     bool strangers; /* files that are not ours */
     bool manifest;

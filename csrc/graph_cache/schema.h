@@ -16,8 +16,8 @@ graph_align(uint64_t at, uint64_t to)
 int64_t graph_field_shape(const graph_schema_field *field, const uint32_t *counts,
                           int element_bytes, tfast_graph_array *array);
 
-/* The rows whose values must be in 0 .. count - 1, 0 of them where there is no rule,
- * and each row's count. */
+/* How many rows of a field (1: all of it) hold indices into counts, and into which;
+ * GRAPH_NONE: that row holds none. */
 int graph_field_bounds(const tfast_graph_schema *schema, int field,
                        uint16_t bound_by[2]);
 

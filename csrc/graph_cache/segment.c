@@ -15,19 +15,22 @@ enum {
 };
 
 uint32_t
-graph_record_header_crc(const tfast_graph_schema *schema, const void *record)
+graph_record_header_crc(const tfast_graph_schema *schema, uint32_t seed,
+                        const void *record)
 {
     size_t skipped = offsetof(graph_record, payload_crc);
 
-    return graph_crc((const uint8_t *)record + skipped, schema->record_bytes - skipped);
+    return graph_crc_more(seed, (const uint8_t *)record + skipped,
+                          schema->record_bytes - skipped);
 }
 
 uint32_t
-graph_commit_crc(const graph_commit *commit)
+graph_commit_crc(uint32_t seed, const graph_commit *commit)
 {
     size_t skipped = offsetof(graph_commit, records);
 
-    return graph_crc((const uint8_t *)commit + skipped, sizeof *commit - skipped);
+    return graph_crc_more(seed, (const uint8_t *)commit + skipped,
+                          sizeof *commit - skipped);
 }
 
 uint32_t
@@ -261,6 +264,7 @@ open_whole(graph_segment *s, bool pread)
                                   &s->begin);
     if (status == TFAST_OK) {
         memcpy(s->uuid, header.uuid, sizeof s->uuid);
+        s->seed = graph_crc(s->uuid, sizeof s->uuid);
         status = read_trailer(s);
     }
     if (status == TFAST_OK) {

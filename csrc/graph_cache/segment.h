@@ -15,6 +15,7 @@ typedef struct {
     const uint8_t *map; /* NULL with `pread` */
     tfast_graph_schema *schema;
     uint8_t uuid[16];
+    uint32_t seed; /* what the frames' checksums begin with: crc of uuid */
     int64_t begin; /* offset of the first frame */
     graph_trailer trailer;
     int64_t records;
@@ -59,8 +60,19 @@ graph_crc(const void *data, size_t bytes)
 
 /* What the structs' own checksums must be. */
 uint32_t graph_header_crc(const graph_header *header, const void *schema);
-uint32_t graph_record_header_crc(const tfast_graph_schema *schema, const void *record);
-uint32_t graph_commit_crc(const graph_commit *commit);
+uint32_t graph_record_header_crc(const tfast_graph_schema *schema, uint32_t seed,
+                                 const void *record);
+uint32_t graph_commit_crc(uint32_t seed, const graph_commit *commit);
 uint32_t graph_trailer_crc(const graph_trailer *trailer);
+
+/* Whether a record is as it was written: both checksums, and all indices in range.
+ * `arrays` are its own, as graph_record_arrays() gave them. */
+tfast_status graph_record_check(const tfast_graph_schema *schema, uint32_t seed,
+                                const void *record, const tfast_graph_array *arrays);
+
+/* The same for what a writer or a reader is given: 0 <= value < its count. */
+tfast_status graph_indices_check(const tfast_graph_schema *schema, int field,
+                                 const tfast_graph_array *array,
+                                 const uint32_t *counts);
 
 #endif

@@ -1,0 +1,300 @@
+/* A build's beginning and end, and whether a cache may be opened. */
+#include "seal.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+
+/* ---- Beginning and end ----------------------------------------------------------- */
+
+tfast_status
+tfast_graph_build_begin(const char *path)
+{
+    graph_contents contents = {0};
+    tfast_status status;
+    int lock;
+
+    status = graph_directory_make(path, true, &lock);
+    if (status != TFAST_OK) {
+        return status;
+    }
+    status = graph_contents_load(&contents, path);
+    if (status == TFAST_OK && !contents.head.building) {
+        contents.head.building = 1;
+        status = graph_contents_store(&contents, path, true);
+    }
+    graph_contents_free(&contents);
+    graph_unlock(lock);
+    return status;
+}
+
+/* Each record at most once; `used` says of each segment whether it has one of them. */
+static tfast_status
+check_order(const graph_contents *contents, const uint64_t *order, uint64_t n,
+            bool *used)
+{
+    uint64_t *segment_of;
+    tfast_status status = TFAST_OK;
+
+    if (n > contents->n_records) {
+        return tfast_fail(
+            TFAST_EINVAL, "order must have at most %llu records, got %llu",
+            (unsigned long long)contents->n_records, (unsigned long long)n);
+    }
+    segment_of = malloc(contents->n_records * sizeof *segment_of + 1);
+    if (segment_of == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for %llu records",
+                          (unsigned long long)contents->n_records);
+    }
+    for (uint64_t s = 0, at = 0; s < contents->head.n_segments; s++) {
+        for (uint64_t i = 0; i < contents->segments[s].records; i++) {
+            segment_of[at++] = s;
+        }
+    }
+    for (uint64_t i = 0; i < n && status == TFAST_OK; i++) {
+        if (order[i] >= contents->n_records || segment_of[order[i]] == UINT64_MAX) {
+            status = tfast_fail(TFAST_EINVAL,
+                                "order must have each of %llu records at most once, "
+                                "got %llu at %llu",
+                                (unsigned long long)contents->n_records,
+                                (unsigned long long)order[i], (unsigned long long)i);
+        } else {
+            used[segment_of[order[i]]] = true;
+            segment_of[order[i]] = UINT64_MAX;
+        }
+    }
+    free(segment_of);
+    return status;
+}
+
+static tfast_status
+set_order(graph_contents *contents, const uint64_t *order, uint64_t n)
+{
+    bool identity = n == contents->n_records;
+    uint64_t *copy = malloc(n * sizeof *copy + 1);
+
+    if (copy == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
+                          (unsigned long long)n);
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        copy[i] = order == NULL ? i : order[i];
+        identity = identity && copy[i] == i;
+    }
+    free(contents->order);
+    contents->order = identity ? NULL : copy;
+    if (identity) {
+        free(copy);
+    }
+    contents->head.ordered = !identity;
+    contents->head.n_graphs = n;
+    return TFAST_OK;
+}
+
+/* Takes segments that are not used out of the numbering. */
+static tfast_status
+drop_unused(graph_contents *contents, const bool *used)
+{
+    graph_manifest *head = &contents->head;
+    uint64_t *shift = malloc(contents->n_records * sizeof *shift + 1);
+    uint64_t kept = 0, at = 0, dropped = 0, n = head->n_graphs;
+    tfast_status status = TFAST_OK;
+    uint64_t *order = contents->order;
+
+    if (shift == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for %llu records",
+                          (unsigned long long)contents->n_records);
+    }
+    for (uint64_t s = 0; s < head->n_segments; s++) {
+        uint64_t records = contents->segments[s].records;
+
+        for (uint64_t i = 0; i < records; i++) {
+            shift[at++] = dropped;
+        }
+        if (used[s]) {
+            contents->segments[kept++] = contents->segments[s];
+        } else {
+            dropped += records;
+        }
+    }
+    head->n_segments = kept;
+    contents->n_records -= dropped;
+    for (uint64_t i = 0; i < n && order != NULL; i++) {
+        order[i] -= shift[order[i]];
+    }
+    contents->order = NULL;
+    status = set_order(contents, order, n);
+    free(order);
+    free(shift);
+    return status;
+}
+
+/* Deletes what the order has left out. First the manifest says that it is not wanted,
+ * then the files go, then the manifest forgets them: whenever this stops, no segment is
+ * missed, and none comes back. */
+static tfast_status
+delete_unused(graph_contents *contents, const char *directory, bool *used)
+{
+    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    bool any = false;
+    tfast_status status = TFAST_OK;
+
+    for (uint64_t s = 0; s < contents->head.n_segments && status == TFAST_OK; s++) {
+        if (!used[s]) {
+            int error;
+
+            graph_name(name, "segment", contents->segments[s].uuid, "");
+            status = graph_join(path, directory, name);
+            error = status == TFAST_OK ? graph_io_table->unlink(path) : 0;
+            used[s] = error < 0 && error != -ENOENT; /* it stays: listed, unread */
+            any = any || !used[s];
+        }
+    }
+    if (status == TFAST_OK && any) {
+        status = graph_directory_sync(directory);
+        status = status == TFAST_OK ? drop_unused(contents, used) : status;
+        status = status == TFAST_OK ? graph_contents_store(contents, directory, true)
+                                    : status;
+    }
+    return status;
+}
+
+static tfast_status
+end_locked(graph_contents *contents, const char *path, const uint64_t *order, int64_t n)
+{
+    uint64_t n_segments, graphs;
+    bool *used, all = order == NULL;
+    tfast_status status = graph_contents_load(contents, path);
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    n_segments = contents->head.n_segments;
+    graphs = all ? contents->n_records : (uint64_t)n;
+    used = calloc(1, n_segments + 1);
+    if (used == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for %llu segments",
+                          (unsigned long long)n_segments);
+    }
+    if (all) {
+        memset(used, 1, n_segments);
+    } else {
+        status = check_order(contents, order, graphs, used);
+    }
+    status = status == TFAST_OK ? set_order(contents, order, graphs) : status;
+    if (status == TFAST_OK) {
+        contents->head.building = 0;
+        status = graph_contents_store(contents, path, true);
+    }
+    if (status == TFAST_OK && !all) {
+        status = delete_unused(contents, path, used);
+    }
+    free(used);
+    return status;
+}
+
+tfast_status
+tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n)
+{
+    graph_contents contents = {0};
+    tfast_status status;
+    int lock;
+
+    if (n < 0) {
+        return tfast_fail(TFAST_EINVAL, "n must be >= 0, got %lld", (long long)n);
+    }
+    status = graph_lock_cache(path, &lock);
+    if (status != TFAST_OK) {
+        return status;
+    }
+    status = end_locked(&contents, path, order, n);
+    graph_contents_free(&contents);
+    graph_unlock(lock);
+    return status;
+}
+
+/* ---- May it be opened? ----------------------------------------------------------- */
+
+typedef struct {
+    int64_t segments; /* that are not in the manifest */
+    int64_t graphs;   /* committed in them */
+    bool alive;       /* a writer is */
+} pending;
+
+/* Errors are left to whoever adopts or repairs. */
+static void
+look_at_open(pending *p, const char *path, const uint8_t uuid[16])
+{
+    int file = graph_io_table->open(path, O_RDONLY);
+    graph_recovery recovery;
+
+    if (file < 0) {
+        return;
+    }
+    p->segments++;
+    p->alive =
+        p->alive || graph_io_table->lock(file, LOCK_SH | LOCK_NB) == -EWOULDBLOCK;
+    if (graph_recover(&recovery, file, path, uuid) == TFAST_OK) {
+        p->graphs += recovery.index.records;
+        graph_recovery_free(&recovery);
+    }
+    graph_io_table->close(file);
+}
+
+static void
+look_at_sealed(pending *p, const graph_contents *contents, const char *path,
+               const uint8_t uuid[16])
+{
+    graph_segment segment;
+
+    for (uint64_t i = 0; i < contents->head.n_segments; i++) {
+        if (memcmp(contents->segments[i].uuid, uuid, 16) == 0) {
+            return;
+        }
+    }
+    p->segments++;
+    if (graph_segment_open(&segment, path, true) == TFAST_OK) {
+        p->graphs += segment.records;
+        graph_segment_close(&segment);
+    }
+}
+
+tfast_status
+graph_must_be_closed(const char *directory, const graph_listing *listing,
+                     const graph_contents *contents)
+{
+    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    int64_t n = listing->n_open + listing->n_sealed;
+    pending p = {0};
+
+    for (int64_t i = 0; i < n; i++) {
+        bool is_open = i < listing->n_open;
+        const uint8_t *uuid =
+            is_open ? listing->open[i] : listing->sealed[i - listing->n_open];
+
+        graph_name(name, is_open ? "open" : "segment", uuid, "");
+        if (graph_join(path, directory, name) != TFAST_OK) {
+            return TFAST_EINVAL;
+        }
+        if (is_open) {
+            look_at_open(&p, path, uuid);
+        } else {
+            look_at_sealed(&p, contents, path, uuid);
+        }
+    }
+    if (p.segments == 0 && !contents->head.building) {
+        return TFAST_OK;
+    }
+    return graph_damage(
+        "path must be a complete cache, got %s, %s: %lld graphs are safe; %s",
+        directory,
+        p.alive                   ? "which is being written"
+        : contents->head.building ? "whose build has not ended"
+                                  : "which a writer has left without closing it",
+        (long long)contents->head.n_graphs + (long long)p.graphs,
+        p.alive
+            ? "wait until it is closed, or open what is sealed with partial"
+            : "build it again to go on, or keep them with `trainfast cache repair`");
+}

@@ -1,0 +1,294 @@
+/* Everything that can be known about a cache without knowing what it is of. */
+#include "cache.h"
+#include "scan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    tfast_graph_cache *cache;
+    bool values;
+    void (*damaged)(void *context, int64_t i, const char *message);
+    void *context;
+    tfast_graph_array *arrays;
+    graph_buffer buffer;
+} checking;
+
+static bool
+all_zero(const uint8_t *bytes, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        if (bytes[i] != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- Values ---------------------------------------------------------------------- */
+
+/* Whether every number's exponent is below the one of infinities and NaNs. `mask` are
+ * the bits of the exponent. */
+#define FINITE(name, type)                                                             \
+    static bool name(const void *data, int64_t n, type mask)                           \
+    {                                                                                  \
+        const type *bits = data;                                                       \
+        int bad = 0;                                                                   \
+                                                                                       \
+        for (int64_t i = 0; i < n; i++) {                                              \
+            bad |= (bits[i] & mask) == mask;                                           \
+        }                                                                              \
+        return bad == 0;                                                               \
+    }
+
+FINITE(finite_8, uint8_t)
+FINITE(finite_16, uint16_t)
+FINITE(finite_32, uint32_t)
+FINITE(finite_64, uint64_t)
+
+static bool
+is_finite(int dtype, const void *data, int64_t n)
+{
+    switch (dtype) {
+    case GRAPH_F16:
+        return finite_16(data, n, 0x7c00);
+    case GRAPH_BF16:
+        return finite_16(data, n, 0x7f80);
+    case GRAPH_F32:
+        return finite_32(data, n, 0x7f800000);
+    case GRAPH_F64:
+        return finite_64(data, n, UINT64_C(0x7ff0000000000000));
+    case GRAPH_C64:
+        return finite_32(data, 2 * n, 0x7f800000);
+    case GRAPH_C128:
+        return finite_64(data, 2 * n, UINT64_C(0x7ff0000000000000));
+    case GRAPH_F8_E4M3FN: /* has no infinities, and one NaN */
+        return finite_8(data, n, 0x7f);
+    case GRAPH_F8_E5M2:
+        return finite_8(data, n, 0x7c);
+    default:
+        return true;
+    }
+}
+
+static const char *
+wrong_values(const checking *c, int dtype, const tfast_graph_array *array)
+{
+    int64_t low, high = 0;
+
+    if (array->stored == GRAPH_ABSENT || array->numel == 0) {
+        return NULL;
+    }
+    if (dtype == GRAPH_BOOL) {
+        c->cache->kernels->range(array->data, 1, 0, array->numel, &low, &high);
+        return high > 1 ? "bytes 0 or 1" : NULL;
+    }
+    if (dtype == GRAPH_STRING && !graph_is_utf8(array->data, array->numel)) {
+        return "UTF-8";
+    }
+    return c->values && !is_finite(dtype, array->data, array->numel) ? "finite values"
+                                                                     : NULL;
+}
+
+/* Zeros between the fields and around them. */
+static bool
+gaps_are_zero(const tfast_graph_schema *schema, const void *record,
+              const tfast_graph_array *arrays)
+{
+    const graph_record *head = record;
+    const uint8_t *begin = record, *at = begin + sizeof *head;
+
+    at += 4 * (size_t)schema->header.n_counts + schema->header.n_fields;
+    if (!all_zero(at, begin + schema->record_bytes - at)) {
+        return false;
+    }
+    at = begin + schema->record_bytes;
+    for (int i = 0; i < schema->header.n_fields; i++) {
+        const tfast_graph_array *a = &arrays[i];
+        const uint8_t *data = a->data;
+
+        if (a->stored != GRAPH_ABSENT) {
+            if (!all_zero(at, data - at)) {
+                return false;
+            }
+            at = data +
+                 a->numel * graph_stored_bytes(schema->fields[i].dtype, a->stored);
+        }
+    }
+    return all_zero(at, begin + (size_t)head->units * GRAPH_UNIT - at);
+}
+
+static void
+report(const checking *c, int64_t i, const char *path, const char *rule)
+{
+    graph_damage("graph %lld in %s must have %s", (long long)i, path, rule);
+    c->damaged(c->context, i, tfast_message());
+}
+
+static tfast_status
+verify_graph(checking *c, int64_t i)
+{
+    graph_place place = graph_find(c->cache, i);
+    const tfast_graph_schema *schema = place.part->file.schema;
+    const char *path = place.part->file.path;
+    const void *record;
+    tfast_status status = graph_arrays_as(
+        c->cache, i, place, &c->buffer, TFAST_GRAPH_VERIFY_ALWAYS, c->arrays, &record);
+
+    if (status != TFAST_OK) {
+        if (status == TFAST_EIO) {
+            c->damaged(c->context, i, tfast_message());
+        }
+        return status == TFAST_EIO ? TFAST_OK : status;
+    }
+    if (!gaps_are_zero(schema, record, c->arrays)) {
+        report(c, i, path, "zeros between its fields");
+        return TFAST_OK;
+    }
+    for (int f = 0; f < schema->header.n_fields; f++) {
+        const char *wrong = wrong_values(c, schema->fields[f].dtype, &c->arrays[f]);
+
+        if (wrong != NULL) {
+            graph_damage("graph %lld in %s: %s must have %s", (long long)i, path,
+                         schema->field_names[f], wrong);
+            c->damaged(c->context, i, tfast_message());
+            break;
+        }
+    }
+    return TFAST_OK;
+}
+
+/* ---- Between the records --------------------------------------------------------- */
+
+typedef struct {
+    const graph_segment *file;
+    graph_window window; /* with `pread` */
+    int64_t at;
+    int64_t records; /* before `at` */
+    uint64_t previous;
+    uint32_t group_crc;
+} frames;
+
+static tfast_status
+peek(frames *f, int64_t at, int64_t bytes, const uint8_t **piece)
+{
+    if (f->file->map == NULL) {
+        return graph_window_get(&f->window, at, bytes, piece);
+    }
+    *piece = f->file->map + at;
+    return TFAST_OK;
+}
+
+/* Commit frames fill the gap up to `end`. */
+static tfast_status
+check_commits(frames *f, int64_t end)
+{
+    for (; f->at < end; f->at += (int64_t)sizeof(graph_commit)) {
+        const uint8_t *piece;
+        graph_commit commit;
+        tfast_status status = peek(f, f->at, sizeof commit, &piece);
+
+        if (status != TFAST_OK) {
+            return status;
+        }
+        memcpy(&commit, piece, sizeof commit);
+        if (commit.magic != GRAPH_COMMIT_MAGIC ||
+            commit.crc != graph_commit_crc(f->file->seed, &commit) ||
+            commit.records != (uint64_t)f->records || commit.previous != f->previous ||
+            commit.group_crc != f->group_crc || commit.reserved != 0) {
+            return graph_damage("%s must have a commit frame of %lld records at byte "
+                                "%lld",
+                                f->file->path, (long long)f->records, (long long)f->at);
+        }
+        f->previous = (uint64_t)f->at;
+        f->group_crc = 0;
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+check_frames(frames *f)
+{
+    const graph_segment *file = f->file;
+    int64_t limit = (int64_t)file->trailer.index_offset;
+    const uint8_t *piece;
+    tfast_status status = TFAST_OK;
+
+    for (int64_t i = 0; i < file->records && status == TFAST_OK; i++) {
+        graph_record record;
+
+        status = check_commits(f, (int64_t)file->offsets[i]);
+        if (status == TFAST_OK) {
+            status = peek(f, f->at, sizeof record, &piece);
+        }
+        if (status == TFAST_OK) {
+            memcpy(&record, piece, sizeof record);
+            f->group_crc = graph_crc_more(f->group_crc, &record.header_crc, 4);
+            f->at += (int64_t)file->units[i] * GRAPH_UNIT;
+            f->records++;
+        }
+    }
+    if (status == TFAST_OK && file->records > 0) {
+        status = check_commits(f, (int64_t)file->trailer.last_commit +
+                                      (int64_t)sizeof(graph_commit));
+    }
+    if (status == TFAST_OK) {
+        status = peek(f, f->at, limit - f->at, &piece);
+    }
+    if (status == TFAST_OK && !all_zero(piece, limit - f->at)) {
+        status = graph_damage("%s must have zeros before its index", file->path);
+    }
+    return status;
+}
+
+static tfast_status
+verify_between(checking *c)
+{
+    for (int64_t i = 0; i < c->cache->n_parts; i++) {
+        const graph_segment *file = &c->cache->parts[i].file;
+        frames f = {.file = file, .at = file->begin};
+        tfast_status status;
+
+        f.window = (graph_window){
+            .file = file->file, .path = file->path, .bytes = file->bytes};
+        status = check_frames(&f);
+        graph_window_free(&f.window);
+        if (status == TFAST_EIO) {
+            c->damaged(c->context, -1, tfast_message());
+        } else if (status != TFAST_OK) {
+            return status;
+        }
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+tfast_graph_cache_verify(tfast_graph_cache *cache, int64_t first, int64_t end,
+                         bool values,
+                         void (*damaged)(void *context, int64_t i, const char *message),
+                         void *context)
+{
+    checking c = {cache, values, damaged, context, NULL, {NULL, 0}};
+    int n_fields = cache->schema == NULL ? 0 : cache->schema->header.n_fields;
+    tfast_status status = TFAST_OK;
+
+    if (first < 0 || end < first || end > cache->n_graphs) {
+        return tfast_fail(TFAST_EINVAL,
+                          "first and end must be in 0 .. %lld, got %lld and %lld",
+                          (long long)cache->n_graphs, (long long)first, (long long)end);
+    }
+    c.arrays = malloc((size_t)n_fields * sizeof *c.arrays + 1);
+    if (c.arrays == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for %d fields", n_fields);
+    }
+    for (int64_t i = first; i < end && status == TFAST_OK; i++) {
+        status = verify_graph(&c, i);
+    }
+    if (status == TFAST_OK &&
+        (first == end || (first == 0 && end == cache->n_graphs))) {
+        status = verify_between(&c);
+    }
+    free(c.arrays);
+    free(c.buffer.data);
+    return status;
+}
