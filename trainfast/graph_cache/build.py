@@ -211,7 +211,7 @@ class _Build:
 def _is_sequence(inputs: Any) -> bool:
     """Whether inputs[i] gives what iteration gives, so that it can be left out."""
     indexed = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
-    return indexed and not isinstance(inputs, Mapping)
+    return indexed and not hasattr(inputs, "keys")  # neither mappings nor tables
 
 
 def _split(data: bytes) -> list[bytes]:

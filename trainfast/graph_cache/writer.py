@@ -244,7 +244,9 @@ def as_mapping(graph: Any) -> Mapping[Any, Any]:
         raise TypeError(f"a graph must be a dict or have to_dict(), got {kind}")
     flat: dict[Any, Any] = {}
     for key, value in graph.to_dict().items():
-        if isinstance(value, Mapping):
+        if key == "_global_store":  # of PyG's HeteroData: what no type has
+            flat |= value
+        elif isinstance(value, Mapping):
             flat |= {(key, name): inner for name, inner in value.items()}
         else:
             flat[key] = value
