@@ -56,6 +56,11 @@ def aligned(offset, to):
     return -(-offset // to) * to
 
 
+def uuid_of(data):
+    """With which the checksums of frames begin."""
+    return bytes(data[24:40])
+
+
 def put(data, offset, form, *values):
     struct.pack_into("<" + form, data, offset, *values)
 
@@ -68,7 +73,7 @@ def seal_header(data, layout):
 def seal_records(data, layout):
     for at, size, head in layout.records:
         put(data, at + 8, "I", crc32c(bytes(data[at + head : at + size])))
-        put(data, at + 4, "I", crc32c(bytes(data[at + 8 : at + head])))
+        put(data, at + 4, "I", crc32c(uuid_of(data) + bytes(data[at + 8 : at + head])))
 
 
 def seal_commits(data, layout):
@@ -80,7 +85,7 @@ def seal_commits(data, layout):
             if previous < record < at
         )
         put(data, at + 24, "I", crc32c(crcs))
-        put(data, at + 4, "I", crc32c(bytes(data[at + 8 : at + 32])))
+        put(data, at + 4, "I", crc32c(uuid_of(data) + bytes(data[at + 8 : at + 32])))
         previous = at
 
 

@@ -76,7 +76,8 @@ def collate(schema, graphs, counts, *, n_slots=0, totals=None):
 
 def padding(schema, counts, n_slots, totals):
     """The counts of the graphs that fill a batch up."""
-    sums = np.array(counts, np.int64).reshape(-1, len(schema.counts)).sum(axis=0)
+    table = np.array(counts, np.int64).reshape(len(counts), len(schema.counts))
+    sums = table.sum(axis=0)
     missing = [total - int(have) for total, have in zip(totals, sums)]
     spare = n_slots - len(counts)
     if min(missing, default=0) < 0 or spare < 0 or (any(missing) and not spare):

@@ -209,7 +209,7 @@ typedef struct tfast_graph_batch {
     const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
     const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
     const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
-    const int *ranks;
+    const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;
 
 /* Collates now, on this thread. The batch comes with one reference, and holds the

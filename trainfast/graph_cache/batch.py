@@ -32,9 +32,10 @@ class BatchPlan:
     """What every batch of a loader holds; assemblers read it once.
 
     Of a GraphBatch, `fields[i]` is the array of the schema's field `fields[i]`, whose
-    key is `keys[i]`; `batches[i]` says for each thing counted by `batch_of[i]` which
-    graph it is of (nodes of each type first, in the schema's order); `ptrs[k]` are the
-    sums of count k before each graph, and the total, int64 [slots + 1].
+    key is `keys[i]`, or None where no graph has it; `batches[i]` says for each thing
+    counted by `batch_of[i]` which graph it is of (nodes of each type first, in the
+    schema's order); `ptrs[k]` are the sums of count k before each graph, and the
+    total, int64 [slots + 1].
     """
 
     schema: Schema
@@ -98,8 +99,6 @@ def _expand(
     schema: Schema, keys: Iterable[Hashable], argument: str, missing_ok: bool = False
 ) -> list[Hashable]:
     """Keys of the schema for keys or bare names."""
-    if isinstance(keys, str):
-        raise ValueError(f"{argument} must be a list of keys, got {keys!r}")
     found: list[Hashable] = []
     for key in keys:
         same = [k for k in schema.keys if k == key]
@@ -123,7 +122,7 @@ def _follow(schema: Schema, key: Hashable) -> Follow:
     return Follow(key, -1 - size, 0) if size < 0 else Follow(key, None, size)
 
 
-def batch_key(plan: BatchPlan, kind: Hashable, name: str) -> Hashable:
+def batch_key(kind: Hashable, name: str) -> Hashable:
     """ "batch", or ("paper", "batch") where nodes have types."""
     return (kind, name) if kind else name
 
@@ -141,12 +140,13 @@ def dict_assembler(plan: BatchPlan) -> Assemble:
     Besides the fields there are "batch" (int64 [nodes], the graph of each node) and
     "ptr" (int64 [graphs + 1], the first node of each graph), in heterogeneous graphs
     (type, "batch") and (type, "ptr"); "x_batch" and "x_ptr" for x in follow_batch; with
-    padding "graph_mask" (bool [graphs], which are real). Strings come as lists.
+    padding "graph_mask" (bool [graphs], which are real). Strings come as lists. What
+    none of the graphs has is not there.
     """
     schema = plan.schema
     nodes = schema.nodes.items()
-    batch_keys = tuple(batch_key(plan, kind, "batch") for kind, _ in nodes)
-    ptr_keys = tuple((batch_key(plan, kind, "ptr"), count) for kind, count in nodes)
+    batch_keys = tuple(batch_key(kind, "batch") for kind, _ in nodes)
+    ptr_keys = tuple((batch_key(kind, "ptr"), count) for kind, count in nodes)
     texts = _texts(plan)
     follows = tuple(
         (follow_key(f.key, "_batch"), follow_key(f.key, "_ptr"), f) for f in plan.follow
@@ -156,7 +156,10 @@ def dict_assembler(plan: BatchPlan) -> Assemble:
     made += ["graph_mask"] * plan.padded
     _check_made(plan, made)
     keys = plan.keys
-    more = bool(texts or follows or plan.padded)
+    optional = tuple(
+        key for key, i in zip(keys, plan.fields) if schema.fields[i].optional
+    )
+    more = bool(texts or follows or plan.padded or optional)
 
     def assemble(batch: GraphBatch) -> dict[Hashable, Any]:
         out = dict(zip(keys, batch.fields))
@@ -169,10 +172,15 @@ def dict_assembler(plan: BatchPlan) -> Assemble:
         return out
 
     def _finish(out: dict[Hashable, Any], batch: GraphBatch, ptrs: list[Any]) -> None:
+        for key in optional:
+            if out[key] is None:
+                del out[key]
         for key, count, is_string in texts:
-            out[key] = split_text(out[key], ptrs[count], is_string, batch.n_graphs)
+            if key in out:
+                out[key] = split_text(out[key], ptrs[count], is_string, batch.n_graphs)
         for batch_name, ptr_name, follow in follows:
-            out[batch_name], out[ptr_name] = followed(plan, batch, ptrs, follow)
+            if follow.key in out:
+                out[batch_name], out[ptr_name] = followed(plan, batch, ptrs, follow)
         if plan.padded:
             out["graph_mask"] = graph_mask(batch)
 

@@ -1,10 +1,11 @@
 """Reading a graph cache: graph by graph, or as what a Loader takes its batches from."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ def open(
     return Cache(path, verify, mode=mode, partial=partial)
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes:
     """How big each graph is, int64 [graphs], from the index alone.
 
     `nodes` and `edges` are arrays, or in heterogeneous graphs dicts of them by type.
@@ -56,10 +58,11 @@ class Sizes(NamedTuple):
         """Edges of all types, int64 [graphs]."""
         return _total(self.edges, self.bytes)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int):
-            return tuple.__getitem__(self, index)
-        return Sizes(*(_take(part, index) for part in self))
+    def take(self, indices: Any) -> "Sizes":
+        """The sizes of some of the graphs."""
+        return Sizes(
+            _take(self.nodes, indices), _take(self.edges, indices), self.bytes[indices]
+        )
 
 
 def _total(sizes: Any, like: np.ndarray) -> np.ndarray:
@@ -75,6 +78,11 @@ def _take(sizes: Any, index: Any) -> Any:
     if isinstance(sizes, dict):
         return {name: part[index] for name, part in sizes.items()}
     return sizes[index]
+
+
+def _is_many(index: Any) -> bool:
+    """False for one number: an int, or an array of rank 0."""
+    return not hasattr(index, "__index__") or bool(np.ndim(index))
 
 
 class Graphs:
@@ -195,16 +203,15 @@ class Cache(Graphs):
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
-            if not hasattr(index, "__index__") or getattr(index, "ndim", 0):
+            if _is_many(index):
                 return Subset(self, self._places(index))
             index = index.__index__()
-        if index < 0:
-            index += self._len
-        if not 0 <= index < self._len:
+        place = index + self._len if index < 0 else index
+        if not 0 <= place < self._len:
             raise IndexError(
                 f"index must be in {-self._len} .. {self._len - 1}, got {index}"
             )
-        graph = dict(zip(self._keys, self._get(index)))
+        graph = dict(zip(self._keys, self._get(place)))
         if self._optional:
             for key in self._optional:
                 if graph[key] is None:
@@ -264,14 +271,14 @@ class Subset(Graphs):
 
     @property
     def sizes(self) -> Sizes:
-        return self.cache.sizes[self.indices]
+        return self.cache.sizes.take(self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
-            if not hasattr(index, "__index__") or getattr(index, "ndim", 0):
+            if _is_many(index):
                 return Subset(self.cache, self.indices[self._places(index)])
             index = index.__index__()
         if not -len(self.indices) <= index < len(self.indices):

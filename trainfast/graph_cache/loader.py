@@ -95,11 +95,13 @@ class Loader:
         self.threads = _count("threads", threads, 0)
         self.output = output if callable(output) else _one_of("output", output, OUTPUTS)
         self.pad_to, self.pin_memory, self.device = pad_to, bool(pin_memory), device
-        self.fields = None if fields is None else tuple(fields)
-        self.exclude, self.follow_batch = tuple(exclude), tuple(follow_batch)
+        self.fields = None if fields is None else _keys("fields", fields)
+        self.exclude = _keys("exclude", exclude)
+        self.follow_batch = _keys("follow_batch", follow_batch)
         self.epoch = 0
         self._resume: tuple[int, int] | None = None  # epoch and position to begin at
         self._place: _Place | None = None  # of the newest iteration
+        self._length: tuple[int, int] | None = None  # of an epoch
         self._prepare()
 
     # ---- Iterating -------------------------------------------------------------------
@@ -135,8 +137,9 @@ class Loader:
         """The next iteration is this epoch; it is passed on to a sampler that asks."""
         self.epoch = _count("epoch", epoch, 0)
         for sampler in (self.sampler, self.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            forward = getattr(sampler, "set_epoch", None)
+            if forward is not None:
+                forward(epoch)
 
     # ---- Resuming --------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class Loader:
             raise TypeError(f"cache must be a Cache or a Subset, got {kind}")
         self._cache = dataset.cache if isinstance(dataset, Subset) else dataset
         self._subset = dataset.indices if isinstance(dataset, Subset) else None
-        self._length: tuple[int, int] | None = None
+        self._length = None
         self._check_arguments()
         self._plan_budgets()
         self._selections: dict[int, GraphSelection] = {}
@@ -351,8 +354,8 @@ class Loader:
     # ---- Other processes -------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_selections", "_plan", "assemble", "choose", "_buckets", "_array_type")
-        made += ("_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length")
+        made = {"_selections", "_plan", "assemble", "choose", "_buckets", "_array_type"}
+        made |= {"_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length"}
         kept = {k: v for k, v in self.__dict__.items() if k not in made}
         return {**kept, "_place": None, "_state": self.state_dict()}
 
@@ -458,6 +461,12 @@ def _count(name: str, value: Any, least: int) -> int:
     if not hasattr(value, "__index__") or value.__index__() < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
     return int(value.__index__())
+
+
+def _keys(name: str, keys: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    if isinstance(keys, str):
+        raise ValueError(f"{name} must be a list of keys, got {keys!r}")
+    return tuple(keys)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
