@@ -1,7 +1,8 @@
-"""Fast kernels for existing training scripts: fused AdamW and attention.
+"""Fast kernels for existing training scripts: fused AdamW, attention, graph caches.
 
 Importing trainfast loads neither torch nor CUDA and patches nothing. The adapters for
-torch are in `trainfast.torch`, loaded when first asked for.
+torch are in `trainfast.torch`, loaded when first asked for, as is
+`trainfast.graph_cache`.
 """
 
 from importlib import import_module
@@ -25,6 +26,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "backends",
+    "graph_cache",
     "patch",
     "patched",
     "reset_stats",
@@ -33,6 +35,7 @@ __all__ = [
     "unpatch",
     "use_backend",
 ]
+_LAZY = ("graph_cache", "torch")
 
 
 def backends() -> list[dict[str, object]]:
@@ -48,10 +51,10 @@ def backends() -> list[dict[str, object]]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "torch":
-        return import_module("trainfast.torch")
+    if name in _LAZY:
+        return import_module(f"trainfast.{name}")
     raise AttributeError(f"module 'trainfast' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "torch"])
+    return sorted({*globals(), *_LAZY})
