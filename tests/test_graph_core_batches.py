@@ -383,6 +383,19 @@ def test_verify_finds_what_is_damaged(tmp_path, rng):
         collate(cache, [3, 4])
 
 
+@pytest.mark.parametrize("n", [3, 600])  # fewer and more than one slice
+def test_verify_of_all_looks_between_graphs(tmp_path, n):
+    write(tmp_path / "c", one_field("float32"), [{"x": np.ones(1, np.float32)}] * n)
+    (segment,) = (tmp_path / "c").glob("segment-*")
+    data = bytearray(segment.read_bytes())
+    data[data.rfind(b"TFGC") + 4] ^= 1  # a commit frame, by its magic
+    segment.write_bytes(data)
+    cache = _core.GraphCache(str(tmp_path / "c"))
+    assert [index for index, _ in cache.verify(0, n, False)] == [-1]
+    assert [index for index, _ in cache.verify(n, n, False)] == [-1]
+    assert cache.verify(1, n, False) == []
+
+
 def test_verify_of_values_finds_nan(tmp_path):
     schema = one_field("float32")
     graphs = [{"x": np.ones(3, np.float32)}, {"x": np.full(2, np.nan, np.float32)}]

@@ -56,6 +56,7 @@ class GraphCache:
     def counts(self, count: int, /) -> Any: ...  # int64 [len]; -1: bytes of the frames
     def keys(self) -> bytes: ...  # 16 a graph
     def verify(self, first: int, end: int, values: bool) -> list[tuple[int, str]]: ...
+    # Index -1: what lies between the graphs, checked if these are all or none.
 
 @final
 class GraphSelection:

@@ -43,12 +43,12 @@ number_of(const entry *e)
 {
     int64_t integer;
     double number;
-    bool truth;
+    uint8_t truth; /* in a damaged file that is not verified, any byte */
 
     switch (e->field->dtype) {
     case GRAPH_BOOL:
         memcpy(&truth, e->array->data, sizeof truth);
-        return PyBool_FromLong(truth);
+        return PyBool_FromLong(truth != 0);
     case GRAPH_F64:
         memcpy(&number, e->array->data, sizeof number);
         return PyFloat_FromDouble(number);
@@ -299,6 +299,12 @@ cache_verify(py_graph_cache *self, PyObject *args, PyObject *kwargs)
             Py_CLEAR(r.damaged);
         }
     }
+    /* What lies between the graphs: of no slice, but of all graphs together. */
+    if (r.damaged != NULL &&
+        (first == end || (first == 0 && end == n && n > VERIFY_SLICE)) &&
+        verify_slice(self, end, end, values != 0, &r) < 0) {
+        Py_CLEAR(r.damaged);
+    }
     return r.damaged;
 }
 
@@ -414,7 +420,8 @@ static PyMethodDef cache_methods[] = {
      "keys($self, /)\n--\n\nThe keys of all graphs, 16 bytes each."},
     {"verify", (PyCFunction)(void (*)(void))cache_verify, METH_VARARGS | METH_KEYWORDS,
      "verify($self, /, first, end, values)\n--\n\n"
-     "Checks graphs first .. end - 1 in full; [(index, what is wrong), ...]."},
+     "Checks graphs first .. end - 1 in full; [(index, what is wrong), ...]. Where\n"
+     "these are all of them or none, also what lies between them, as index -1."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -100,6 +100,13 @@ copy_sequence(PyObject *object, const char *name, py_int64s *out)
     PyObject *list = PySequence_List(object);
 
     if (list == NULL) {
+        const py_argument argument = {name, -1};
+
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            py_argument_error(PyExc_TypeError, argument,
+                              "must be an int64 array or a sequence of integers");
+        }
         return -1;
     }
     out->n = PyList_Size(list);
@@ -140,10 +147,6 @@ py_take_int64s(py_state *state, PyObject *object, const char *name, py_int64s *o
         return -1;
     }
     PyErr_Clear(); /* other integers, one by one */
-    if (!PySequence_Check(object)) {
-        return py_argument_error(PyExc_TypeError, argument,
-                                 "must be an int64 array or a sequence of integers");
-    }
     return copy_sequence(object, name, out);
 }
 

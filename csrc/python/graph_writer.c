@@ -1,228 +1,22 @@
 /* The type GraphWriter: graphs from Python into a segment. */
-#include "graph.h"
+#include "graph_fields.h"
 
 #include <string.h>
-
-/* One field: where its values are found in a graph, and during an append the value. */
-typedef struct {
-    PyObject *key;
-    PyObject *text;   /* "graph['x']" */
-    const char *name; /* the same */
-    const graph_schema_field *field;
-    PyObject *object; /* a reference during an append */
-    py_array array;
-    union {
-        bool truth;
-        int64_t integer;
-        double number;
-    } scalar;
-} place;
+#include <unistd.h>
 
 typedef struct {
     PyObject_HEAD
     tfast_graph_writer *writer; /* NULL: closed */
     tfast_graph_schema *schema;
-    Py_ssize_t n_fields, n_counts;
-    place *places;
-    tfast_graph_value *values;
+    py_graph_fields fields;
+    Py_ssize_t n_counts;
     int64_t *counts;
     int64_t appended, committed; /* when it was closed */
     bool busy;
+    long process; /* that made it */
 } graph_writer;
 
-/* ---- Values ---------------------------------------------------------------------- */
-
-static const int64_t no_dims[1] = {0};
-
-static int
-take_number(place *at, tfast_graph_value *value)
-{
-    const py_argument argument = {at->name, -1};
-    const int dtype = at->field->dtype;
-
-    if (dtype == GRAPH_BOOL && PyBool_Check(at->object)) {
-        at->scalar.truth = at->object == Py_True;
-    } else if (dtype == GRAPH_I64 && PyLong_Check(at->object)) {
-        int overflow;
-
-        at->scalar.integer = PyLong_AsLongLongAndOverflow(at->object, &overflow);
-        if (overflow != 0) {
-            return py_argument_error(PyExc_ValueError, argument,
-                                     "must fit int64, got an integer that does not");
-        }
-    } else if (dtype == GRAPH_F64) {
-        at->scalar.number = PyFloat_AsDouble(at->object);
-        if (at->scalar.number == -1.0 && PyErr_Occurred()) {
-            return -1;
-        }
-    } else {
-        PyObject *type = PyType_GetName(Py_TYPE(at->object));
-        const char *text = type == NULL ? NULL : PyUnicode_AsUTF8AndSize(type, NULL);
-
-        py_argument_error(PyExc_TypeError, argument, "must be %s, got %.80s",
-                          dtype == GRAPH_BOOL ? "a bool" : "an int",
-                          text == NULL ? "something else" : text);
-        Py_XDECREF(type);
-        return -1;
-    }
-    *value = (tfast_graph_value){&at->scalar, true, dtype, 0, no_dims, no_dims};
-    return 0;
-}
-
-static int
-take_text(place *at, tfast_graph_value *value)
-{
-    const bool is_string = at->field->dtype == GRAPH_STRING;
-    const py_argument argument = {at->name, -1};
-    Py_ssize_t bytes = 0;
-
-    if (is_string && PyUnicode_Check(at->object)) {
-        value->data = PyUnicode_AsUTF8AndSize(at->object, &bytes);
-    } else if (!is_string && PyBytes_Check(at->object)) {
-        bytes = PyBytes_Size(at->object);
-        value->data = PyBytes_AsString(at->object);
-    } else {
-        return py_argument_error(PyExc_TypeError, argument, "must be a %s object",
-                                 is_string ? "str" : "bytes");
-    }
-    if (value->data == NULL) {
-        return -1;
-    }
-    at->array.buffer[0] = bytes;
-    at->array.buffer[1] = 1;
-    value->present = true;
-    value->dtype = at->field->dtype;
-    value->rank = 1;
-    value->shape = at->array.buffer;
-    value->strides = at->array.buffer + 1;
-    return 0;
-}
-
-static int
-take_array(py_state *state, place *at, tfast_graph_value *value)
-{
-    const py_argument argument = {at->name, -1};
-    py_array *array = &at->array;
-
-    if (py_borrow(state, at->object, argument, PY_ANY_DTYPE, array) < 0) {
-        return -1;
-    }
-    if (array->device.type != TFAST_CPU) {
-        return py_argument_error(PyExc_ValueError, argument,
-                                 "must be on the CPU, got an array on a GPU");
-    }
-    *value = (tfast_graph_value){
-        array->data, true,         py_graph_dtype(array->dtype),
-        array->ndim, array->shape, array->strides,
-    };
-    return 0;
-}
-
-static int
-take_value(py_state *state, place *at, tfast_graph_value *value)
-{
-    const int dtype = at->field->dtype;
-    PyObject *object = at->object;
-
-    if (dtype >= GRAPH_STRING) {
-        return take_text(at, value);
-    }
-    if ((at->field->flags & GRAPH_SCALAR) != 0 &&
-        (PyLong_Check(object) || PyFloat_Check(object))) {
-        return take_number(at, value);
-    }
-    return take_array(state, at, value);
-}
-
-/* The value of a key, a new reference; NULL without an exception where there is none.
- */
-static PyObject *
-look_up(PyObject *graph, PyObject *key)
-{
-    PyObject *value;
-
-    if (PyDict_Check(graph)) {
-        value = PyDict_GetItemWithError(graph, key);
-        return Py_XNewRef(value);
-    }
-    value = PyObject_GetItem(graph, key);
-    if (value == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
-        PyErr_Clear();
-    }
-    return value;
-}
-
-/* What the graph has besides the schema's fields is named in a ValueError. */
-static int
-unknown_keys(const graph_writer *self, PyObject *graph)
-{
-    PyObject *keys = PyMapping_Keys(graph), *unknown = PyList_New(0);
-    const Py_ssize_t n = keys == NULL ? 0 : PyList_Size(keys);
-
-    for (Py_ssize_t i = 0; i < n && unknown != NULL; i++) {
-        PyObject *key = PyList_GetItem(keys, i);
-        int known = 0;
-
-        for (Py_ssize_t f = 0; f < self->n_fields && known == 0; f++) {
-            known = PyObject_RichCompareBool(self->places[f].key, key, Py_EQ);
-        }
-        if (known < 0 || (known == 0 && PyList_Append(unknown, key) < 0)) {
-            Py_CLEAR(unknown);
-        }
-    }
-    if (keys != NULL && unknown != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "graph must have no keys but the schema's, got %R besides",
-                     unknown);
-    }
-    Py_XDECREF(keys);
-    Py_XDECREF(unknown);
-    return -1;
-}
-
-/* The values of all fields. */
-static int
-take_graph(graph_writer *self, py_state *state, PyObject *graph)
-{
-    Py_ssize_t found = 0, size;
-
-    for (Py_ssize_t i = 0; i < self->n_fields; i++) {
-        place *at = &self->places[i];
-
-        at->object = look_up(graph, at->key);
-        if (at->object == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        found += at->object != NULL;
-        if (at->object != NULL && at->object != Py_None) {
-            if (take_value(state, at, &self->values[i]) < 0) {
-                return -1;
-            }
-        } else if ((at->field->flags & GRAPH_OPTIONAL) != 0) {
-            self->values[i].present = false;
-        } else {
-            PyErr_Format(PyExc_ValueError,
-                         "%s must be there (it is not optional), got %s", at->name,
-                         at->object == NULL ? "no such key" : "None");
-            return -1;
-        }
-    }
-    size = PyDict_Check(graph) ? PyDict_Size(graph) : PyObject_Size(graph);
-    if (size < 0) { /* a mapping that cannot tell */
-        PyErr_Clear();
-        return 0;
-    }
-    return size == found ? 0 : unknown_keys(self, graph);
-}
-
-static void
-drop_values(graph_writer *self)
-{
-    for (Py_ssize_t i = 0; i < self->n_fields; i++) {
-        py_release(&self->places[i].array);
-        Py_CLEAR(self->places[i].object);
-    }
-}
+/* ---- Methods --------------------------------------------------------------------- */
 
 static int
 take_counts(graph_writer *self, PyObject *counts)
@@ -257,9 +51,8 @@ take_counts(graph_writer *self, PyObject *counts)
     return 0;
 }
 
-/* ---- Methods --------------------------------------------------------------------- */
-
-/* Refuses a closed writer and a second thread. */
+/* Refuses a closed writer, a second thread, and a forked child, which has its parent's
+ * file open. */
 static int
 begin(graph_writer *self)
 {
@@ -270,6 +63,12 @@ begin(graph_writer *self)
     }
     if (self->writer == NULL) {
         PyErr_SetString(PyExc_ValueError, "writer must be open, got a closed one");
+        return -1;
+    }
+    if (self->process != getpid()) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "writer must be used by the process that made it, got a "
+                        "forked child");
         return -1;
     }
     self->busy = true;
@@ -339,14 +138,14 @@ writer_append(graph_writer *self, PyObject *const *args, Py_ssize_t n, PyObject 
         return NULL;
     }
     if (take_key(given[1], &key) == 0 && take_counts(self, given[2]) == 0 &&
-        take_graph(self, state, given[0]) == 0) {
+        py_graph_fields_take(&self->fields, state, given[0]) == 0) {
         const tfast_status status = tfast_graph_writer_append(
-            self->writer, self->values, self->counts, key, &misfit);
+            self->writer, self->fields.values, self->counts, key, &misfit);
 
         result = status == TFAST_EINVAL && misfit >= 0 ? PyLong_FromLong(misfit)
                                                        : py_result(status);
     }
-    drop_values(self);
+    py_graph_fields_drop(&self->fields);
     self->busy = false;
     return result;
 }
@@ -402,14 +201,13 @@ writer_close(graph_writer *self, PyObject *Py_UNUSED(unused))
 static PyObject *
 writer_abandon(graph_writer *self, PyObject *Py_UNUSED(unused))
 {
-    if (self->writer == NULL) {
-        Py_RETURN_NONE;
-    }
-    if (begin(self) < 0) {
+    if (self->writer != NULL && self->busy) {
+        begin(self); /* which says why not */
         return NULL;
     }
-    drop_writer(self);
-    self->busy = false;
+    if (self->writer != NULL) {
+        drop_writer(self);
+    }
     Py_RETURN_NONE;
 }
 
@@ -432,39 +230,6 @@ writer_committed(graph_writer *self, void *Py_UNUSED(closure))
 /* ---- The type -------------------------------------------------------------------- */
 
 static int
-take_keys(graph_writer *self, PyObject *keys)
-{
-    PyObject *list = PySequence_List(keys);
-
-    if (list == NULL) {
-        return -1;
-    }
-    if (PyList_Size(list) != self->n_fields) {
-        PyErr_Format(PyExc_ValueError,
-                     "keys must be one for each of the schema's %zd fields, got %zd",
-                     self->n_fields, PyList_Size(list));
-        Py_DECREF(list);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < self->n_fields; i++) {
-        place *at = &self->places[i];
-
-        at->field = &self->schema->fields[i];
-        at->key = Py_NewRef(PyList_GetItem(list, i));
-        if (PyUnicode_CheckExact(at->key)) {
-            PyUnicode_InternInPlace(&at->key);
-        }
-        at->text = PyUnicode_FromFormat("graph[%R]", at->key);
-        at->name = at->text == NULL ? NULL : PyUnicode_AsUTF8AndSize(at->text, NULL);
-        if (at->name == NULL) {
-            break;
-        }
-    }
-    Py_DECREF(list);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int
 take_schema(graph_writer *self, const char *bytes, Py_ssize_t n)
 {
     const tfast_status status =
@@ -475,12 +240,8 @@ take_schema(graph_writer *self, const char *bytes, Py_ssize_t n)
         return -1;
     }
     self->n_counts = self->schema->header.n_counts;
-    self->n_fields = self->schema->header.n_fields;
-    self->places = PyMem_Calloc((size_t)self->n_fields + 1, sizeof *self->places);
-    self->values = PyMem_Calloc((size_t)self->n_fields + 1, sizeof *self->values);
     self->counts = PyMem_Calloc((size_t)self->n_counts + 1, sizeof *self->counts);
-    if (self->places == NULL || self->values == NULL || self->counts == NULL) {
-        self->n_fields = self->places == NULL ? 0 : self->n_fields;
+    if (self->counts == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -498,11 +259,15 @@ writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int durable = 1;
     tfast_status status;
 
+    if (self != NULL) {
+        self->process = getpid();
+    }
     if (self == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "O&y#O|$p:GraphWriter", names,
                                      PyUnicode_FSConverter, &path, &schema, &bytes,
                                      &keys, &durable) ||
-        take_schema(self, schema, bytes) < 0 || take_keys(self, keys) < 0) {
+        take_schema(self, schema, bytes) < 0 ||
+        py_graph_fields_init(&self->fields, self->schema, keys) < 0) {
         Py_XDECREF(path);
         Py_XDECREF((PyObject *)self);
         return NULL;
@@ -525,11 +290,7 @@ static int
 writer_traverse(graph_writer *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    for (Py_ssize_t i = 0; i < self->n_fields; i++) {
-        Py_VISIT(self->places[i].key);
-        Py_VISIT(self->places[i].object);
-    }
-    return 0;
+    return py_graph_fields_traverse(&self->fields, visit, arg);
 }
 
 static void
@@ -539,12 +300,7 @@ writer_dealloc(graph_writer *self)
     if (self->writer != NULL) {
         tfast_graph_writer_free(self->writer);
     }
-    for (Py_ssize_t i = 0; i < self->n_fields; i++) {
-        Py_XDECREF(self->places[i].key);
-        Py_XDECREF(self->places[i].text);
-    }
-    PyMem_Free(self->places);
-    PyMem_Free(self->values);
+    py_graph_fields_free(&self->fields);
     PyMem_Free(self->counts);
     if (self->schema != NULL) {
         tfast_graph_schema_free(self->schema);

@@ -384,8 +384,9 @@ need_numpy(py_state *state)
     return 0;
 }
 
+/* Without data NumPy takes memory, and any flag then means Fortran's order. */
 static PyObject *
-make_array(py_state *state, const py_made *made, bool writable)
+make_array(py_state *state, const py_made *made, int flags)
 {
     PyArray_Descr *descr = need_numpy(state) < 0 ? NULL : descr_of(state, made->dtype);
     npy_intp shape[PY_MAX_DIMS];
@@ -393,17 +394,16 @@ make_array(py_state *state, const py_made *made, bool writable)
     for (int d = 0; d < made->ndim; d++) {
         shape[d] = made->shape[d];
     }
-    return descr == NULL
-               ? NULL
-               : PyArray_NewFromDescr(
-                     &PyArray_Type, descr, made->ndim, shape, NULL, made->data,
-                     writable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO, NULL);
+    return descr == NULL ? NULL
+                         : PyArray_NewFromDescr(&PyArray_Type, descr, made->ndim, shape,
+                                                NULL, made->data, flags, NULL);
 }
 
 PyObject *
 py_make_numpy(py_state *state, const py_made *made, bool writable, PyObject *base)
 {
-    PyObject *array = make_array(state, made, writable);
+    PyObject *array =
+        make_array(state, made, writable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
 
     if (array != NULL &&
         PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
@@ -418,7 +418,7 @@ py_new_numpy(py_state *state, py_made *made)
     PyObject *array;
 
     made->data = NULL;
-    array = make_array(state, made, true);
+    array = make_array(state, made, 0);
     if (array != NULL) {
         made->data = PyArray_DATA((PyArrayObject *)array);
     }
