@@ -53,7 +53,7 @@ LINK_LIBRARIES = ["-lpthread", "-ldl", "-lm"]
 
 # x86-64-v2 by its parts, because -march=x86-64-v2 needs gcc 11.
 X86_BASE = ["-mssse3", "-msse4.2", "-mpopcnt", "-mcx16"]
-X86_AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+X86_AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mpclmul"]
 X86_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 X86_FLAGS = {
     "csrc/simd/avx2.c": [*X86_AVX2, "-mprefer-vector-width=256"],

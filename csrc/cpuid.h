@@ -3,9 +3,11 @@
 #define TFAST_CPUID_H
 
 enum {
-    TFAST_CPU_AVX2 = 1, /* avx2, fma, f16c and bmi; ymm registers are saved */
+    TFAST_CPU_AVX2 =
+        1, /* avx2, fma, f16c, bmi and pclmulqdq; ymm registers are saved */
     TFAST_CPU_AVX512 =
-        2 /* the above, avx512f, bw, dq and vl; zmm and masks are saved */
+        2, /* the above, avx512f, bw, dq and vl; zmm and masks are saved */
+    TFAST_CPU_VPCLMUL = 4 /* the above, and vpclmulqdq */
 };
 
 /* The set of features above; empty on anything but x86-64. */

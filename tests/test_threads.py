@@ -545,7 +545,8 @@ def test_cpu_features_are_those_of_proc_cpuinfo(library):
     if platform.machine() == "x86_64":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = set(next(line for line in lines if line.startswith("flags")).split())
-        avx2 = {"avx2", "fma", "f16c", "bmi1"} <= flags
+        avx2 = {"avx2", "fma", "f16c", "bmi1", "pclmulqdq"} <= flags
         avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
         expected = avx2 * 1 + (avx2 and avx512) * 2
+        expected += (avx2 and avx512 and "vpclmulqdq" in flags) * 4
     assert ctypes.CDLL(str(library)).tfast_cpu_features() == expected

@@ -1,10 +1,128 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, final
 
 version: str
 
 @final
 class Workspace: ...
+
+@final
+class GraphWriter:
+    """One segment of a cache that is being written; see csrc/graph_cache/."""
+
+    def __new__(
+        cls,
+        path: str | PathLike[str],
+        schema: bytes,
+        keys: Sequence[Any],
+        *,
+        durable: bool = True,
+    ) -> GraphWriter: ...
+    # keys: graph[key] is the value of the schema's field of the same place.
+    appended: int
+    committed: int
+    def append(
+        self,
+        graph: Mapping[Any, Any],
+        key: bytes | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> int | None: ...
+    # None: appended; a number: that field's size does not fit the schema, nothing done.
+    def commit(self) -> int: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
+
+@final
+class GraphCache:
+    """An open cache. verify: 0 never, 1 once, 2 always."""
+
+    def __new__(
+        cls,
+        path: str | PathLike[str],
+        *,
+        verify: int = 1,
+        pread: bool = False,
+        partial: bool = False,
+    ) -> GraphCache: ...
+    schema: bytes | None
+    fingerprint: bytes
+    file_bytes: int
+    segments: int
+    def __len__(self) -> int: ...
+    def get(self, index: int, /) -> list[Any]: ...
+    # One entry a field: a NumPy array (read-only view of the file where it is stored as
+    # its dtype), a Python scalar, str or bytes, or None where the graph has none.
+    def counts(self, count: int, /) -> Any: ...  # int64 [len]; -1: bytes of the frames
+    def keys(self) -> bytes: ...  # 16 a graph
+    def verify(self, first: int, end: int, values: bool) -> list[tuple[int, str]]: ...
+    # Index -1: what lies between the graphs, checked if these are all or none.
+
+@final
+class GraphSelection:
+    """What batches hold and as what: see tfast_graph_selection."""
+
+    def __new__(
+        cls,
+        cache: GraphCache,
+        fields: Sequence[int],
+        batch_of: Sequence[int] = (),
+        *,
+        n_slots: int = 0,
+        totals: Sequence[int] | None = None,
+        array_type: type | None = None,
+    ) -> GraphSelection: ...
+    # array_type: None for NumPy arrays, a type with the DLPack exchange API (torch's
+    # Tensor) for its objects, object for DLPack capsules.
+
+@final
+class GraphBatch:
+    """One collated batch; its arrays share one arena, which they keep."""
+
+    n_graphs: int
+    n_slots: int
+    totals: tuple[int, ...]
+    nbytes: int
+    fields: list[Any]
+    ptrs: list[Any]
+    batches: list[Any]
+    arena: Any  # uint8 [nbytes], the whole of it
+    offsets: tuple[list[int], list[int], list[int]]  # of each in the arena
+
+def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...
+
+@final
+class GraphPrefetch:
+    def __new__(cls, selection: GraphSelection, threads: int) -> GraphPrefetch: ...
+    pending: int
+    def submit(self, indices: Any, /) -> None: ...
+    def next(self) -> GraphBatch: ...  # waits; signals are checked
+    def close(self) -> None: ...
+
+@final
+class GraphOrder:
+    """Which graphs come when; see tfast_graph_order."""
+
+    def __new__(
+        cls,
+        n: int,
+        *,
+        subset: Any = None,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        batch_size: int,
+        drop_last: bool = False,
+        sizes: Sequence[Any] = (),
+        budgets: Sequence[int] = (),
+        oversize_alone: bool = False,
+    ) -> GraphOrder: ...
+    position: int  # may be set, to go on there
+    def next(self) -> Any | None: ...  # int64 indices, None at the end
+    def at(self, place: int, /) -> int: ...
+    def batches(self) -> int: ...
 
 def adamw(
     params: Sequence[Any],
@@ -148,3 +266,13 @@ def backends() -> list[tuple[str, str | None, bool]]: ...
 def num_threads() -> int: ...
 def thread_runtime() -> str: ...
 def use_backend(name: str | None, /) -> None: ...
+def graph_adopt(path: str | PathLike[str], /) -> tuple[int, int]: ...
+def graph_build_begin(path: str | PathLike[str], /) -> None: ...
+def graph_build_end(path: str | PathLike[str], order: Any | None, /) -> None: ...
+def graph_repair(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    line: Callable[[str], Any],
+    /,
+) -> dict[str, int]: ...
+def crc32c(data: Any, crc: int = 0) -> int: ...

@@ -30,8 +30,10 @@ tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *b
                                       size_t n_bytes);
 void tfast_graph_schema_free(tfast_graph_schema *schema);
 
-/* True where graphs of both can be in one batch: all is the same but dims that are
- * fixed in one and a count in the other, and the counts that these need. */
+/* True where graphs of both can be in one batch: all is the same but dims (fixed in one
+ * and a count in the other, or the nodes in one and a size of its own in the other),
+ * the counts of role GRAPH_SIZE, and GRAPH_OPTIONAL. In the schema of both, a dim that
+ * differs is a size of its own, and a field that is optional in one is optional. */
 bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
                                const tfast_graph_schema *b);
 
@@ -76,13 +78,13 @@ tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *pa
                                      const void *schema, size_t schema_bytes,
                                      bool durable);
 
-/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values' shapes
- * (a count that neither gives is an error). Values of count-adding integer fields (edge
- * indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
+/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values'
+ * shapes (a count that neither gives is an error). Values of count-adding integer
+ * fields (edge indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
  * TFAST_EINVAL where a shape does not fit the schema; *misfit is then the field whose
  * size differs from what the schema fixes or shares, so that the caller can go on with
- * a more general schema, and -1 for every other error. Nothing has changed then. Values
- * that add an increment are not checked: its meaning is the user's. */
+ * a more general schema, and -1 for every other error. Nothing has changed then.
+ * Values that add an increment are not checked: its meaning is the user's. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
@@ -108,9 +110,11 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
  * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
-/* A build: between begin and end the cache does not open (but with `partial`). End sets
- * the order, as numbers of records, segments in the manifest's order, and deletes
- * segments that are not in it; order NULL: all, as they lie. */
+/* A build: between begin and end the cache does not open (but with `partial`). Begin
+ * makes the cache where there is none, and forgets the order: with `partial`, graph i
+ * is then record i. New segments come last in the manifest, always. End sets the order,
+ * as numbers of records, segments in the manifest's order, and deletes segments that
+ * are not in it; order NULL: all, as they lie. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 
@@ -204,7 +208,7 @@ typedef struct tfast_graph_batch {
     const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
     const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
     const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
-    const int *ranks;
+    const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;
 
 /* Collates now, on this thread. The batch comes with one reference, and holds the

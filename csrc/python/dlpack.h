@@ -11,9 +11,13 @@ enum {
     DLPACK_CUDA_HOST = 3,     /* pinned host memory */
     DLPACK_CUDA_MANAGED = 13, /* reachable from both */
     DLPACK_INT = 0,
+    DLPACK_UINT = 1,
     DLPACK_FLOAT = 2,
     DLPACK_BFLOAT = 4,
+    DLPACK_COMPLEX = 5,
     DLPACK_BOOL = 6,
+    DLPACK_FLOAT8_E4M3FN = 10,
+    DLPACK_FLOAT8_E5M2 = 12,
     DLPACK_READ_ONLY = 1, /* flags of a versioned tensor */
     DLPACK_IS_COPIED = 2
 };
@@ -62,7 +66,9 @@ typedef struct dlpack_exchange {
     struct dlpack_exchange *previous; /* of an older major version */
     void *allocate;
     void *managed_from_object;
-    void *managed_to_object;
+    /* Takes the tensor and makes an object that calls its deleter when the data is no
+     * longer used; -1 with a Python exception set. */
+    int (*managed_to_object)(dlpack_versioned *tensor, void **object);
     /* Fills a view that is valid while the object is; -1 with a Python exception set.
      */
     int (*view_from_object)(void *object, dlpack_tensor *out);

@@ -1,5 +1,7 @@
 /* The module trainfast._core: its methods and its state. */
-#include "core.h"
+#include "graph.h"
+
+#include <string.h>
 
 static PyObject *
 py_backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
@@ -77,6 +79,25 @@ static PyMethodDef methods[] = {
     {"attention_backward", WITH_KEYWORDS(py_attention_backward),
      METH_VARARGS | METH_KEYWORDS,
      "The gradients of attention; see trainfast.attention_backward."},
+    {"graph_collate", py_graph_collate, METH_VARARGS,
+     "graph_collate(selection, indices, /)\n--\n\n"
+     "Collates now, on this thread."},
+    {"graph_adopt", py_graph_adopt, METH_VARARGS,
+     "graph_adopt(path, /)\n--\n\n"
+     "Seals what dead writers have left; (graphs kept, graphs that never were "
+     "committed)."},
+    {"graph_build_begin", py_graph_build_begin, METH_VARARGS,
+     "graph_build_begin(path, /)\n--\n\n"
+     "Until the build ends the cache opens with `partial` only."},
+    {"graph_build_end", py_graph_build_end, METH_VARARGS,
+     "graph_build_end(path, order, /)\n--\n\n"
+     "Ends it; order: which records in which order, None for all."},
+    {"graph_repair", py_graph_repair, METH_VARARGS,
+     "graph_repair(source, target, line, /)\n--\n\n"
+     "Copies every committed graph that can be read into a new cache, and calls\n"
+     "line(text) with what it finds."},
+    {"crc32c", WITH_KEYWORDS(py_crc32c), METH_VARARGS | METH_KEYWORDS,
+     "crc32c(data, crc=0)\n--\n\nThe checksum of the graph cache, going on from crc."},
     {"backends", py_backends, METH_NOARGS,
      "[(name, why it cannot run here or None, in use)], best first."},
     {"use_backend", py_use_backend, METH_O,
@@ -93,7 +114,7 @@ module_exec(PyObject *module)
     py_state *state = PyModule_GetState(module);
     PyObject *workspace;
 
-    state->numpy_bfloat16 = -1;
+    memset(state->numpy_numbers, -1, sizeof state->numpy_numbers);
     state->s_grad = PyUnicode_InternFromString("grad");
     state->s_step = PyUnicode_InternFromString("step");
     state->s_exp_avg = PyUnicode_InternFromString("exp_avg");
@@ -109,6 +130,7 @@ module_exec(PyObject *module)
         state->s_ema == NULL || state->s_master_param == NULL ||
         state->s_weight_copy == NULL || workspace == NULL ||
         PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
+        py_graph_add_types(module, state) < 0 ||
         PyModule_AddStringConstant(module, "version", TRAINFAST_VERSION) < 0) {
         return -1;
     }
@@ -128,6 +150,9 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->fast[i].type);
     }
     Py_VISIT(state->workspace_type);
+    for (int i = 0; i < PY_N_GRAPH_TYPES; i++) {
+        Py_VISIT(state->graph_types[i]);
+    }
     return 0;
 }
 
@@ -140,6 +165,12 @@ module_clear(PyObject *module)
         Py_CLEAR(state->fast[--state->n_fast].type);
     }
     Py_CLEAR(state->workspace_type);
+    for (int i = 0; i < PY_N_GRAPH_TYPES; i++) {
+        Py_CLEAR(state->graph_types[i]);
+    }
+    for (int i = 0; i < (int)(sizeof state->numpy_descrs / sizeof(PyObject *)); i++) {
+        Py_CLEAR(state->numpy_descrs[i]);
+    }
     Py_CLEAR(state->s_grad);
     Py_CLEAR(state->s_step);
     Py_CLEAR(state->s_exp_avg);

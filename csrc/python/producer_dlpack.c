@@ -1,6 +1,8 @@
 /* Arrays that export DLPack. With dlpack.h the only file that knows it. */
+#include "made.h"
 #include "producers.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static void
@@ -15,25 +17,39 @@ fill_c_order_strides(py_array *array)
     array->strides = strides;
 }
 
+static const struct {
+    uint8_t code, bits;
+} dtype_codes[PY_N_DTYPES] = {
+    [TFAST_F32] = {DLPACK_FLOAT, 32},
+    [TFAST_F64] = {DLPACK_FLOAT, 64},
+    [TFAST_F16] = {DLPACK_FLOAT, 16},
+    [TFAST_BF16] = {DLPACK_BFLOAT, 16},
+    [TFAST_BOOL] = {DLPACK_BOOL, 8},
+    [PY_INT64] = {DLPACK_INT, 64},
+    [PY_INT32] = {DLPACK_INT, 32},
+    [PY_INT16] = {DLPACK_INT, 16},
+    [PY_INT8] = {DLPACK_INT, 8},
+    [PY_UINT64] = {DLPACK_UINT, 64},
+    [PY_UINT32] = {DLPACK_UINT, 32},
+    [PY_UINT16] = {DLPACK_UINT, 16},
+    [PY_UINT8] = {DLPACK_UINT, 8},
+    [PY_COMPLEX64] = {DLPACK_COMPLEX, 64},
+    [PY_COMPLEX128] = {DLPACK_COMPLEX, 128},
+    [PY_FLOAT8_E4M3FN] = {DLPACK_FLOAT8_E4M3FN, 8},
+    [PY_FLOAT8_E5M2] = {DLPACK_FLOAT8_E5M2, 8},
+};
+
 /* The dtype, or -1 where it is none of ours. */
 static int
 dlpack_dtype(const dlpack_tensor *view)
 {
-    const int code = view->dtype.code, bits = view->dtype.bits;
-
-    if (view->dtype.lanes != 1) {
-        return -1;
+    for (int i = 0; i < PY_N_DTYPES && view->dtype.lanes == 1; i++) {
+        if (view->dtype.code == dtype_codes[i].code &&
+            view->dtype.bits == dtype_codes[i].bits) {
+            return i;
+        }
     }
-    if (code == DLPACK_FLOAT && (bits == 16 || bits == 32 || bits == 64)) {
-        return bits == 32 ? TFAST_F32 : bits == 64 ? TFAST_F64 : TFAST_F16;
-    }
-    if (code == DLPACK_BFLOAT && bits == 16) {
-        return TFAST_BF16;
-    }
-    if (code == DLPACK_BOOL && bits == 8) {
-        return TFAST_BOOL;
-    }
-    return code == DLPACK_INT && bits == 64 ? PY_INT64 : -1;
+    return -1;
 }
 
 static int
@@ -104,8 +120,8 @@ cannot_export(py_argument argument)
     return -1;
 }
 
-const dlpack_exchange *
-py_find_exchange(PyTypeObject *type)
+static const dlpack_exchange *
+find_exchange(PyTypeObject *type)
 {
     PyObject *capsule =
         PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
@@ -121,7 +137,23 @@ py_find_exchange(PyTypeObject *type)
     /* The struct is the producer's and lives as long as its library; the type keeps it.
      */
     Py_XDECREF(capsule);
+    return exchange;
+}
+
+const dlpack_exchange *
+py_find_exchange(PyTypeObject *type)
+{
+    const dlpack_exchange *exchange = find_exchange(type);
+
     return exchange != NULL && exchange->view_from_object != NULL ? exchange : NULL;
+}
+
+const dlpack_exchange *
+py_find_maker(PyTypeObject *type)
+{
+    const dlpack_exchange *exchange = find_exchange(type);
+
+    return exchange != NULL && exchange->managed_to_object != NULL ? exchange : NULL;
 }
 
 int
@@ -190,4 +222,84 @@ py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *arr
                                  "must be writable, got a read-only array");
     }
     return from_dlpack(view, argument, how, array);
+}
+
+/* ---- Arrays made here ------------------------------------------------------------ */
+
+/* One block: what the consumer sees, what we need to end it, shape and strides. */
+typedef struct {
+    dlpack_versioned managed;
+    void (*release)(void *context);
+    int64_t dims[];
+} made_tensor;
+
+static void
+delete_made(dlpack_versioned *managed)
+{
+    made_tensor *tensor = (made_tensor *)managed;
+
+    tensor->release(managed->context);
+    free(tensor);
+}
+
+static dlpack_versioned *
+new_tensor(const py_made *made, void (*release)(void *context), void *context)
+{
+    made_tensor *tensor =
+        malloc(sizeof *tensor + 2 * (size_t)made->ndim * sizeof(int64_t));
+    dlpack_tensor *view;
+    int64_t step = 1;
+
+    if (tensor == NULL) {
+        return NULL;
+    }
+    tensor->managed = (dlpack_versioned){{1, 1}, context, delete_made, 0, {0}};
+    tensor->release = release;
+    view = &tensor->managed.tensor;
+    view->data = made->data;
+    view->device.type = DLPACK_CPU;
+    view->ndim = made->ndim;
+    view->dtype.code = dtype_codes[made->dtype].code;
+    view->dtype.bits = dtype_codes[made->dtype].bits;
+    view->dtype.lanes = 1;
+    view->shape = tensor->dims;
+    view->strides = tensor->dims + made->ndim;
+    for (int d = made->ndim - 1; d >= 0; d--) {
+        view->shape[d] = made->shape[d];
+        view->strides[d] = step;
+        step *= made->shape[d] == 0 ? 1 : made->shape[d];
+    }
+    return &tensor->managed;
+}
+
+/* Of a capsule that nobody has consumed: consumers rename those that they take. */
+static void
+free_capsule(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        dlpack_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+
+        managed->deleter(managed);
+    }
+}
+
+PyObject *
+py_make_dlpack(const dlpack_exchange *exchange, const py_made *made,
+               void (*release)(void *context), void *context)
+{
+    dlpack_versioned *managed = new_tensor(made, release, context);
+    void *object = NULL;
+
+    if (managed == NULL) {
+        release(context);
+        return PyErr_NoMemory();
+    }
+    if (exchange != NULL) {
+        return exchange->managed_to_object(managed, &object) == 0 ? object : NULL;
+    }
+    object = PyCapsule_New(managed, "dltensor_versioned", free_capsule);
+    if (object == NULL) {
+        delete_made(managed);
+    }
+    return object;
 }

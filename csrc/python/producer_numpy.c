@@ -1,8 +1,10 @@
 /* NumPy arrays, and objects with the buffer protocol. The only file that knows NumPy.
  */
+#include "made.h"
 #include "producers.h"
 
 #include <stdio.h> /* NumPy names FILE */
+#include <string.h>
 
 #include <numpy/arrayobject.h>
 
@@ -20,6 +22,7 @@ load_numpy(py_state *state)
             PyErr_Clear();
             return false;
         }
+        state->numpy_type = &PyArray_Type;
         state->numpy_ready = true;
     }
     return true;
@@ -31,27 +34,115 @@ py_is_numpy(py_state *state, PyObject *object)
     return load_numpy(state) && PyArray_Check(object);
 }
 
+/* ml_dtypes registers these at run time, under numbers of their own. */
+static const struct {
+    const char *name;
+    int dtype, plain; /* `plain` holds the same bits where ml_dtypes is missing */
+} user_dtypes[] = {
+    {"bfloat16", TFAST_BF16, NPY_UINT16},
+    {"float8_e4m3fn", PY_FLOAT8_E4M3FN, NPY_UINT8},
+    {"float8_e5m2", PY_FLOAT8_E5M2, NPY_UINT8},
+};
+
+enum { N_USER_DTYPES = sizeof user_dtypes / sizeof *user_dtypes };
+
+static int
+user_dtype(py_state *state, const PyArray_Descr *descr)
+{
+    for (int i = 0; i < N_USER_DTYPES; i++) {
+        if (state->numpy_numbers[i] < 0 &&
+            py_type_text_is(descr->typeobj, "__name__", user_dtypes[i].name, false)) {
+            state->numpy_numbers[i] = descr->type_num;
+        }
+        if (state->numpy_numbers[i] == descr->type_num) {
+            return user_dtypes[i].dtype;
+        }
+    }
+    return -1;
+}
+
+/* By dtype; 0 (NPY_BOOL) for those of ml_dtypes. */
+static const int numpy_numbers[PY_N_DTYPES] = {
+    [TFAST_F32] = NPY_FLOAT,     [TFAST_F64] = NPY_DOUBLE,
+    [TFAST_F16] = NPY_HALF,      [TFAST_BOOL] = NPY_BOOL,
+    [PY_INT64] = NPY_INT64,      [PY_INT32] = NPY_INT32,
+    [PY_INT16] = NPY_INT16,      [PY_INT8] = NPY_INT8,
+    [PY_UINT64] = NPY_UINT64,    [PY_UINT32] = NPY_UINT32,
+    [PY_UINT16] = NPY_UINT16,    [PY_UINT8] = NPY_UINT8,
+    [PY_COMPLEX64] = NPY_CFLOAT, [PY_COMPLEX128] = NPY_CDOUBLE,
+};
+
 /* The dtype, or -1 where it is none of ours. */
 static int
 numpy_dtype(py_state *state, PyArrayObject *array)
 {
     const PyArray_Descr *descr = PyArray_DESCR(array);
-    const int number = descr->type_num;
 
-    if (number == NPY_FLOAT || number == NPY_DOUBLE || number == NPY_HALF) {
-        return number == NPY_FLOAT    ? TFAST_F32
-               : number == NPY_DOUBLE ? TFAST_F64
-                                      : TFAST_F16;
+    switch (descr->type_num) {
+    case NPY_FLOAT:
+        return TFAST_F32;
+    case NPY_DOUBLE:
+        return TFAST_F64;
+    case NPY_HALF:
+        return TFAST_F16;
+    case NPY_BOOL:
+        return TFAST_BOOL;
+    case NPY_LONGLONG:
+        return PY_INT64;
+    case NPY_ULONGLONG:
+        return PY_UINT64;
+    default:
+        break;
     }
-    if (number == NPY_BOOL || number == NPY_INT64 || number == NPY_LONGLONG) {
-        return number == NPY_BOOL ? TFAST_BOOL : PY_INT64;
+    if (descr->type_num >= NPY_USERDEF) {
+        return user_dtype(state, descr);
     }
-    /* ml_dtypes registers bfloat16 at run time, under a number of its own. */
-    if (number >= NPY_USERDEF && state->numpy_bfloat16 < 0 &&
-        py_type_text_is(descr->typeobj, "__name__", "bfloat16", false)) {
-        state->numpy_bfloat16 = number;
+    for (int i = PY_INT64; i < PY_FLOAT8_E4M3FN; i++) {
+        if (numpy_numbers[i] == descr->type_num) {
+            return i;
+        }
     }
-    return number >= NPY_USERDEF && number == state->numpy_bfloat16 ? TFAST_BF16 : -1;
+    return -1;
+}
+
+/* Shape, strides and data; -1 where a stride is not of whole elements, with it. */
+static int
+take_layout(PyArrayObject *numpy, py_array *array, npy_intp *stride)
+{
+    const int64_t size = py_dtype_size(array->dtype);
+
+    array->device = (tfast_device){TFAST_CPU, 0};
+    array->data = PyArray_DATA(numpy);
+    array->numel = 1;
+    array->ndim = PyArray_NDIM(numpy);
+    array->shape = array->buffer;
+    array->strides = array->buffer + PY_MAX_DIMS;
+    for (int d = 0; d < array->ndim; d++) {
+        const int shift = __builtin_ctzll((unsigned long long)size);
+
+        *stride = PyArray_STRIDE(numpy, d);
+        array->buffer[d] = PyArray_DIM(numpy, d);
+        array->buffer[PY_MAX_DIMS + d] = *stride >> shift;
+        array->numel *= array->buffer[d];
+        if ((*stride & (size - 1)) != 0 && array->buffer[d] > 1) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A copy in native byte order and C order becomes the owner. */
+static int
+borrow_copy(PyObject *object, py_array *array)
+{
+    npy_intp stride;
+
+    array->owner = PyArray_CheckFromAny(
+        object, NULL, 0, 0,
+        NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_NOTSWAPPED, NULL);
+    return array->owner == NULL
+               ? -1
+               : take_layout((PyArrayObject *)array->owner, array, &stride);
 }
 
 int
@@ -59,7 +150,7 @@ py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how
                 py_array *array)
 {
     PyArrayObject *numpy = (PyArrayObject *)object;
-    int64_t size;
+    npy_intp stride;
 
     array->dtype = numpy_dtype(state, numpy);
     if (!py_dtype_fits(array->dtype, how)) {
@@ -70,6 +161,9 @@ py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how
         Py_XDECREF(name);
         return -1;
     }
+    if ((how & PY_ANY_DTYPE) != 0 && !PyArray_ISBEHAVED_RO(numpy)) {
+        return borrow_copy(object, array);
+    }
     if (!PyArray_ISNOTSWAPPED(numpy)) {
         return py_argument_error(PyExc_ValueError, argument,
                                  "must be in native byte order, got a swapped dtype");
@@ -78,24 +172,39 @@ py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how
         return py_argument_error(PyExc_ValueError, argument,
                                  "must be writable, got a read-only array");
     }
-    size = py_dtype_size(array->dtype);
-    array->device = (tfast_device){TFAST_CPU, 0};
-    array->data = PyArray_DATA(numpy);
-    array->numel = PyArray_SIZE(numpy);
-    array->ndim = PyArray_NDIM(numpy);
-    array->shape = array->buffer;
-    array->strides = array->buffer + PY_MAX_DIMS;
-    for (int d = 0; d < array->ndim; d++) {
-        array->buffer[d] = PyArray_DIM(numpy, d);
-        array->buffer[PY_MAX_DIMS + d] = PyArray_STRIDE(numpy, d) / size;
-        if (PyArray_STRIDE(numpy, d) % size != 0 && PyArray_DIM(numpy, d) > 1) {
-            return py_argument_error(
-                PyExc_ValueError, argument,
-                "must have strides of whole elements, got %lld bytes",
-                (long long)PyArray_STRIDE(numpy, d));
+    if (take_layout(numpy, array, &stride) == 0) {
+        return 0;
+    }
+    if ((how & PY_ANY_DTYPE) != 0) {
+        return borrow_copy(object, array);
+    }
+    return py_argument_error(PyExc_ValueError, argument,
+                             "must have strides of whole elements, got %lld bytes",
+                             (long long)stride);
+}
+
+bool
+py_is_numpy_scalar(py_state *state, PyObject *object)
+{
+    return load_numpy(state) && PyArray_IsScalar(object, Generic);
+}
+
+int
+py_borrow_numpy_scalar(py_state *state, PyObject *object, py_argument argument, int how,
+                       py_array *array)
+{
+    PyObject *owner = PyArray_FromScalar(object, NULL);
+    int status = owner == NULL ? -1 : 0;
+
+    if (status == 0) {
+        status = py_borrow_numpy(state, owner, argument, how, array);
+        if (array->owner == NULL) {
+            array->owner = owner; /* else a copy of it */
+        } else {
+            Py_DECREF(owner);
         }
     }
-    return 0;
+    return status;
 }
 
 /* ---- Buffers --------------------------------------------------------------------- */
@@ -139,11 +248,32 @@ take_buffer(PyObject *object, py_argument argument, int how, py_array *array)
     return buffer;
 }
 
+/* An integer's dtype by its size in bytes, or -1. */
+static int
+integer_dtype(int64_t size, bool is_signed)
+{
+    for (int i = is_signed ? PY_INT64 : PY_UINT64;
+         i <= (is_signed ? PY_INT8 : PY_UINT8); i++) {
+        if (py_dtype_size(i) == size) {
+            return i;
+        }
+    }
+    return -1;
+}
+
 /* The dtype of a native element, or -1 where it is none of ours. */
 static int
 buffer_dtype(const char *format, int64_t size)
 {
-    switch (format[0] == '\0' || format[1] != '\0' ? '\0' : format[0]) {
+    if (format[0] == 'Z') {
+        return strcmp(format, "Zf") == 0   ? PY_COMPLEX64
+               : strcmp(format, "Zd") == 0 ? PY_COMPLEX128
+                                           : -1;
+    }
+    if (format[0] == '\0' || format[1] != '\0') {
+        return -1;
+    }
+    switch (format[0]) {
     case 'f':
         return TFAST_F32;
     case 'd':
@@ -152,11 +282,10 @@ buffer_dtype(const char *format, int64_t size)
         return TFAST_F16;
     case '?':
         return TFAST_BOOL;
-    case 'l':
-    case 'q':
-        return size == 8 ? PY_INT64 : -1;
     default:
-        return -1;
+        return strchr("bhilq", format[0]) != NULL   ? integer_dtype(size, true)
+               : strchr("BHILQ", format[0]) != NULL ? integer_dtype(size, false)
+                                                    : -1;
     }
 }
 
@@ -193,4 +322,105 @@ py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *arra
         }
     }
     return 0;
+}
+
+/* ---- Arrays made here ------------------------------------------------------------ */
+
+/* Borrowed; kept for the next time. */
+static PyArray_Descr *
+user_descr(py_state *state, int which)
+{
+    PyObject *module = NULL, *type = NULL;
+
+    if (state->numpy_descrs[which] == NULL) {
+        module = PyImport_ImportModule("ml_dtypes");
+        if (module != NULL) {
+            type = PyObject_GetAttrString(module, user_dtypes[which].name);
+        }
+        if (type != NULL) {
+            state->numpy_descrs[which] = (PyObject *)PyArray_DescrFromTypeObject(type);
+        }
+        if (state->numpy_descrs[which] == NULL) { /* the bits, then */
+            PyErr_Clear();
+            state->numpy_descrs[which] =
+                (PyObject *)PyArray_DescrFromType(user_dtypes[which].plain);
+        }
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+    }
+    return (PyArray_Descr *)state->numpy_descrs[which];
+}
+
+/* A new reference. */
+static PyArray_Descr *
+descr_of(py_state *state, int dtype)
+{
+    for (int i = 0; i < N_USER_DTYPES; i++) {
+        if (user_dtypes[i].dtype == dtype) {
+            PyArray_Descr *descr = user_descr(state, i);
+
+            Py_XINCREF((PyObject *)descr);
+            return descr;
+        }
+    }
+    return PyArray_DescrFromType(numpy_numbers[dtype]);
+}
+
+/* NumPy, imported if nobody has. */
+static int
+need_numpy(py_state *state)
+{
+    if (!state->numpy_ready) {
+        PyObject *numpy = PyImport_ImportModule("numpy");
+
+        Py_XDECREF(numpy);
+        if (numpy == NULL || !load_numpy(state)) {
+            if (numpy != NULL) {
+                PyErr_SetString(PyExc_ImportError, "NumPy's C API cannot be loaded");
+            }
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Without data NumPy takes memory, and any flag then means Fortran's order. */
+static PyObject *
+make_array(py_state *state, const py_made *made, int flags)
+{
+    PyArray_Descr *descr = need_numpy(state) < 0 ? NULL : descr_of(state, made->dtype);
+    npy_intp shape[PY_MAX_DIMS];
+
+    for (int d = 0; d < made->ndim; d++) {
+        shape[d] = made->shape[d];
+    }
+    return descr == NULL ? NULL
+                         : PyArray_NewFromDescr(&PyArray_Type, descr, made->ndim, shape,
+                                                NULL, made->data, flags, NULL);
+}
+
+PyObject *
+py_make_numpy(py_state *state, const py_made *made, bool writable, PyObject *base)
+{
+    PyObject *array =
+        make_array(state, made, writable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
+
+    if (array != NULL &&
+        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+PyObject *
+py_new_numpy(py_state *state, py_made *made)
+{
+    PyObject *array;
+
+    made->data = NULL;
+    array = make_array(state, made, 0);
+    if (array != NULL) {
+        made->data = PyArray_DATA((PyArrayObject *)array);
+    }
+    return array;
 }

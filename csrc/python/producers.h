@@ -38,6 +38,11 @@ bool py_is_numpy(py_state *state, PyObject *object);
 int py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how,
                     py_array *array);
 
+/* The same for NumPy's scalars: an array made of one becomes the owner. */
+bool py_is_numpy_scalar(py_state *state, PyObject *object);
+int py_borrow_numpy_scalar(py_state *state, PyObject *object, py_argument argument,
+                           int how, py_array *array);
+
 /* By the buffer protocol: a capsule that holds the buffer becomes the owner. */
 int py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *array);
 

@@ -1,10 +1,39 @@
 /* Statuses become exceptions here and nowhere else. */
 #include "core.h"
 
+#include "../graph_cache/io.h"
+
+#include <string.h>
+
+/* The message as text; paths in it may be any bytes, and its end may be cut. */
+static PyObject *
+message(void)
+{
+    const char *text = tfast_message();
+
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+/* With the error number, so that Python picks the class: FileNotFoundError and so on.
+ * The message names the file. Without one: data that is damaged. */
+static PyObject *
+os_error(void)
+{
+    const int number = graph_errno();
+    PyObject *arguments = number == 0 ? Py_BuildValue("(N)", message())
+                                      : Py_BuildValue("(iN)", number, message());
+
+    if (arguments != NULL) {
+        PyErr_SetObject(PyExc_OSError, arguments);
+        Py_DECREF(arguments);
+    }
+    return NULL;
+}
+
 PyObject *
 py_result(tfast_status status)
 {
-    PyObject *type = PyExc_RuntimeError;
+    PyObject *type = PyExc_RuntimeError, *text;
 
     switch (status) {
     case TFAST_OK:
@@ -22,11 +51,14 @@ py_result(tfast_status status)
         type = PyExc_MemoryError;
         break;
     case TFAST_EIO:
-        type = PyExc_OSError;
-        break;
+        return os_error();
     case TFAST_ECUDA:
         break;
     }
-    PyErr_SetString(type, tfast_message());
+    text = message();
+    if (text != NULL) {
+        PyErr_SetObject(type, text);
+        Py_DECREF(text);
+    }
     return NULL;
 }

@@ -24,20 +24,39 @@ py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
 
 /* ---- Dtypes ---------------------------------------------------------------------- */
 
+static const struct {
+    const char *name;
+    int size, alignment; /* bytes */
+} dtypes[PY_N_DTYPES] = {
+    [TFAST_F32] = {"float32", 4, 4},
+    [TFAST_F64] = {"float64", 8, 8},
+    [TFAST_F16] = {"float16", 2, 2},
+    [TFAST_BF16] = {"bfloat16", 2, 2},
+    [TFAST_BOOL] = {"bool", 1, 1},
+    [PY_INT64] = {"int64", 8, 8},
+    [PY_INT32] = {"int32", 4, 4},
+    [PY_INT16] = {"int16", 2, 2},
+    [PY_INT8] = {"int8", 1, 1},
+    [PY_UINT64] = {"uint64", 8, 8},
+    [PY_UINT32] = {"uint32", 4, 4},
+    [PY_UINT16] = {"uint16", 2, 2},
+    [PY_UINT8] = {"uint8", 1, 1},
+    [PY_COMPLEX64] = {"complex64", 8, 4},
+    [PY_COMPLEX128] = {"complex128", 16, 8},
+    [PY_FLOAT8_E4M3FN] = {"float8_e4m3fn", 1, 1},
+    [PY_FLOAT8_E5M2] = {"float8_e5m2", 1, 1},
+};
+
 int64_t
 py_dtype_size(int dtype)
 {
-    return dtype == TFAST_BOOL ? 1
-           : dtype == PY_INT64 ? 8
-                               : (int64_t)tfast_dtype_size(dtype);
+    return dtypes[dtype].size;
 }
 
 const char *
 py_dtype_name(int dtype)
 {
-    return dtype == TFAST_BOOL ? "bool"
-           : dtype == PY_INT64 ? "int64"
-                               : tfast_dtype_name(dtype);
+    return dtypes[dtype].name;
 }
 
 bool
@@ -46,8 +65,8 @@ py_dtype_fits(int dtype, int how)
     if ((how & PY_ONLY_INT64) != 0) {
         return dtype == PY_INT64;
     }
-    return (dtype >= 0 && dtype < TFAST_N_DTYPES) ||
-           (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0);
+    return dtype >= 0 && (dtype < TFAST_N_DTYPES || (how & PY_ANY_DTYPE) != 0 ||
+                          (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0));
 }
 
 int
@@ -59,12 +78,13 @@ py_dtype_error(py_argument argument, int how, const char *format, ...)
     va_start(values, format);
     vsnprintf(got, sizeof got, format, values);
     va_end(values);
-    return py_argument_error(PyExc_NotImplementedError, argument, "must be %s, got %s",
-                             (how & PY_ONLY_INT64) != 0 ? "int64"
-                             : (how & PY_OR_BOOL) != 0
-                                 ? "bool, float64, float32, float16 or bfloat16"
-                                 : "float64, float32, float16 or bfloat16",
-                             got);
+    return py_argument_error(
+        PyExc_NotImplementedError, argument, "must be %s, got %s",
+        (how & PY_ONLY_INT64) != 0  ? "int64"
+        : (how & PY_ANY_DTYPE) != 0 ? "of bool, an integer, a float or a complex dtype"
+        : (how & PY_OR_BOOL) != 0   ? "bool, float64, float32, float16 or bfloat16"
+                                    : "float64, float32, float16 or bfloat16",
+        got);
 }
 
 /* ---- Layouts --------------------------------------------------------------------- */
@@ -192,6 +212,9 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
         }
         return py_borrow_numpy(state, object, argument, how, array);
     }
+    if ((how & PY_ANY_DTYPE) != 0 && py_is_numpy_scalar(state, object)) {
+        return py_borrow_numpy_scalar(state, object, argument, how, array);
+    }
     plain = is_plain_type(type, &is_torch);
     if (!plain) {
         PyObject *name = PyType_GetName(type);
@@ -244,11 +267,11 @@ check_data(py_argument argument, const py_array *array)
             PyExc_NotImplementedError, argument,
             "must have data, got a null pointer (a fake or meta tensor)");
     }
-    if ((uintptr_t)array->data % (uintptr_t)py_dtype_size(array->dtype) != 0) {
+    if ((uintptr_t)array->data % (uintptr_t)dtypes[array->dtype].alignment != 0) {
         return py_argument_error(
             PyExc_ValueError, argument,
             "must be aligned to its %d-byte elements, got address %p",
-            (int)py_dtype_size(array->dtype), array->data);
+            dtypes[array->dtype].size, array->data);
     }
     return 0;
 }
@@ -265,6 +288,9 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
             status =
                 py_borrow_view(state->fast[i].exchange, object, argument, how, array);
         }
+    }
+    if (status > 0 && Py_TYPE(object) == state->numpy_type) {
+        status = py_borrow_numpy(state, object, argument, how, array);
     }
     if (status > 0) {
         status = borrow_unknown(state, object, argument, how, array);

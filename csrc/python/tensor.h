@@ -10,6 +10,16 @@
 
 #define PY_MAX_DIMS 64 /* NumPy's limit */
 
+enum {
+    PY_GRAPH_WRITER,
+    PY_GRAPH_CACHE,
+    PY_GRAPH_SELECTION,
+    PY_GRAPH_BATCH,
+    PY_GRAPH_PREFETCH,
+    PY_GRAPH_ORDER,
+    PY_N_GRAPH_TYPES
+};
+
 /* What an array's borrower remembers between calls, one per interpreter. */
 typedef struct {
     struct {
@@ -18,9 +28,14 @@ typedef struct {
         int body_word; /* see py_hint_body(); 0: unknown */
     } fast[8];         /* types whose arrays resolve without a Python call */
     int n_fast;
-    int numpy_bfloat16; /* NumPy's type number of ml_dtypes.bfloat16, or -1 */
     bool numpy_ready;
+    PyTypeObject *numpy_type; /* ndarray, once NumPy is loaded */
+    /* bfloat16, float8_e4m3fn and float8_e5m2 in NumPy: the type numbers that ml_dtypes
+     * got, or -1; and the dtypes that arrays made here get */
+    int numpy_numbers[3];
+    PyObject *numpy_descrs[3];
     PyTypeObject *workspace_type;
+    PyTypeObject *graph_types[PY_N_GRAPH_TYPES];
     PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
         *s_master_param, *s_weight_copy; /* interned */
 } py_state;
@@ -30,16 +45,33 @@ enum {
     PY_WRITE = 1,      /* a read-only array is refused */
     PY_OR_BOOL = 2,    /* bool is also taken */
     PY_ONLY_INT64 = 4, /* int64 is taken, and nothing else */
+    PY_ANY_DTYPE = 8,  /* so is every dtype here, and NumPy's scalars; NumPy arrays with
+                          swapped bytes or odd addresses are copied */
 };
 
-enum { PY_INT64 = TFAST_BOOL + 1 }; /* one more number for py_array.dtype */
+/* A py_array's dtype is a tfast_dtype, TFAST_BOOL, or one of these. */
+enum {
+    PY_INT64 = TFAST_BOOL + 1,
+    PY_INT32,
+    PY_INT16,
+    PY_INT8,
+    PY_UINT64,
+    PY_UINT32,
+    PY_UINT16,
+    PY_UINT8,
+    PY_COMPLEX64,
+    PY_COMPLEX128,
+    PY_FLOAT8_E4M3FN,
+    PY_FLOAT8_E5M2,
+    PY_N_DTYPES
+};
 
 /* One borrowed array. Valid while the object it came from and `owner` are held. */
 typedef struct {
     void *data; /* NULL for an empty array */
     int64_t numel;
     tfast_device device;
-    int dtype; /* tfast_dtype, TFAST_BOOL or PY_INT64 */
+    int dtype;
     int ndim;
     const int64_t *shape;
     const int64_t *strides; /* in elements, never NULL */

@@ -1,6 +1,8 @@
 #if defined(__x86_64__)
 #    include "../cpuid.h"
 #    include "vec_avx512.h"
+
+#    include "crc_avx512.h"
 #    define NAME avx512
 #    define UNUSABLE                                                                   \
         tfast_cpu_features() & TFAST_CPU_AVX512                                        \

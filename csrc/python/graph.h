@@ -1,0 +1,77 @@
+/* The graph cache for Python: its types, and what their files share. */
+#ifndef PY_GRAPH_H
+#define PY_GRAPH_H
+
+#include "../graph_cache/graph_cache.h"
+#include "core.h"
+#include "made.h"
+
+typedef struct {
+    PyObject_HEAD
+    tfast_graph_cache *cache; /* one reference; never NULL once it is made */
+} py_graph_cache;
+
+/* What the arrays of batches are. */
+typedef enum { PY_AS_NUMPY, PY_AS_CAPSULE, PY_AS_OBJECT } py_graph_as;
+
+typedef struct {
+    PyObject_HEAD
+    py_graph_cache *cache;                  /* a reference */
+    PyObject *array_type;                   /* a reference, or NULL */
+    const struct dlpack_exchange *exchange; /* of array_type, for PY_AS_OBJECT */
+    py_graph_as as;
+    tfast_graph_selection selection; /* its arrays are this object's */
+    uint16_t *fields, *batch_of;
+    int64_t *totals;
+    uint8_t *dtypes; /* per selected field: py_array's number */
+} py_graph_selection;
+
+extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection_spec,
+    py_graph_batch_spec, py_graph_prefetch_spec, py_graph_order_spec;
+
+/* Makes the types above and enters them into the module. Returns 0 or -1. */
+int py_graph_add_types(PyObject *module, py_state *state);
+
+/* A zeroed object of a type, which is tracked by the collector. */
+PyObject *py_graph_alloc(PyTypeObject *type);
+
+/* Frees an object's own memory, the last step of a dealloc. */
+void py_graph_free(PyObject *self);
+
+/* The module's state, from an object of one of its types. */
+py_state *py_graph_state(PyObject *self);
+
+/* GRAPH_... of a py_array's dtype, and the other way round; strings and bytes are
+ * uint8. */
+int py_graph_dtype(int dtype);
+int py_dtype_of_graph(int graph_dtype);
+
+/* Integers that Python gave, copied; data to be freed with PyMem_Free(). */
+typedef struct {
+    int64_t *data;
+    int64_t n;
+} py_int64s;
+
+/* Takes an array of int64 on the CPU with one dimension, or a sequence of integers.
+ * Returns 0, or -1 with TypeError, ValueError or MemoryError. */
+int py_take_int64s(py_state *state, PyObject *object, const char *name, py_int64s *out);
+
+/* The same for numbers that must lie in 0 .. end - 1 and fit uint16. */
+int py_take_uint16s(PyObject *object, const char *name, int64_t end, uint16_t **out,
+                    int *n);
+
+/* The object as one of the types above, or NULL with TypeError. Borrowed. */
+void *py_graph_object(py_state *state, PyObject *object, int type, const char *name);
+
+/* Takes the reference that `batch` comes with, also on failure. */
+PyObject *py_graph_batch_new(py_graph_selection *selection, tfast_graph_batch *batch);
+
+/* Functions of the module. */
+PyObject *py_graph_collate(PyObject *module, PyObject *args);
+PyObject *py_graph_adopt(PyObject *module, PyObject *args);
+PyObject *py_graph_build_begin(PyObject *module, PyObject *args);
+PyObject *py_graph_build_end(PyObject *module, PyObject *args);
+PyObject *py_graph_repair(PyObject *module, PyObject *args);
+PyObject *py_crc32c(PyObject *module, PyObject *args, PyObject *kwargs);
+
+#endif

@@ -1,0 +1,448 @@
+/* The types GraphSelection and GraphBatch: what batches hold, and one as arrays. */
+#include "graph.h"
+
+/* ---- GraphSelection -------------------------------------------------------------- */
+
+static int
+take_array_type(py_graph_selection *self, PyObject *type)
+{
+    if (type == Py_None) {
+        return 0;
+    }
+    if (!PyType_Check(type)) {
+        PyErr_SetString(PyExc_TypeError, "array_type must be a type or None");
+        return -1;
+    }
+    self->as = PY_AS_CAPSULE;
+    if (type != (PyObject *)&PyBaseObject_Type) {
+        self->as = PY_AS_OBJECT;
+        self->exchange = py_find_maker((PyTypeObject *)type);
+        if (self->exchange == NULL) {
+            PyErr_Format(PyExc_TypeError,
+                         "array_type must have the DLPack exchange API, got %R", type);
+            return -1;
+        }
+    }
+    self->array_type = Py_NewRef(type);
+    return 0;
+}
+
+static int
+take_padding(py_graph_selection *self, py_state *state, long long n_slots,
+             PyObject *totals, int n_counts)
+{
+    py_int64s numbers = {NULL, 0};
+
+    self->selection.n_slots = n_slots;
+    if ((n_slots != 0) != (totals != Py_None) || n_slots < 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "n_slots must be > 0 and totals be given for padding, or neither, "
+                     "got %lld and %R",
+                     n_slots, totals);
+        return -1;
+    }
+    if (totals == Py_None) {
+        return 0;
+    }
+    if (py_take_int64s(state, totals, "totals", &numbers) < 0) {
+        return -1;
+    }
+    self->totals = numbers.data;
+    self->selection.totals = numbers.data;
+    if (numbers.n != n_counts) {
+        PyErr_Format(PyExc_ValueError, "totals must have %d numbers, got %lld",
+                     n_counts, (long long)numbers.n);
+        return -1;
+    }
+    for (int64_t i = 0; i < numbers.n; i++) {
+        if (numbers.data[i] < -1) {
+            PyErr_Format(PyExc_ValueError, "totals[%lld] must be >= -1, got %lld",
+                         (long long)i, (long long)numbers.data[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+take_fields(py_graph_selection *self, const tfast_graph_schema *schema,
+            PyObject *fields, PyObject *batch_of)
+{
+    tfast_graph_selection *selection = &self->selection;
+    const int n_fields = schema == NULL ? 0 : schema->header.n_fields;
+    const int n_counts = schema == NULL ? 0 : schema->header.n_counts;
+
+    if (py_take_uint16s(fields, "fields", n_fields, &self->fields,
+                        &selection->n_fields) < 0 ||
+        py_take_uint16s(batch_of, "batch_of", n_counts, &self->batch_of,
+                        &selection->n_batch_of) < 0) {
+        return -1;
+    }
+    selection->fields = self->fields;
+    selection->batch_of = self->batch_of;
+    self->dtypes = PyMem_Calloc((size_t)selection->n_fields + 1, 1);
+    if (self->dtypes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < selection->n_fields; i++) {
+        self->dtypes[i] =
+            (uint8_t)py_dtype_of_graph(schema->fields[self->fields[i]].dtype);
+    }
+    return 0;
+}
+
+static PyObject *
+selection_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"cache",  "fields",     "batch_of", "n_slots",
+                            "totals", "array_type", NULL};
+    py_state *state = PyType_GetModuleState(type);
+    PyObject *cache, *fields, *batch_of, *totals = Py_None, *array_type = Py_None;
+    PyObject *empty = PyTuple_New(0);
+    const tfast_graph_schema *schema;
+    py_graph_selection *self = NULL;
+    long long n_slots = 0;
+
+    batch_of = empty;
+    if (empty == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O$LOO:GraphSelection", names,
+                                     &cache, &fields, &batch_of, &n_slots, &totals,
+                                     &array_type) ||
+        py_graph_object(state, cache, PY_GRAPH_CACHE, "cache") == NULL) {
+        Py_XDECREF(empty);
+        return NULL;
+    }
+    self = (py_graph_selection *)py_graph_alloc(type);
+    if (self != NULL) {
+        self->cache = (py_graph_cache *)Py_NewRef(cache);
+        schema = tfast_graph_cache_schema(self->cache->cache);
+        if (take_fields(self, schema, fields, batch_of) < 0 ||
+            take_padding(self, state, n_slots, totals,
+                         schema == NULL ? 0 : schema->header.n_counts) < 0 ||
+            take_array_type(self, array_type) < 0) {
+            Py_CLEAR(self);
+        }
+    }
+    Py_DECREF(empty);
+    return (PyObject *)self;
+}
+
+static int
+selection_traverse(py_graph_selection *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT((PyObject *)self->cache);
+    Py_VISIT(self->array_type);
+    return 0;
+}
+
+static void
+selection_dealloc(py_graph_selection *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF((PyObject *)self->cache);
+    Py_XDECREF(self->array_type);
+    PyMem_Free(self->fields);
+    PyMem_Free(self->batch_of);
+    PyMem_Free(self->totals);
+    PyMem_Free(self->dtypes);
+    py_graph_free((PyObject *)self);
+}
+
+static PyType_Slot selection_slots[] = {
+    {Py_tp_doc,
+     "What batches hold and as what. array_type: None for NumPy arrays, a type with\n"
+     "the DLPack exchange API (torch's Tensor) for its objects, object for DLPack\n"
+     "capsules."},
+    {Py_tp_new, selection_new},
+    {Py_tp_traverse, selection_traverse},
+    {Py_tp_dealloc, selection_dealloc},
+    {0, NULL},
+};
+
+PyType_Spec py_graph_selection_spec = {
+    .name = "trainfast._core.GraphSelection",
+    .basicsize = sizeof(py_graph_selection),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = selection_slots,
+};
+
+/* ---- GraphBatch ------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    py_graph_selection *selection; /* a reference */
+    tfast_graph_batch *batch;      /* one, too */
+} graph_batch;
+
+PyObject *
+py_graph_batch_new(py_graph_selection *selection, tfast_graph_batch *batch)
+{
+    py_state *state = py_graph_state((PyObject *)selection);
+    graph_batch *self =
+        (graph_batch *)py_graph_alloc(state->graph_types[PY_GRAPH_BATCH]);
+
+    if (self == NULL) {
+        tfast_graph_batch_release(batch);
+        return NULL;
+    }
+    self->selection = (py_graph_selection *)Py_NewRef((PyObject *)selection);
+    self->batch = batch;
+    return (PyObject *)self;
+}
+
+static void
+release_batch(void *batch)
+{
+    tfast_graph_batch_release(batch);
+}
+
+/* An array of the batch. NumPy's keep this object, others the batch itself, because
+ * they may be dropped by a thread without the GIL. Nothing here keeps them: that would
+ * be a cycle that the collector cannot see. */
+static PyObject *
+make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *shape)
+{
+    const py_graph_selection *selection = self->selection;
+    const py_made made = {self->batch->arena + at, dtype, ndim, shape};
+
+    if (selection->as == PY_AS_NUMPY) {
+        return py_make_numpy(py_graph_state((PyObject *)self), &made, true,
+                             (PyObject *)self);
+    }
+    tfast_graph_batch_retain(self->batch);
+    return py_make_dlpack(selection->exchange, &made, release_batch, self->batch);
+}
+
+/* A list of n that make(self, i) makes. */
+static PyObject *
+make_list(graph_batch *self, Py_ssize_t n,
+          PyObject *(*make)(graph_batch *self, Py_ssize_t i))
+{
+    PyObject *list = PyList_New(n);
+
+    for (Py_ssize_t i = 0; i < n && list != NULL; i++) {
+        PyObject *item = make(self, i);
+
+        if (item == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SetItem(list, i, item); /* takes it */
+        }
+    }
+    return list;
+}
+
+static int
+n_counts(const graph_batch *self)
+{
+    const tfast_graph_schema *schema =
+        tfast_graph_cache_schema(self->selection->cache->cache);
+
+    return schema == NULL ? 0 : schema->header.n_counts;
+}
+
+static PyObject *
+make_field(graph_batch *self, Py_ssize_t i)
+{
+    if (self->batch->ranks[i] < 0) {
+        return Py_NewRef(Py_None);
+    }
+    return make_array(self, self->batch->field_at[i], self->selection->dtypes[i],
+                      self->batch->ranks[i], self->batch->shapes[i]);
+}
+
+static PyObject *
+make_ptr(graph_batch *self, Py_ssize_t i)
+{
+    const int64_t n = self->batch->n_slots + 1;
+
+    return make_array(self, self->batch->ptr_at[i], PY_INT64, 1, &n);
+}
+
+static PyObject *
+make_batch_vector(graph_batch *self, Py_ssize_t i)
+{
+    const int64_t n = self->batch->totals[self->selection->batch_of[i]];
+
+    return make_array(self, self->batch->batch_at[i], PY_INT64, 1, &n);
+}
+
+static PyObject *
+batch_fields(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return make_list(self, self->selection->selection.n_fields, make_field);
+}
+
+static PyObject *
+batch_ptrs(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return make_list(self, n_counts(self), make_ptr);
+}
+
+static PyObject *
+batch_batches(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return make_list(self, self->selection->selection.n_batch_of, make_batch_vector);
+}
+
+static PyObject *
+batch_arena(graph_batch *self, void *Py_UNUSED(closure))
+{
+    const int64_t bytes = (int64_t)self->batch->bytes;
+
+    return make_array(self, 0, PY_UINT8, 1, &bytes);
+}
+
+static PyObject *
+batch_n_graphs(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(self->batch->n_graphs);
+}
+
+static PyObject *
+batch_n_slots(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(self->batch->n_slots);
+}
+
+static PyObject *
+batch_nbytes(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(self->batch->bytes);
+}
+
+static PyObject *
+batch_totals(graph_batch *self, void *Py_UNUSED(closure))
+{
+    const int n = n_counts(self);
+    PyObject *totals = PyTuple_New(n);
+
+    for (int i = 0; i < n && totals != NULL; i++) {
+        PyObject *total = PyLong_FromLongLong(self->batch->totals[i]);
+
+        if (total == NULL) {
+            Py_CLEAR(totals);
+        } else {
+            PyTuple_SetItem(totals, i, total); /* takes it */
+        }
+    }
+    return totals;
+}
+
+static PyObject *
+field_offset(graph_batch *self, Py_ssize_t i)
+{
+    return PyLong_FromSize_t(self->batch->field_at[i]);
+}
+
+static PyObject *
+ptr_offset(graph_batch *self, Py_ssize_t i)
+{
+    return PyLong_FromSize_t(self->batch->ptr_at[i]);
+}
+
+static PyObject *
+batch_offset(graph_batch *self, Py_ssize_t i)
+{
+    return PyLong_FromSize_t(self->batch->batch_at[i]);
+}
+
+static PyObject *
+batch_offsets(graph_batch *self, void *Py_UNUSED(closure))
+{
+    PyObject *fields =
+        make_list(self, self->selection->selection.n_fields, field_offset);
+    PyObject *ptrs = make_list(self, n_counts(self), ptr_offset);
+    PyObject *batches =
+        make_list(self, self->selection->selection.n_batch_of, batch_offset);
+    PyObject *all = fields == NULL || ptrs == NULL || batches == NULL
+                        ? NULL
+                        : PyTuple_Pack(3, fields, ptrs, batches);
+
+    Py_XDECREF(fields);
+    Py_XDECREF(ptrs);
+    Py_XDECREF(batches);
+    return all;
+}
+
+static int
+batch_traverse(graph_batch *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT((PyObject *)self->selection);
+    return 0;
+}
+
+static void
+batch_dealloc(graph_batch *self)
+{
+    PyObject_GC_UnTrack(self);
+    tfast_graph_batch_release(self->batch);
+    Py_DECREF((PyObject *)self->selection);
+    py_graph_free((PyObject *)self);
+}
+
+static PyGetSetDef batch_attributes[] = {
+    {"n_graphs", (getter)batch_n_graphs, NULL, "Without padding.", NULL},
+    {"n_slots", (getter)batch_n_slots, NULL, "With padding.", NULL},
+    {"totals", (getter)batch_totals, NULL, "Of each count, with padding.", NULL},
+    {"nbytes", (getter)batch_nbytes, NULL, "Of the arena.", NULL},
+    {"fields", (getter)batch_fields, NULL,
+     "The arrays of the selected fields, None where no graph has it; new objects at "
+     "each access, as are all.",
+     NULL},
+    {"ptrs", (getter)batch_ptrs, NULL,
+     "For each count int64 [n_slots + 1], its sums before each graph.", NULL},
+    {"batches", (getter)batch_batches, NULL,
+     "For each of batch_of int64 [total], the number of its graph.", NULL},
+    {"arena", (getter)batch_arena, NULL, "uint8 [nbytes], the whole of it.", NULL},
+    {"offsets", (getter)batch_offsets, NULL,
+     "Where fields, ptrs and batches lie in the arena.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot batch_slots[] = {
+    {Py_tp_doc, "One collated batch; its arrays share one arena, which they keep."},
+    {Py_tp_traverse, batch_traverse},
+    {Py_tp_dealloc, batch_dealloc},
+    {Py_tp_getset, batch_attributes},
+    {0, NULL},
+};
+
+PyType_Spec py_graph_batch_spec = {
+    .name = "trainfast._core.GraphBatch",
+    .basicsize = sizeof(graph_batch),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = batch_slots,
+};
+
+/* ---- Collate --------------------------------------------------------------------- */
+
+PyObject *
+py_graph_collate(PyObject *module, PyObject *args)
+{
+    py_state *state = PyModule_GetState(module);
+    PyObject *object, *indices;
+    py_graph_selection *selection;
+    py_int64s numbers;
+    tfast_graph_batch *batch = NULL;
+    tfast_status status;
+
+    if (!PyArg_ParseTuple(args, "OO:graph_collate", &object, &indices)) {
+        return NULL;
+    }
+    selection = py_graph_object(state, object, PY_GRAPH_SELECTION, "selection");
+    if (selection == NULL || py_take_int64s(state, indices, "indices", &numbers) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = tfast_graph_collate(selection->cache->cache, &selection->selection,
+                                 numbers.data, numbers.n, &batch);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(numbers.data);
+    return status == TFAST_OK ? py_graph_batch_new(selection, batch)
+                              : py_result(status);
+}

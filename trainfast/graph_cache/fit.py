@@ -1,0 +1,185 @@
+"""Makes graphs and a schema fit: the counts that shapes do not tell, and widening."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainfast.graph_cache.arrays import dtype_and_shape, largest, smallest
+from trainfast.graph_cache.infer import UNTRUSTED, nodes_key, trust
+from trainfast.graph_cache.schema import Count, Field, Schema
+
+_UNTOLD = -1  # to be taken from the shapes
+
+
+class Counter:
+    """Finds the counts of graphs that the shapes of their arrays do not tell.
+
+    `needed` is False where all graphs of the schema tell all counts by themselves.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._by_shape: list[list[Hashable]] = [[] for _ in schema.counts]
+        self._adding: list[list[tuple[Hashable, int | None]]]
+        self._adding = [[] for _ in schema.counts]
+        told = set()
+        for field, key in zip(schema.fields, schema.keys):
+            for count in {-1 - dim for dim in field.dims if dim < 0}:
+                self._by_shape[count].append(key)
+                told |= set() if field.optional else {count}
+            for row, count in enumerate(field.add):
+                in_rows = len(field.add) == 2
+                self._adding[count].append((key, row if in_rows else None))
+        numbers = [nodes_key(kind) for kind in schema.nodes]
+        untold = len(told) < len(schema.counts)
+        self.needed = untold or any(key in schema.keys for key in numbers)
+
+    def counts(
+        self, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
+    ) -> list[int]:
+        """All counts; -1: the graph's shapes tell it.
+
+        A number of nodes is the given one, the graph's own "num_nodes", or else the
+        largest index + 1. An increment is the given one, or else the largest value + 1.
+        """
+        found = []
+        for i, count in enumerate(self._schema.counts):
+            size = self._given(i, count, graph, given)
+            if size is None:
+                size = self._untold(i, count, graph)
+            found.append(size)
+        return found
+
+    def _given(
+        self,
+        i: int,
+        count: Count,
+        graph: Mapping[Any, Any],
+        given: Mapping[tuple[Any, ...], int],
+    ) -> int | None:
+        if count.role == "increment":
+            key, row = self._adding[i][0]
+            return given.get(
+                ("increment", key) if row is None else ("increment", key, row)
+            )
+        if count.role == "size":
+            return None
+        kind = self._schema.type_of(i)
+        size = given.get((count.role, kind))
+        if size is None and count.role == "nodes":
+            size = graph.get(nodes_key(kind))
+        return None if size is None else int(size)
+
+    def _untold(self, i: int, count: Count, graph: Mapping[Any, Any]) -> int:
+        if any(key in graph for key in self._by_shape[i]):
+            return _UNTOLD
+        if count.role in ("edges", "size"):
+            return 0
+        adding = [at for at in self._adding[i] if at[0] in graph]
+        return 1 + max((largest(graph[key], row) for key, row in adding), default=-1)
+
+
+def check_indices(
+    schema: Schema, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
+) -> None:
+    """Raises ValueError where an index of a graph that fits is not one of its nodes."""
+    counts = Counter(schema).counts(graph, given)
+    for field, key in zip(schema.fields, schema.keys):
+        for dim, size in zip(field.dims, _shape(graph, key) or ()):
+            if dim < 0 and counts[-1 - dim] == _UNTOLD:
+                counts[-1 - dim] = size
+    for field, key in zip(schema.fields, schema.keys):
+        for row, count in enumerate(field.add if key in graph else ()):
+            if schema.counts[count].role == "increment":
+                continue
+            at = row if len(field.add) == 2 else None
+            low, high = smallest(graph[key], at), largest(graph[key], at)
+            if low < 0 or high >= counts[count]:
+                rule = f"must have indices in 0 .. {counts[count] - 1}"
+                got = low if low < 0 else high
+                raise ValueError(f"{key!r} {rule}, got {got}")
+
+
+def generalise(
+    schema: Schema,
+    graph: Mapping[Any, Any],
+    misfit: int,
+    given: Mapping[tuple[Any, ...], int] | None = None,
+) -> Schema:
+    """A schema for the graphs so far and for `graph`, whose field `misfit` did not fit.
+
+    A fixed size that the graph has not becomes a count of its own. Where fields share a
+    count and the graph's differ, the one with the most telling name keeps it. A field
+    that the graph lacks becomes optional. Raises ValueError where that does not help.
+    """
+    wider = schema
+    for i, field in enumerate(schema.fields):
+        if schema.keys[i] not in graph and not field.optional:
+            wider = _with_field(wider, i, optional=True)
+    for i, dim in _misfits(schema, graph, given or {}):
+        wider = with_size(wider, i, dim)
+    if wider == schema:
+        key = schema.keys[misfit]
+        raise ValueError(f"{key!r} must fit the schema, got {_shape(graph, key)}")
+    return wider
+
+
+def _misfits(
+    schema: Schema, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
+) -> list[tuple[int, int]]:
+    """(field, dimension) where the graph contradicts the schema."""
+    found = []
+    shared: dict[int, list[tuple[int, int, int, int]]] = {}  # trust, field, dim, size
+    for i, (field, key) in enumerate(zip(schema.fields, schema.keys)):
+        shape = _shape(graph, key)
+        if shape is None:
+            continue
+        _check_rows(field, key, shape)
+        for dim, (wanted, size) in enumerate(zip(field.dims, shape, strict=True)):
+            if wanted < 0:
+                told = dim == field.cat_dim
+                at = trust(field.name) if told else UNTRUSTED + 1
+                shared.setdefault(-1 - wanted, []).append((at, i, dim, size))
+            elif wanted != size:
+                found.append((i, dim))
+    counts = Counter(schema).counts(graph, given)
+    for count, users in shared.items():
+        true = counts[count] if counts[count] != _UNTOLD else min(users)[-1]
+        found += [(i, dim) for _, i, dim, size in users if size != true]
+    return found
+
+
+def _check_rows(field: Field, key: Hashable, shape: tuple[int, ...]) -> None:
+    if len(shape) != len(field.dims):
+        rule = f"must have {len(field.dims)} dimensions"
+        raise ValueError(f"{key!r} {rule}, got shape {shape}")
+    if len(field.add) == 2 and shape[0] != 2:
+        raise ValueError(f"{key!r} must have two rows, got shape {shape}")
+
+
+def _shape(graph: Mapping[Any, Any], key: Hashable) -> tuple[int, ...] | None:
+    return dtype_and_shape(graph[key])[1] if key in graph else None
+
+
+def with_size(schema: Schema, field: int, dim: int) -> Schema:
+    """The schema in which a dimension of a field has a count of its own."""
+    at = sum(count.role != "increment" for count in schema.counts)
+    counts = (*schema.counts[:at], Count("size"), *schema.counts[at:])
+
+    def moved(count: int) -> int:
+        return count + (count >= at)
+
+    fields = []
+    for i, old in enumerate(schema.fields):
+        dims = [-1 - moved(-1 - d) if d < 0 else d for d in old.dims]
+        if i == field:
+            dims[dim] = -1 - at
+        add = tuple(map(moved, old.add))
+        fields.append(replace(old, dims=tuple(dims), add=add))
+    return Schema(counts, tuple(fields))
+
+
+def _with_field(schema: Schema, field: int, **changes: Any) -> Schema:
+    fields = list(schema.fields)
+    fields[field] = replace(fields[field], **changes)
+    return Schema(schema.counts, tuple(fields))

@@ -1,0 +1,303 @@
+"""Appends graphs to a cache from a loop of one's own."""
+
+import warnings
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from os import PathLike, fspath
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from trainfast import _core
+from trainfast.graph_cache.fit import Counter, check_indices, generalise
+from trainfast.graph_cache.infer import infer
+from trainfast.graph_cache.schema import Counted, Rule, Schema
+
+# What the core raises where a graph cannot be cached.
+REFUSED = (ValueError, TypeError, NotImplementedError)
+
+
+class Writer:
+    """Appends graphs to the cache at `path`, which it makes if there is none.
+
+    A graph is a dict of arrays (NumPy's, torch's on the CPU, whatever offers DLPack),
+    Python's bool, int, float, str and bytes: {"x": ..., "edge_index": ..., "y": 3}, or
+    with types {("paper", "x"): ..., (("paper", "cites", "paper"), "edge_index"): ...}.
+    Also what has `to_dict()`, and `Counted`. Nothing of it is kept after `append`.
+
+    `schema`: what the graphs look like; None: that of the cache, if it has graphs, else
+    made from the first `samples` graphs and `rules` (see `Rule`). A graph whose sizes
+    contradict it makes the writer go on with a more general schema in a new segment.
+    Each `commit_every` graphs, and when `commit_seconds` have passed since the last
+    commit, all that was appended becomes durable: no crash loses it. `durable=False`
+    leaves it to the system when to write.
+
+    Use it as a context manager: `close` at the end; after an exception the cache has
+    what was committed. Several writers, of any processes, may write one cache.
+
+    Raises ValueError or TypeError that name the graph and its key, where a graph does
+    not fit; nothing is written of it then, and the writer goes on. OSError: the disk
+    failed or is full; what was committed is safe, the writer is of no use any more.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        schema: Schema | None = None,
+        *,
+        rules: Mapping[Hashable, Rule] | None = None,
+        durable: bool = True,
+        commit_every: int = 256,
+        commit_seconds: float = 2.0,
+        samples: int = 8,
+    ) -> None:
+        for name, number in (("commit_every", commit_every), ("samples", samples)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        if not commit_seconds > 0:
+            raise ValueError(f"commit_seconds must be positive, got {commit_seconds}")
+        self._path = fspath(path)
+        self._rules = {} if rules is None else rules
+        self._durable = durable
+        self._commit_every = commit_every
+        self._commit_seconds = commit_seconds
+        self._samples = samples
+        self._waiting: list[tuple[Mapping[Any, Any], bytes | None]] = []
+        self._core: _core.GraphWriter | None = None
+        self._schema: Schema | None = None
+        self._plain = False  # whether dicts go to the core as they are
+        self._pending = 0
+        self._before = 0  # graphs in segments that this writer has closed
+        self._deadline = monotonic() + commit_seconds
+        self._closed = False
+        if has_manifest(self._path):
+            _core.graph_adopt(self._path)
+            schema = schema or schema_of(self._path)
+        if schema is not None:
+            self._open(schema)
+
+    def append(self, graph: Any, key: bytes | None = None) -> None:
+        """Appends a graph; `key`: 16 bytes that say what it was made from, or None."""
+        try:
+            if self._plain and type(graph) is dict:
+                misfit = self._append(graph, key)
+            else:
+                misfit = self._append_other(graph, key)
+            if misfit is not None:
+                self._widen(graph, key, misfit)
+        except REFUSED as error:
+            self._append_lacking(graph, key, error)
+        self._pending += 1
+        if self._pending >= self._commit_every or monotonic() >= self._deadline:
+            self.commit()
+
+    @property
+    def schema(self) -> Schema | None:
+        """What is appended next looks like this; None: not known yet."""
+        return self._schema
+
+    @property
+    def appended(self) -> int:
+        """Graphs appended so far."""
+        core = self._core
+        return self._before + len(self._waiting) + (core.appended if core else 0)
+
+    @property
+    def committed(self) -> int:
+        """Graphs that no crash can lose."""
+        return self._before + (self._core.committed if self._core else 0)
+
+    def commit(self) -> int:
+        """Makes all that was appended durable; returns how many graphs that are."""
+        self._check_open()
+        self._take_waiting()
+        if self._core is not None:
+            self._core.commit()
+        self._pending = 0
+        self._deadline = monotonic() + self._commit_seconds
+        return self.committed
+
+    def close(self) -> None:
+        """Commits, and enters the graphs into the cache. Closing twice does nothing."""
+        if self._closed:
+            return
+        try:
+            self._take_waiting()
+            if self._core is not None:
+                self._core.close()
+            elif not has_manifest(self._path):
+                _core.graph_build_begin(self._path)  # a cache without graphs
+                _core.graph_build_end(self._path, None)
+        except BaseException:
+            with suppress(OSError):
+                self.abandon()
+            raise
+        self._closed = True
+        self._plain = False
+
+    def abandon(self) -> None:
+        """Gives up what is not committed, and enters the rest into the cache."""
+        if self._closed:
+            return
+        self._closed = True
+        self._plain = False
+        self._waiting.clear()
+        if self._core is not None:
+            self._core.abandon()
+            _core.graph_adopt(self._path)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        with suppress(OSError):  # the next writer adopts what could not be entered now
+            self.abandon()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the writer must be open, got a closed one")
+
+    def _open(self, schema: Schema) -> None:
+        Path(self._path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        self._core = _core.GraphWriter(
+            self._path, schema.encode(), schema.keys, durable=self._durable
+        )
+        self._append = self._core.append
+        self._schema = schema
+        self._counter = Counter(schema)
+        self._plain = not self._counter.needed
+
+    def _append_other(self, graph: Any, key: bytes | None) -> int | None:
+        """For graphs that are no plain dicts or whose counts must be found out, and as
+        long as there is no schema."""
+        self._check_open()
+        graph = as_mapping(graph)
+        if self._core is None:
+            self._wait(graph, key)
+            return None
+        if not self._counter.needed and type(graph) is dict:
+            return self._append(graph, key)
+        counts = self._counter.counts(graph, given_counts(graph))
+        return self._append(graph, key, counts)
+
+    def _append_lacking(self, graph: Any, key: bytes | None, error: Exception) -> None:
+        """Appends a refused graph if it only lacks something that none has lacked yet,
+        in a new segment where that is optional. Raises the error else."""
+        lacking = None
+        if isinstance(graph, Mapping) and self._schema is not None:
+            needed = zip(self._schema.keys, self._schema.fields)
+            lacks = (k for k, f in needed if k not in graph and not f.optional)
+            lacking = next(lacks, None)
+        if lacking is None or self._schema is None or self._closed:
+            raise _numbered(error, self.appended) from error
+        try:
+            self._widen(graph, key, self._schema.field_of(lacking))
+        except REFUSED as other:
+            raise _numbered(other, self.appended) from other
+
+    def _wait(self, graph: Mapping[Any, Any], key: bytes | None) -> None:
+        graphs = [*(graph for graph, _ in self._waiting), graph]
+        schema = infer(graphs, self._rules_of(graphs))
+        check_indices(schema, graph, given_counts(graph))
+        self._waiting.append((_copy(graph), key))
+        if len(self._waiting) >= self._samples:
+            self._take_waiting()
+
+    def _rules_of(self, graphs: list[Mapping[Any, Any]]) -> dict[Hashable, Rule]:
+        known = {key for graph in graphs for key in graph}
+        return {key: rule for key, rule in self._rules.items() if key in known}
+
+    def _take_waiting(self) -> None:
+        """Makes the schema of the graphs that waited for it, and appends them."""
+        if not self._waiting:
+            return
+        graphs = [graph for graph, _ in self._waiting]
+        rules = self._rules_of(graphs)
+        if len(rules) < len(self._rules):
+            unknown = ", ".join(repr(key) for key in self._rules if key not in rules)
+            message = f"rules for keys that the first graphs do not have: {unknown}"
+            warnings.warn(message, stacklevel=3)
+        self._open(infer(graphs, rules))
+        waiting, self._waiting = self._waiting, []
+        failed = None
+        for i, (graph, key) in enumerate(waiting):
+            try:
+                misfit = self._append_other(graph, key)
+                if misfit is not None:
+                    self._widen(graph, key, misfit)
+            except REFUSED as error:
+                failed = failed or _numbered(error, i)
+        if failed is not None:
+            raise failed
+
+    def _widen(self, graph: Any, key: bytes | None, misfit: int | None) -> None:
+        """Goes on in a new segment whose schema fits `graph`, and appends it there."""
+        graph = as_mapping(graph)
+        while misfit is not None:
+            assert self._schema is not None and self._core is not None
+            wider = generalise(self._schema, graph, misfit, given_counts(graph))
+            self._core.close()
+            self._before += self._core.committed
+            self._open(wider)
+            misfit = self._append_other(graph, key)
+
+
+def has_manifest(path: str) -> bool:
+    return (Path(path) / "manifest").is_file()
+
+
+def schema_of(path: str) -> Schema | None:
+    """The schema of the graphs in the cache at `path`; None: it has none."""
+    data = _core.GraphCache(path, partial=True).schema
+    return None if data is None else Schema.decode(data)
+
+
+def as_mapping(graph: Any) -> Mapping[Any, Any]:
+    """A graph as a dict with flat keys; what has `to_dict()` is asked for it.
+
+    {"paper": {"x": ...}} becomes {("paper", "x"): ...}.
+    """
+    if isinstance(graph, Mapping):
+        return graph
+    if not hasattr(graph, "to_dict"):
+        kind = type(graph).__name__
+        raise TypeError(f"a graph must be a dict or have to_dict(), got {kind}")
+    flat: dict[Any, Any] = {}
+    for key, value in graph.to_dict().items():
+        if key == "_global_store":  # of PyG's HeteroData: what no type has
+            flat |= value
+        elif isinstance(value, Mapping):
+            flat |= {(key, name): inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def given_counts(graph: Mapping[Any, Any]) -> Mapping[tuple[Any, ...], int]:
+    return graph.counts if isinstance(graph, Counted) else {}
+
+
+def _numbered(error: Exception, number: int) -> Exception:
+    """The same error with the graph's number before its message."""
+    if str(error).startswith(("graph ", "the writer ")):
+        return error
+    kind = next(kind for kind in REFUSED if isinstance(error, kind))
+    return kind(f"graph {number}: {error}")
+
+
+def _copy(graph: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A graph that stays as it is though the caller writes into its arrays again."""
+    copied = {}
+    for key, value in graph.items():
+        copy = getattr(value, "clone", None) or getattr(value, "copy", None)
+        copied[key] = value if copy is None else copy()
+    return Counted(copied, graph.counts) if isinstance(graph, Counted) else copied
