@@ -270,9 +270,9 @@ typedef struct {
 /* Writes the graphs of the next batch of this rank (room for batch_size) and their
  * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is
  * to save, and the same on all ranks. Ranks get the same number of batches, every graph
- * is in exactly one batch of one rank (drop_last: but for the last incomplete ones), and
- * none is empty or beyond batch_size and the budgets. Where that cannot be (fewer graphs
- * than ranks; batches of one graph, whose number is no multiple of the ranks):
+ * is in exactly one batch of one rank (drop_last: but for the last incomplete ones),
+ * and none is empty or beyond batch_size and the budgets. Where that cannot be (fewer
+ * graphs than ranks; batches of one graph, whose number is no multiple of the ranks):
  * TFAST_EINVAL. */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);
