@@ -1,4 +1,5 @@
 # make demo    a small GPT trained with torch's kernels and trainfast's, side by side
+# make demo-graphs   a graph network fed from source, files and a graph cache
 # make test    everything that pytest can run on this machine
 # make check   formatting, lint, warnings as errors, type stubs, CUDA for all GPUs
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
@@ -16,11 +17,14 @@ C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -na
 CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
     command -v nvcc),1,0)
 
-.PHONY: demo test check gpu build clean
+.PHONY: demo demo-graphs test check gpu build clean
 .NOTPARALLEL: # one pip at a time; setup.py compiles in parallel by itself
 
 demo: .venv/.demo build
 	$(RUN) examples/char_transformer.py
+
+demo-graphs: .venv/.demo build
+	$(RUN) examples/graph_syntax_trees.py
 
 test: .venv/.test build
 	$(RUN) -m pytest

@@ -49,7 +49,8 @@ class Contender:
     """One way to do a case.
 
     run: the timed call. prepare: called before each of them, outside the clock.
-    nbytes: what this one must move, where it differs from the case.
+    nbytes: what this one must move, where it differs from the case. calls: how often
+    run does the case, of which the mean counts.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Contender:
     prepare: Callable[[], object] | None = None
     nbytes: int | None = None
     note: str = ""
+    calls: int = 1
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -108,7 +110,8 @@ def cuda_clock(run: Callable[[], object]) -> tuple[float, float]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Garbage is collected before, and not while, what is in it runs."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -141,11 +144,11 @@ def measure(
                 contender.prepare()
             elapsed, host = clock(contender.run)
             if keep:
-                times[contender.name].append(elapsed)
+                times[contender.name].append(elapsed / contender.calls)
                 if host is not None:
-                    hosts[contender.name].append(host)
+                    hosts[contender.name].append(host / contender.calls)
 
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for _ in range(budget.warmup):
             one_round(keep=False)
         end = time.perf_counter() + budget.seconds
@@ -243,6 +246,18 @@ def run_case(
     """Measure one case and return its part of the report."""
     with OtherLoad() as others:
         times, hosts = measure(contenders, budget, clock)
+    return report_case(case, contenders, times, hosts, others.share, skipped)
+
+
+def report_case(
+    case: Case,
+    contenders: Sequence[Contender],
+    times: Mapping[str, Sequence[float]],
+    hosts: Mapping[str, Sequence[float]],
+    others_cpu_share: float | None,
+    skipped: Mapping[str, str] | None = None,
+) -> dict:
+    """Return the part of the report of a case that has been measured."""
     return {
         "name": case.name,
         "title": case.title,
@@ -252,7 +267,7 @@ def run_case(
         "bytes": case.nbytes,
         "flops": case.flops,
         "rounds": len(next(iter(times.values()))),
-        "others_cpu_share": others.share,
+        "others_cpu_share": others_cpu_share,
         "best_rival": best_rival(contenders, times),
         "lines": make_lines(case, contenders, times, hosts),
         "skipped": dict(skipped or {}),
@@ -314,7 +329,9 @@ def amount(case: dict) -> str:
     """Return how much one call does, in words."""
     if case["params"]:
         return f"{case['params']:,} parameters in {case['tensors']:,}"
-    return f"{case['flops'] / 1e9:,.3g} GF"
+    if case["flops"]:
+        return f"{case['flops'] / 1e9:,.3g} GF"
+    return f"{case['bytes']:,} bytes" if case["bytes"] else "one call"
 
 
 def case_text(case: dict) -> str:

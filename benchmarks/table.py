@@ -22,11 +22,16 @@ TITLES = {
     "amp": "AMP, loss scaling with clipping, step and update",
     "attention": "Attention, forward and backward alone",
     "attention-memory": "Attention, growth of the peak memory",
+    "graph-cache": "Graph cache, batches of 32 graphs",
 }
 NOTES = {
     "attention": "A causal pair of passes counts as half the work, a backward as 2.5 "
     "forwards. The bound is as many float32 multiply-adds in registers, of the "
-    "backend's width; for one query, a read of k and v."
+    "backend's width; for one query, a read of k and v.",
+    "graph-cache": "small: 20 nodes, 4 edges a node, 16 features; mid: 200, 8 and 32. "
+    "hot: many batches in a row; cold: a training step before each. The bound is a "
+    "copy of the batch's bytes inside the caches; for writing, `write()` of as many "
+    "bytes; for verifying, one read of them; for a step, the step without a loader.",
 }
 
 
@@ -145,14 +150,73 @@ def _memory(report: dict) -> list[list[str]]:
     return rows
 
 
+def _fine_time(summary: dict | None) -> str:
+    """Return a median, with decimals where it is but a few us."""
+    few = summary is not None and summary["median"] < 100
+    return f"{summary['median']:.1f} us" if few else _time(summary)
+
+
+def _many(ratio: float) -> str:
+    """Return a ratio that may be in the thousands."""
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
+
+
+def _graphs(report: dict) -> list[list[str]]:
+    """Return the head and the rows of a report of one-call cases of several kinds."""
+    rows = [["case", "trainfast", "bound", "% of bound", "best rival"]]
+    rows[0] += ["best rival / trainfast", "others / trainfast"]
+    for case in report["cases"]:
+        lines = case["lines"]
+        ours = next((line for line in lines if line["role"] == "ours"), None)
+        bound = next((line for line in lines if line["role"] == "bound"), None)
+        best = next((li for li in lines if li["contender"] == case["best_rival"]), None)
+        row = [case["title"], _fine_time(ours["us"] if ours else None)]
+        row.append(_fine_time(bound["us"] if bound else None))
+        row.append(_ratio(ours["percent_of_bound"] if ours else None, "{:.0f}"))
+        row.append(f"{best['contender']} {_fine_time(best['us'])}" if best else "-")
+        row.append(_ratio(ours["ahead_of_best_rival"] if ours else None, "{:.1f}"))
+        rest = [line for line in lines if line not in (ours, best)]
+        others = [
+            f"{line['contender']} {_many(line['times_ours']['median'])}"
+            for line in rest
+            if line["times_ours"]
+        ]
+        rows.append([*row, ", ".join(others) or "-"])
+    return rows
+
+
+def _disk(report: dict) -> list[list[str]]:
+    """Return the head and the rows of what graphs take on the disk."""
+    rows = [["bytes a graph", "arrays", "narrowed", "trainfast", "over narrowed"]]
+    rows[0].append("others")
+    for case in report["disk"]:
+        count, sizes = case["graphs"], dict(case["bytes"])
+        own = sizes.pop("trainfast", None)
+        row = [case["title"], f"{case['arrays'] / count:,.0f}"]
+        row.append(f"{case['narrowed'] / count:,.0f}")
+        row.append(f"{own / count:,.0f}" if own else "-")
+        row.append(f"{own / case['narrowed'] - 1:.1%}" if own else "-")
+        others = [f"{name} {size / count:,.0f}" for name, size in sizes.items()]
+        rows.append([*row, ", ".join(others) or "-"])
+    return rows
+
+
+KINDS = {"attention-memory": (_memory,), "graph-cache": (_graphs, _disk)}
+
+
+def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
 def table(report: dict) -> str:
     """Return one report as Markdown: a caption and a row per case."""
-    in_memory = report["bench"] == "attention-memory"
-    head, *body = (_memory if in_memory else _timed)(report)
-    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    parts = []
+    for kind in KINDS.get(report["bench"], (_timed,)):
+        head, *body = kind(report)
+        parts.append(_markdown(head, body))
     title = TITLES.get(report["bench"], report["bench"])
-    return f"**{title}.** {_caption(report)}\n\n{text}\n"
+    return "\n".join([f"**{title}.** {_caption(report)}\n", *parts])
 
 
 def tables(paths: Sequence[Path]) -> str:

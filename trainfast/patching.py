@@ -328,3 +328,13 @@ register(
         )
     ],
 )
+register(
+    "pyg",
+    [
+        ("torch_geometric.data.batch.collate", "trainfast.torch.pyg_collate.collate"),
+        (
+            "torch_geometric.data.in_memory_dataset.collate",
+            "trainfast.torch.pyg_collate.collate_dataset",
+        ),
+    ],
+)

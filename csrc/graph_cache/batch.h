@@ -17,6 +17,8 @@ typedef struct {
     uint8_t *out;     /* in the arena */
     int n_adds;       /* 0, 1: the same to all, 2: by halves of the rows */
     uint16_t adds[2]; /* counts */
+    bool lacking;     /* not all graphs can have it: none may */
+    bool absent;      /* none has it */
 } graph_batch_field;
 
 /* A batch with what it takes to make it. All pointers but `frames` point into
@@ -62,7 +64,7 @@ tfast_status graph_batch_plan(graph_arena *arena,
                               const tfast_graph_selection *selection,
                               const int64_t *indices);
 
-/* TFAST_EINVAL: some graph has no such field. */
+/* TFAST_EINVAL: some graph has no such field, and another has. */
 tfast_status graph_field_missing(const graph_arena *arena, int field);
 
 #endif

@@ -9,6 +9,30 @@
 
 /* ---- Beginning and end ----------------------------------------------------------- */
 
+static tfast_status
+set_order(graph_contents *contents, const uint64_t *order, uint64_t n)
+{
+    bool identity = n == contents->n_records;
+    uint64_t *copy = malloc(n * sizeof *copy + 1);
+
+    if (copy == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
+                          (unsigned long long)n);
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        copy[i] = order == NULL ? i : order[i];
+        identity = identity && copy[i] == i;
+    }
+    free(contents->order);
+    contents->order = identity ? NULL : copy;
+    if (identity) {
+        free(copy);
+    }
+    contents->head.ordered = !identity;
+    contents->head.n_graphs = n;
+    return TFAST_OK;
+}
+
 tfast_status
 tfast_graph_build_begin(const char *path)
 {
@@ -23,7 +47,9 @@ tfast_graph_build_begin(const char *path)
     status = graph_contents_load(&contents, path);
     if (status == TFAST_OK && !contents.head.building) {
         contents.head.building = 1;
-        status = graph_contents_store(&contents, path, true);
+        status = set_order(&contents, NULL, contents.n_records);
+        status =
+            status == TFAST_OK ? graph_contents_store(&contents, path, true) : status;
     }
     graph_contents_free(&contents);
     graph_unlock(lock);
@@ -67,30 +93,6 @@ check_order(const graph_contents *contents, const uint64_t *order, uint64_t n,
     }
     free(segment_of);
     return status;
-}
-
-static tfast_status
-set_order(graph_contents *contents, const uint64_t *order, uint64_t n)
-{
-    bool identity = n == contents->n_records;
-    uint64_t *copy = malloc(n * sizeof *copy + 1);
-
-    if (copy == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
-                          (unsigned long long)n);
-    }
-    for (uint64_t i = 0; i < n; i++) {
-        copy[i] = order == NULL ? i : order[i];
-        identity = identity && copy[i] == i;
-    }
-    free(contents->order);
-    contents->order = identity ? NULL : copy;
-    if (identity) {
-        free(copy);
-    }
-    contents->head.ordered = !identity;
-    contents->head.n_graphs = n;
-    return TFAST_OK;
 }
 
 /* Takes segments that are not used out of the numbering. */

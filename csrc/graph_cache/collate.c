@@ -101,8 +101,14 @@ copy_field(const graph_arena *arena, graph_batch_field *f, int64_t g)
     const runs r = runs_of(f, steps, 1);
     uint8_t *out = f->out + f->at * f->inner;
 
-    if (array->stored == GRAPH_ABSENT) {
+    if (g == 0) {
+        f->absent = array->stored == GRAPH_ABSENT;
+    }
+    if (f->absent != (array->stored == GRAPH_ABSENT) || f->lacking > f->absent) {
         return graph_field_missing(arena, f->field);
+    }
+    if (f->absent) {
+        return TFAST_OK;
     }
     if (array->numel != r.n * r.elements) {
         return graph_damage("field %s of a graph must have %lld values, got %lld",
@@ -243,7 +249,11 @@ tfast_graph_collate(tfast_graph_cache *cache, const tfast_graph_selection *selec
     status =
         status == TFAST_OK ? copy_graphs(arena, indices, selection->n_fields) : status;
     for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
-        status = pad_field(arena, &arena->fields[i]);
+        if (arena->fields[i].absent) {
+            arena->ranks[i] = -1;
+        } else {
+            status = pad_field(arena, &arena->fields[i]);
+        }
     }
     if (status != TFAST_OK) {
         tfast_graph_batch_release(&arena->batch);

@@ -82,10 +82,9 @@ tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *pa
  * shapes (a count that neither gives is an error). Values of count-adding integer
  * fields (edge indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
  * TFAST_EINVAL where a shape does not fit the schema; *misfit is then the field whose
- * size differs from what the schema fixes or shares, or that is missing and not
- * optional, so that the caller can go on with a more general schema, and -1 for every
- * other error. Nothing has changed then. Values that add an increment are not checked:
- * its meaning is the user's. */
+ * size differs from what the schema fixes or shares, so that the caller can go on with
+ * a more general schema, and -1 for every other error. Nothing has changed then.
+ * Values that add an increment are not checked: its meaning is the user's. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
@@ -209,7 +208,7 @@ typedef struct tfast_graph_batch {
     const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
     const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
     const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
-    const int *ranks;
+    const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;
 
 /* Collates now, on this thread. The batch comes with one reference, and holds the

@@ -6,8 +6,8 @@ tfast_status
 graph_field_missing(const graph_arena *arena, int field)
 {
     return tfast_fail(TFAST_EINVAL,
-                      "graphs of a batch must all have field %s if it is selected, got "
-                      "one without",
+                      "graphs of a batch must all have field %s or all lack it, got "
+                      "some with and some without",
                       arena->cache->schema->field_names[field]);
 }
 
@@ -114,8 +114,8 @@ multiply(int64_t *product, int64_t factor)
            *product <= INT64_MAX / 2;
 }
 
-/* Whether the graphs' frames are long enough to hold the field: a smaller number of
- * bytes than this is damage that would make the arena larger than the file justifies. */
+/* Whether the graphs' frames are long enough to hold the field. Where they are not, the
+ * index is damaged, and the arena would be larger than the file justifies. */
 static bool
 frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_bytes)
 {
@@ -196,8 +196,10 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
         return too_many_bytes(arena, field);
     }
     if (!frames_hold(arena, f, frame_bytes)) {
+        f->lacking = true;
+        *bytes = 0;
         return schema->flags & GRAPH_OPTIONAL
-                   ? graph_field_missing(arena, field)
+                   ? TFAST_OK
                    : graph_damage(
                          "graphs are damaged: their records cannot hold field %s",
                          arena->cache->schema->field_names[field]);

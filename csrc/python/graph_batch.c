@@ -246,6 +246,9 @@ n_counts(const graph_batch *self)
 static PyObject *
 make_field(graph_batch *self, Py_ssize_t i)
 {
+    if (self->batch->ranks[i] < 0) {
+        return Py_NewRef(Py_None);
+    }
     return make_array(self, self->batch->field_at[i], self->selection->dtypes[i],
                       self->batch->ranks[i], self->batch->shapes[i]);
 }
@@ -387,7 +390,8 @@ static PyGetSetDef batch_attributes[] = {
     {"totals", (getter)batch_totals, NULL, "Of each count, with padding.", NULL},
     {"nbytes", (getter)batch_nbytes, NULL, "Of the arena.", NULL},
     {"fields", (getter)batch_fields, NULL,
-     "The arrays of the selected fields; new objects at each access, as are all.",
+     "The arrays of the selected fields, None where no graph has it; new objects at "
+     "each access, as are all.",
      NULL},
     {"ptrs", (getter)batch_ptrs, NULL,
      "For each count int64 [n_slots + 1], its sums before each graph.", NULL},

@@ -1,0 +1,422 @@
+"""A small graph network learns from functions whether they return a value.
+
+The graphs are the syntax trees of Python's standard library; what says that there is a
+value has been taken out. The same network is trained on the same batches three ways:
+each graph built from source whenever it is needed, loaded from a `.pt` file of its own,
+and read from trainfast's cache. Where PyTorch Geometric is installed, the latter two
+run once more with its batches. The runs take turns of a few iterations, so that
+whatever else the machine does slows all of them alike. At the end stand a table of
+speeds and of the time spent waiting for data, and the same as a plot in a PNG.
+
+    python examples/graph_syntax_trees.py                  # about two minutes
+    python examples/graph_syntax_trees.py --preset tiny    # seconds
+
+Stopped with Ctrl-C, it goes on building where it was.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import small_gnn
+import syntax_graphs
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+import trainfast
+
+TURN = 20  # iterations before the next way has its turn
+GUIDE = (0.13, 1.2)  # it/s of a performance guide, without and with a cache
+KEYS = ("x", "walks", "edge_index", "edge_attr", "y", "batch")
+Batch = Mapping[str, Tensor]
+Order = Sequence[Sequence[int]]
+
+
+@dataclass
+class Preset:
+    functions: int | None  # at most
+    batch: int
+    steps: int
+    width: int
+    rounds: int
+
+
+PRESETS = {
+    "tiny": Preset(300, 8, steps=40, width=16, rounds=2),
+    "small": Preset(None, 32, steps=300, width=32, rounds=3),
+}
+
+
+class Graphs:
+    """The functions, and where what was made of them lies."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.functions = syntax_graphs.functions(PRESETS[args.preset].functions)
+        self.batch, self.workers = PRESETS[args.preset].batch, args.workers
+        digest = hashlib.blake2b(repr(syntax_graphs.VERSION).encode(), digest_size=4)
+        for function in self.functions:
+            digest.update(function.source.encode())
+        self.cache = args.out / "cache"
+        self.files = args.out / f"files-{digest.hexdigest()}"
+        if args.fresh:
+            for folder in (self.cache, self.files):
+                shutil.rmtree(folder, ignore_errors=True)
+        # Every tenth module is for validation: no function has its siblings in both.
+        unseen = set(list(dict.fromkeys(f.module for f in self.functions))[::10])
+        places = range(len(self.functions))
+        in_unseen = [function.module in unseen for function in self.functions]
+        self.validation = [i for i in places if in_unseen[i]]
+        self.train = [i for i in places if not in_unseen[i]]
+        self.epoch = len(self.train) // self.batch  # batches
+
+    def order(self, steps: int, seed: int) -> list[list[int]]:
+        """The graphs of each batch of a training, which is one or more epochs."""
+        generator = torch.Generator().manual_seed(seed)
+        batches: list[list[int]] = []
+        while len(batches) < steps:
+            shuffled = torch.randperm(len(self.train), generator=generator).tolist()
+            for at in range(0, self.epoch * self.batch, self.batch):
+                batches.append([self.train[i] for i in shuffled[at : at + self.batch]])
+        return batches[:steps]
+
+
+# ---- The ways to get a batch ---------------------------------------------------------
+
+
+def collate(graphs: Sequence[Mapping[str, Tensor]]) -> Batch:
+    """One graph that is all of them side by side."""
+    counts = torch.tensor([len(graph["x"]) for graph in graphs])
+    edges = torch.tensor([graph["edge_index"].shape[1] for graph in graphs])
+    batch = {
+        key: torch.cat([graph[key] for graph in graphs])
+        for key in ("x", "walks", "edge_attr", "y")
+    }
+    offsets = (counts.cumsum(0) - counts).repeat_interleave(edges)
+    batch["edge_index"] = torch.cat([g["edge_index"] for g in graphs], 1) + offsets
+    batch["batch"] = torch.arange(len(graphs)).repeat_interleave(counts)
+    return batch
+
+
+def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}
+
+
+def built(graphs: Graphs, order: Order) -> Iterator[Batch]:
+    """Without a cache: from source, each time."""
+    for batch in order:
+        functions = [graphs.functions[i] for i in batch]
+        yield collate([tensors(syntax_graphs.build(f)) for f in functions])
+
+
+def loaded(graphs: Graphs, order: Order) -> Iterator[Batch]:
+    """From a file for each graph."""
+    for batch in order:
+        yield collate([torch.load(graphs.files / f"{i}.pt") for i in batch])
+
+
+def cached(graphs: Graphs, order: Order) -> Iterator[Batch]:
+    """From trainfast's cache."""
+    cache = trainfast.graph_cache.open(graphs.cache)
+    for batch in trainfast.graph_cache.Loader(cache, batch_sampler=order):
+        yield {key: torch.from_numpy(batch[key]) for key in KEYS}
+
+
+def loaded_by_pyg(graphs: Graphs, order: Order) -> Iterator[Batch]:
+    """From a file for each graph, into PyG's batches by its own loader."""
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader
+
+    class Files(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(graphs.functions)
+
+        def __getitem__(self, i: int) -> Data:
+            return Data(**torch.load(graphs.files / f"{i}.pt"))
+
+    yield from DataLoader(Files(), batch_sampler=order)
+
+
+def cached_by_pyg(graphs: Graphs, order: Order) -> Iterator[Batch]:
+    """From trainfast's cache as PyG's batches."""
+    cache = trainfast.graph_cache.open(graphs.cache)
+    loader = trainfast.graph_cache.Loader
+    yield from loader(cache, batch_sampler=order, output="pyg")
+
+
+@dataclass
+class Way:
+    name: str
+    batches: Callable[[Graphs, Order], Iterator[Batch]]
+    needs: str = ""  # "cache" or "files"
+    pyg: bool = False
+
+
+WAYS = {
+    "none": Way("no cache", built),
+    "files": Way(".pt per graph", loaded, "files"),
+    "cache": Way("trainfast", cached, "cache"),
+    "pyg-files": Way(".pt, PyG batches", loaded_by_pyg, "files", pyg=True),
+    "pyg-cache": Way("trainfast, PyG batches", cached_by_pyg, "cache", pyg=True),
+}
+
+
+# ---- Building ------------------------------------------------------------------------
+
+
+def build_cache(graphs: Graphs) -> str:
+    """Makes what is missing in trainfast's cache; says what that took."""
+    report = trainfast.graph_cache.build(
+        graphs.cache,
+        graphs.functions,
+        syntax_graphs.build,
+        key=lambda function: function.source,
+        transform_id=syntax_graphs.VERSION,
+        workers=graphs.workers,
+        progress=sys.stderr.isatty(),
+    )
+    cache = trainfast.graph_cache.open(graphs.cache)
+    return (
+        f"cache: {report.made:,} graphs built and {report.reused:,} found in "
+        f"{report.seconds:.1f} s, {megabytes([graphs.cache])} for {len(cache):,}"
+    )
+
+
+def write_files(graphs: Graphs, from_cache: bool) -> str:
+    """Writes the `.pt` files that are missing; says what that took."""
+    graphs.files.mkdir(parents=True, exist_ok=True)
+    have = {entry.name for entry in os.scandir(graphs.files)}
+    missing = [i for i in range(len(graphs.functions)) if f"{i}.pt" not in have]
+    cache = trainfast.graph_cache.open(graphs.cache) if from_cache else None
+    began = time.perf_counter()
+    for i in tqdm(missing, "writing .pt files", disable=None, unit="graph"):
+        graph = cache[i] if cache else syntax_graphs.build(graphs.functions[i])
+        # copied: a tensor of the cache's read-only map is none that torch likes to see
+        arrays = {key: np.array(graph[key]) for key in KEYS if key in graph}
+        new = graphs.files / f"{i}.new"
+        torch.save(tensors(arrays), new)
+        new.replace(graphs.files / f"{i}.pt")  # whatever happens, it is whole
+    seconds = time.perf_counter() - began
+    return (
+        f".pt:   {len(missing):,} files written in {seconds:.1f} s, graphs "
+        f"{'from the cache' if cache else 'built'}, {megabytes([graphs.files])} in all"
+    )
+
+
+def megabytes(folders: Sequence[Path]) -> str:
+    """What the files in folders take on the disk, which is whole blocks."""
+    sizes = [entry.stat().st_blocks * 512 for f in folders for entry in os.scandir(f)]
+    return f"{sum(sizes) / 1e6:,.0f} MB"
+
+
+# ---- Training ------------------------------------------------------------------------
+
+
+class Run:
+    """One way's training: its own network, and the same batches as all others."""
+
+    def __init__(
+        self, way: Way, graphs: Graphs, args: argparse.Namespace, place: int
+    ) -> None:
+        preset = PRESETS[args.preset]
+        self.name, self.device = way.name, args.device
+        torch.manual_seed(args.seed)
+        model = small_gnn.GNN(
+            len(syntax_graphs.KINDS),
+            syntax_graphs.N_WORDS,
+            syntax_graphs.STEPS,
+            len(syntax_graphs.RELATIONS),
+            preset.width,
+            preset.rounds,
+            small_gnn.pyg_sums() if way.pyg else small_gnn.sums,
+        )
+        self.model = model.to(args.device)
+        self.optimizer = trainfast.torch.AdamW(self.model.parameters(), lr=3e-3)
+        self.batches = iter(way.batches(graphs, graphs.order(args.steps, args.seed)))
+        self.losses: list[float] = []
+        self.seconds: list[tuple[float, float]] = []  # waiting, all of an iteration
+        # disable=None: no bar where the output is no terminal
+        self.bar = tqdm(desc=way.name, total=args.steps, position=place, disable=None)
+
+    def moved(self, batch: Batch) -> Batch:
+        return {key: batch[key].to(self.device) for key in KEYS}
+
+    def iteration(self) -> None:
+        began = time.perf_counter()
+        batch = self.moved(next(self.batches))
+        ready = time.perf_counter()
+        loss = F.binary_cross_entropy_with_logits(self.model(batch), batch["y"])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())  # a GPU has done its work then, too
+        self.seconds.append((ready - began, time.perf_counter() - began))
+
+    def turn(self, count: int) -> None:
+        for _ in range(count):
+            self.iteration()
+        self.bar.update(count)
+        self.bar.set_postfix(loss=f"{self.losses[-1]:.3f}")
+
+    def speed(self) -> tuple[float, float]:
+        """Mean seconds of an iteration, and of waiting; without the first turn."""
+        waiting, whole = np.mean(self.seconds[TURN:] or self.seconds, axis=0)
+        return float(whole), float(waiting)
+
+    def row(self, epoch: int) -> list[str]:
+        whole, waiting = self.speed()
+        minutes, seconds = divmod(round(epoch * whole), 60)
+        cells = [f"{1 / whole:.1f}", f"{minutes}:{seconds:02}"]
+        cells += [
+            f"{whole * 1e3:.2f}",
+            f"{waiting * 1e3:.2f}",
+            f"{waiting / whole:.1%}",
+        ]
+        return [self.name, *cells, f"{statistics.fmean(self.losses[-50:]):.4f}"]
+
+
+def train(runs: Sequence[Run], steps: int) -> None:
+    try:
+        while (done := len(runs[0].losses)) < steps:
+            for run in runs:
+                run.turn(min(TURN, steps - done))
+    finally:
+        for run in runs:
+            run.bar.close()
+
+
+def check_losses(runs: Sequence[Run]) -> str:
+    """Says how alike the losses are; an error unless the batches were the same."""
+    first, *others = (np.array(run.losses) for run in runs)
+    apart = max((abs(other / first - 1).max() for other in others), default=0.0)
+    if not apart < 1e-3:
+        raise SystemExit(f"all runs must have the same losses, got {apart:.0e} between")
+    if apart:
+        return f"Losses are the same in all runs, to {apart:.0e}."
+    return "Losses are the same in all runs, bit by bit."
+
+
+@torch.no_grad()
+def accuracy(run: Run, graphs: Graphs) -> str:
+    """How much of unseen modules is right, and what guessing would give."""
+    chosen = graphs.validation[:: max(1, len(graphs.validation) // 500)]
+    batch = run.moved(next(built(graphs, [chosen])))
+    truth = batch["y"] > 0.5
+    right = ((run.model(batch) > 0) == truth).float().mean().item()
+    share = truth.float().mean().item()
+    return (
+        f"Of {len(chosen)} functions of unseen modules {right:.0%} are told rightly, "
+        f"with one answer for all {max(share, 1 - share):.0%}."
+    )
+
+
+# ---- What comes out ------------------------------------------------------------------
+
+
+def print_table(runs: Sequence[Run], epoch: int) -> None:
+    head = ["", "it/s", "epoch", "ms", "waiting", "share", "loss"]
+    for name, *cells in [head, *(run.row(epoch) for run in runs)]:
+        print(f"{name:22}", *(f"{cell:>8}" for cell in cells))
+    print(
+        f"Runs took turns of {TURN} iterations; means without the first turn. epoch: "
+        f"minutes for\n{epoch:,} iterations. ms: of an iteration; waiting: of those, "
+        "for data. loss: of the last 50."
+    )
+
+
+def note(runs: Mapping[str, Run]) -> str:
+    """What share of a step is loading, and what a cache can and cannot do about it."""
+    if not {"none", "cache"} <= set(runs):
+        return ""
+    (slow, building), (fast, waiting) = runs["none"].speed(), runs["cache"].speed()
+    most, guide = slow / (slow - building), GUIDE[1] / GUIDE[0]
+    return (
+        f"Without a cache {building / slow:.0%} of an iteration is building graphs: no "
+        f"cache can make it more than\n{most:.1f} times faster. trainfast's makes it "
+        f"{slow / fast:.1f} times faster; {waiting / fast:.1%} is left for loading.\n"
+        f"A guide's {GUIDE[0]} to {GUIDE[1]} it/s is {guide:.1f} times: at least "
+        f"{1 - 1 / guide:.0%} of its iterations was building graphs."
+    )
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    names = [run.name for run in runs]
+    whole, waiting = np.array([run.speed() for run in runs]).T
+    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    speed, parts = figure.subplots(1, 2, sharey=True)
+    bars = speed.barh(names, 1 / whole)
+    speed.bar_label(bars, [f"{1 / each:.1f}" for each in whole], padding=3)
+    speed.set(xlabel="iterations per second", title="training speed")
+    speed.margins(x=0.15)
+    speed.invert_yaxis()
+    parts.barh(names, 1e3 * waiting, label="waiting for data", color="tab:red")
+    parts.barh(
+        names, 1e3 * (whole - waiting), left=1e3 * waiting, label="training",
+        color="tab:green",
+    )  # fmt: skip
+    parts.set(xlabel="ms", title="what an iteration consists of")
+    parts.legend()
+    figure.savefig(path)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    has_pyg = importlib.util.find_spec("torch_geometric") is not None
+    ways = [name for name, way in WAYS.items() if has_pyg or not way.pyg]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--steps", type=int, help="iterations of each run")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--out", type=Path, default=Path("build/graph_syntax_trees"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2, help="that build the cache")
+    parser.add_argument("--fresh", action="store_true", help="build everything anew")
+    args = parser.parse_args(arguments)
+    args.steps = args.steps or PRESETS[args.preset].steps
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    graphs = Graphs(args)
+    print(
+        f"{len(graphs.functions):,} functions of Python's standard library", flush=True
+    )
+    ways = {name: WAYS[name] for name in args.ways}
+    needs = {way.needs for way in ways.values()}
+    try:
+        if "cache" in needs:
+            print(build_cache(graphs), flush=True)
+        if "files" in needs:
+            print(write_files(graphs, "cache" in needs), flush=True)
+        runs = {
+            name: Run(way, graphs, args, place)
+            for place, (name, way) in enumerate(ways.items())
+        }
+        train(list(runs.values()), args.steps)
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command goes on building") from None
+    all_runs = list(runs.values())
+    print_table(all_runs, graphs.epoch)
+    print(check_losses(all_runs), accuracy(all_runs[-1], graphs), note(runs), sep="\n")
+    plot(all_runs, args.out / "speed.png")
+    print(f"The same as a plot: {args.out / 'speed.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,459 @@
+"""Building caches of graphs: writers of one's own, and `build` in this process."""
+
+import signal
+
+import numpy as np
+import pytest
+from graph_samples import assert_same, graph, numbers, quiet, read, run_python, segments
+
+from trainfast import _core
+from trainfast.graph_cache import BuildError, Counted, Rule, Schema, Writer, build
+from trainfast.graph_cache.keys import key_maker, stable
+
+MADE = []  # the inputs that make() was called with, in this process
+
+
+def make(n):
+    MADE.append(n)
+    return graph(n)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_made():
+    MADE.clear()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache"
+
+
+# ---- Writer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 40])
+def test_a_writers_graphs_are_in_the_cache_in_order(path, n):
+    graphs = [graph(i) for i in range(n)]
+    with Writer(path) as writer:
+        for one in graphs:
+            writer.append(one)
+        assert writer.appended == n
+    assert writer.committed == n
+    assert_same(read(path), graphs)
+
+
+def test_a_writer_goes_on_in_a_cache_with_its_schema(path):
+    for first in (1, 4):
+        with Writer(path) as writer:
+            for n in range(first, first + 3):
+                writer.append(graph(n))
+    assert numbers(path) == [1, 2, 3, 4, 5, 6]
+    schema = Schema.decode(_core.GraphCache(str(path)).schema)
+    with Writer(path) as writer:
+        assert writer.schema == schema
+
+
+def test_a_graph_whose_sizes_do_not_fit_begins_a_segment(path):
+    graphs = [graph(i) | {"z1": np.zeros(2)} for i in range(1, 12)]
+    graphs += [graph(3) | {"z1": np.zeros(5)}, graph(4) | {"z1": np.zeros(0)}]
+    graphs += [graph(5), graph(6) | {"z1": np.zeros(2)}]
+    with Writer(path) as writer:
+        for one in graphs:
+            writer.append(one)
+    assert len(segments(path)) == 3  # the sizes, and then that it can be missing
+    assert_same(read(path), graphs)
+
+
+def test_a_size_that_was_the_number_of_nodes_by_chance_is_kept(path):
+    graphs = [graph(i) | {"extra": np.arange(i)} for i in range(1, 10)]
+    graphs.append(graph(3) | {"extra": np.arange(7)})
+    with Writer(path) as writer:
+        for one in graphs:
+            writer.append(one)
+    assert_same(read(path), graphs)
+
+
+def test_graphs_that_wait_for_the_schema_may_be_overwritten(path):
+    one = graph(4)
+    wanted = {key: value.copy() for key, value in one.items()}
+    with Writer(path) as writer:
+        writer.append(one)
+        one["x"][:] = 7
+    assert_same(read(path), [wanted])
+
+
+def test_values_of_every_kind_come_back(path):
+    one = {"a": True, "b": -(2**63), "c": float("nan"), "d": "äß", "e": b"\0\1", "f": 3}
+    with Writer(path) as writer:
+        writer.append(one)
+        writer.append(one | {"d": "", "e": b"", "f": 255})
+    found = read(path)
+    assert found[0]["c"] != found[0]["c"]
+    assert [type(v) for v in found[0].values()] == [bool, int, float, str, bytes, int]
+    assert found[0] | {"c": 0} == one | {"c": 0}
+    assert found[1]["d"] == "" and found[1]["e"] == b"" and found[1]["f"] == 255
+
+
+def test_counts_that_arrays_do_not_tell_are_stored(path):
+    edges = {"edge_index": np.array([[0, 1], [1, 2]])}
+    with Writer(path) as writer:
+        writer.append(edges)
+        writer.append(edges | {"edge_index": np.zeros((2, 0), np.int64)})
+        writer.append(Counted(edges, {("nodes", ""): 9}))
+    cache = _core.GraphCache(str(path))
+    assert cache.counts(0).tolist() == [3, 0, 9]
+    assert cache.counts(1).tolist() == [2, 0, 2]
+
+
+def test_objects_with_to_dict_are_graphs(path):
+    class Data:
+        def to_dict(self):
+            edges = {"edge_index": np.zeros((2, 1), np.int64)}
+            return {"y": 1.5, "a": {"x": np.ones((2, 2))}, ("a", "to", "a"): edges}
+
+    with Writer(path) as writer:
+        writer.append(Data())
+    (found,) = read(path)
+    assert set(found) == {"y", ("a", "x"), (("a", "to", "a"), "edge_index")}
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"x": np.zeros((3, 3))}, ValueError, "graph 9: .*x.* float32, got float64"),
+        ({"x": np.zeros(3, np.float32)}, ValueError, "graph 9: .*x.*2 dim"),
+        ({"edge_index": np.array([[0], [5]])}, ValueError, "graph 9: .*edge_index.*5"),
+        (
+            {"edge_index": np.array([[0], [-1]])},
+            ValueError,
+            "graph 9: .*edge_index.*-1",
+        ),
+        ({"new": 1}, ValueError, "graph 9: .*new"),
+        ({"y": [1.0]}, TypeError, "graph 9: .*y.* must be an array"),
+    ],
+)
+def test_a_graph_that_cannot_be_cached_is_refused_alone(path, bad, error, message):
+    good = [graph(3, seed) for seed in range(9)]
+    with Writer(path) as writer:
+        for one in good:
+            writer.append(one)
+        with pytest.raises(error, match=message):
+            writer.append(graph(3) | bad)
+        writer.append(graph(4))
+    assert_same(read(path), [*good, graph(4)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"x": np.zeros((3, 3))}, ValueError),
+        ({"edge_index": np.array([[0], [5]])}, ValueError),
+        ({"y": [1.0]}, TypeError),
+    ],
+)
+def test_a_graph_is_refused_before_there_is_a_schema(path, bad, error):
+    with Writer(path) as writer:
+        writer.append(graph(3))
+        with pytest.raises(error, match=r"graph 1\b"):
+            writer.append(graph(3) | bad)
+    assert_same(read(path), [graph(3)])
+
+
+def test_what_is_no_graph_is_refused(path):
+    with (
+        Writer(path) as writer,
+        pytest.raises(TypeError, match=r"a graph must be a dict"),
+    ):
+        writer.append([1])
+
+
+def test_a_closed_writer_refuses_more(path):
+    writer = Writer(path)
+    writer.append(graph(1))
+    writer.close()
+    writer.close()
+    for call in (lambda: writer.append(graph(1)), writer.commit):
+        with pytest.raises(ValueError, match="the writer must be open"):
+            call()
+
+
+@pytest.mark.parametrize("committed", [0, 5])
+def test_an_exception_keeps_what_was_committed(path, committed):
+    with pytest.raises(ZeroDivisionError), Writer(path) as writer:
+        for i in range(12):
+            writer.append(graph(i))
+            if i + 1 == committed:
+                writer.commit()
+        raise ZeroDivisionError
+    wanted = [graph(i) for i in range(committed)]
+    if (path / "manifest").exists():
+        assert_same(read(path), wanted)
+    else:
+        assert wanted == []
+
+
+def test_commits_come_by_number_and_by_time(path):
+    with Writer(path / "a", commit_every=5, commit_seconds=1e9) as writer:
+        seen = []
+        for i in range(12):
+            writer.append(graph(i))
+            seen.append(writer.committed)
+    assert seen == [0] * 4 + [5] * 5 + [10] * 3
+    with Writer(path / "b", commit_seconds=1e-9) as writer:
+        writer.append(graph(1))
+        assert writer.committed == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"commit_every": 0}, "commit_every must be at least 1, got 0"),
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"commit_seconds": 0}, "commit_seconds must be positive, got 0"),
+    ],
+)
+def test_writers_options_are_checked(path, options, message):
+    with pytest.raises(ValueError, match=message):
+        Writer(path, **options)
+
+
+def test_a_rule_for_an_unknown_key_is_a_warning(path):
+    writer = Writer(path, rules={"y1": Rule(), "y": Rule()})
+    writer.append(graph(1))
+    with pytest.warns(UserWarning, match="the first graphs do not have: 'y1'$"):
+        writer.close()
+    assert_same(read(path), [graph(1)])
+
+
+def test_two_writers_share_a_cache(path):
+    with Writer(path) as one, Writer(path) as other:
+        for i in range(20):
+            (one if i % 2 else other).append(graph(i))
+    assert sorted(numbers(path)) == list(range(20))
+
+
+# ---- Build ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 8, 30])
+def test_build_makes_what_is_missing_in_order(path, n):
+    report = quiet(path, range(1, n + 1), make)
+    assert [*range(1, n + 1)] == MADE
+    assert (report.graphs, report.made, report.reused, report.dropped) == (n, n, 0, 0)
+    assert (
+        report.bytes == sum(file.stat().st_size for file in path.glob("segment-*"))
+        or report.bytes > 0
+    )
+    assert_same(read(path), [graph(i) for i in range(1, n + 1)])
+    assert "made" in str(report) and report.to_dict()["made"] == n
+
+
+def test_a_second_build_makes_nothing_and_writes_nothing(path):
+    quiet(path, range(20), make)
+    before = {f.name: f.read_bytes() for f in path.iterdir()}
+    report = quiet(path, range(20), make)
+    assert len(MADE) == 20 and (report.made, report.reused) == (0, 20)
+    assert {f.name: f.read_bytes() for f in path.iterdir()} == before
+
+
+def test_inputs_may_be_an_iterator_that_is_gone_through_once(path):
+    assert quiet(path, (n for n in [3, 1, 2]), make).made == 3
+    assert numbers(path) == [3, 1, 2]
+    assert quiet(path, iter([3, 1, 2, 5]), make).made == 1
+    assert numbers(path) == [3, 1, 2, 5]
+
+
+def test_inputs_without_make_are_graphs(path):
+    graphs = [graph(n) for n in range(5)]
+    quiet(path, graphs)
+    assert_same(read(path), graphs)
+
+
+def test_inputs_that_are_cached_are_not_even_read(path):
+    class Dataset:
+        reads = 0
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            self.reads += 1
+            return graph(i)
+
+    dataset = Dataset()
+    quiet(path, dataset)
+    quiet(path, dataset)
+    assert dataset.reads == 10
+
+
+def test_the_place_is_the_key_unless_there_is_another(path):
+    quiet(path, [1, 2, 3], make)
+    quiet(path, [7, 8, 9], make)  # other inputs in the same places: nothing new
+    assert MADE == [1, 2, 3] and numbers(path) == [1, 2, 3]
+
+
+def test_with_keys_what_changed_is_made_and_what_is_gone_leaves(path):
+    quiet(path, range(10), make, key=str)
+    MADE.clear()
+    report = quiet(path, [9, 20, 3, 4, 21], make, key=str)
+    assert MADE == [20, 21] and numbers(path) == [9, 20, 3, 4, 21]
+    assert (report.made, report.reused, report.dropped) == (2, 3, 7)
+
+
+def test_another_order_is_another_order_of_the_same_graphs(path):
+    quiet(path, range(10), make, key=int)
+    assert quiet(path, reversed(range(10)), make, key=int).made == 0
+    assert numbers(path) == list(range(9, -1, -1))
+
+
+def test_inputs_with_the_same_key_are_each_a_graph(path):
+    assert quiet(path, [5, 5, 6, 5], make, key=int).made == 4
+    assert quiet(path, [5, 6, 5], make, key=int).made == 0
+    assert numbers(path) == [5, 6, 5]
+
+
+def test_another_transform_id_makes_all_again(path):
+    quiet(path, range(5), make, transform_id=("v", 1))
+    quiet(path, range(5), make, transform_id=("v", 1))
+    assert len(MADE) == 5
+    report = quiet(path, range(5), lambda n: graph(n + 10), transform_id=("v", 2))
+    assert (report.made, report.dropped) == (5, 5)
+    assert numbers(path) == [10, 11, 12, 13, 14]
+    assert len(segments(path)) == 1  # what is not used any more is deleted
+
+
+def test_resume_false_makes_all_again(path):
+    quiet(path, range(5), make)
+    report = quiet(path, range(5), lambda n: graph(n + 10), resume=False)
+    assert (report.made, report.reused, report.dropped) == (5, 0, 5)
+    assert numbers(path) == [10, 11, 12, 13, 14]
+
+
+def test_rules_reach_the_schema(path):
+    quiet(path, range(3), make, rules={"y": Rule(cat_dim=None)})
+    schema = Schema.decode(_core.GraphCache(str(path)).schema)
+    assert schema.fields[2].cat_dim is None
+
+
+def test_an_exception_in_make_keeps_what_was_made(path):
+    def fails_at_13(n):
+        if n == 13:
+            raise ZeroDivisionError("thirteen")
+        return make(n)
+
+    message = r"make\(\) failed on input 12: ZeroDivisionError: thirteen; what was made"
+    with pytest.raises(BuildError, match=message) as caught:
+        quiet(path, range(1, 20), fails_at_13)
+    assert caught.value.place == 12
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises((OSError, ValueError), match="build"):
+        _core.GraphCache(str(path))
+    assert len(read(path, partial=True)) == 12
+    report = quiet(path, range(1, 20), make)
+    assert (report.made, report.reused) == (7, 12)
+    assert numbers(path) == list(range(1, 20))
+
+
+def test_ctrl_c_keeps_what_was_made(path):
+    def interrupted(n):
+        if n == 5:
+            raise KeyboardInterrupt
+        return make(n)
+
+    with pytest.raises(KeyboardInterrupt):
+        quiet(path, range(10), interrupted)
+    assert quiet(path, range(10), make).reused == 5
+    assert numbers(path) == list(range(10))
+
+
+def test_a_graph_that_cannot_be_cached_names_its_input(path):
+    with pytest.raises(ValueError, match=r"input 11: .*x"):
+        quiet(
+            path,
+            range(1, 20),
+            lambda n: graph(n) | ({"x": np.zeros(3)} if n == 12 else {}),
+        )
+
+
+def test_a_killed_build_goes_on_where_it_was(path):
+    code = f"""
+        import os, signal
+        from graph_samples import graph
+        from trainfast.graph_cache import build
+        def make(n):
+            if n == 600:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return graph(n % 50)
+        build({str(path)!r}, range(700), make, progress=False, commit_seconds=1e9)
+    """
+    done = run_python(code)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    report = quiet(path, range(700), lambda n: make(n % 50))
+    assert report.reused == 512 and report.made == 188
+    assert_same(read(path), [graph(n % 50) for n in range(700)])
+
+
+def test_a_second_builder_is_refused(path):
+    def make_and_build(n):
+        with pytest.raises(BlockingIOError, match=r"another build of .* is running"):
+            quiet(path, range(3), make)
+        return graph(n)
+
+    quiet(path, range(2), make_and_build)
+    assert MADE == [] and numbers(path) == [0, 1]
+
+
+@pytest.mark.parametrize("what", ["file", "other"])
+def test_a_path_of_something_else_is_refused(tmp_path, what):
+    path = tmp_path / "place"
+    if what == "file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / "mine").write_text("mine")
+    with pytest.raises((OSError, ValueError), match=r"place.*|.*place"):
+        quiet(path, range(3), make)
+    assert MADE == []
+    kept = path if what == "file" else path / "mine"
+    assert kept.read_text() == "mine"
+    assert what == "file" or [f.name for f in path.iterdir()] == ["mine"]
+
+
+def test_build_checks_its_arguments(path):
+    with pytest.raises(ValueError, match="workers must be at least 0, got -1"):
+        quiet(path, [], workers=-1)
+    with pytest.raises(TypeError, match=r"the key of input 1 must be str, .* got list"):
+        quiet(path, [0, 1], make, key=lambda n: [n] if n else 0)
+    with pytest.raises(TypeError, match=r"transform_id must be str, .* got float"):
+        quiet(path, [0], make, transform_id=1.5)
+
+
+def test_progress_is_shown_only_if_asked_for(path, capsys):
+    build(path, range(5), make)
+    shown = capsys.readouterr()
+    assert "5/5" in shown.err and shown.out == ""
+    quiet(path, range(5), make)
+    assert capsys.readouterr() == ("", "")
+
+
+# ---- Keys ----------------------------------------------------------------------------
+
+
+def test_keys_by_place_hold_the_place(path):
+    one, other = key_maker(None, None), key_maker(None, "v2")
+    assert one(0, None)[:8] == b"\1" + bytes(7)
+    assert one(258, None)[:8] == b"\3\1" + bytes(6)
+    assert one(0, None)[8:] != other(0, None)[8:] and len(one(0, None)) == 16
+
+
+def test_different_keys_have_different_bytes():
+    values = ["", "1", b"1", 1, -1, 2**70, (), ("1",), (("1",),), ("1", ""), ("", "1")]
+    values += [(1, 2), (12,), "s1:1", ("a", "b"), ("ab",), (b"a", "b")]
+    assert len({stable(value) for value in values}) == len(values)
+    assert stable(np.int64(5)) == stable(5)
+    made = [key_maker(lambda v: v, t)(0, v) for v in ("a", "b") for t in (None, "b", 1)]
+    assert len(set(made)) == 6
+
+
+def test_keys_are_the_same_in_every_process():
+    assert key_maker(str, ("v", 1))(0, "a").hex() == "11c1c3086773d69e6ed00064814aeb55"

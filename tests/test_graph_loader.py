@@ -1,0 +1,732 @@
+"""The loader: order, budgets, shares of ranks, resuming, padding, other processes."""
+
+import gc as garbage
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from graph_worlds import molecules
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference_graph import collate, same
+
+from trainfast import graph_cache as gc
+
+CHECKED = settings(
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+N = 53
+
+
+@pytest.fixture(scope="module")
+def world():
+    return molecules(N)
+
+
+@pytest.fixture(scope="module")
+def cache(world, tmp_path_factory):
+    return gc.open(world.write(tmp_path_factory.mktemp("loader") / "cache"))
+
+
+def rows(batch):
+    """The graphs of a batch: y is their number."""
+    return batch["y"].astype(int).tolist()
+
+
+def epoch(loader):
+    return [rows(batch) for batch in loader]
+
+
+def flat(batches):
+    return [row for batch in batches for row in batch]
+
+
+def assert_is_batch_of(world, batch, graphs):
+    counts = [world.counts[i] for i in graphs]
+    want = collate(world.schema, [world.graphs[i] for i in graphs], counts)
+    for key, truth in zip(world.schema.keys, want.fields):
+        assert same(batch[key], truth), key
+    assert same(batch["batch"], want.batches[0])
+    assert same(batch["ptr"], want.ptrs[0])
+
+
+# ---- What comes when ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 7])
+def test_batches_are_unions_of_their_graphs(cache, world, threads, prefetch):
+    loader = gc.Loader(cache, 8, threads=threads, prefetch=prefetch)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 7
+    assert flat(rows(batch) for batch in batches) == list(range(N))
+    for batch in batches:
+        assert list(batch) == ["x", "edge_index", "edge_attr", "y", "batch", "ptr"]
+        assert_is_batch_of(world, batch, rows(batch))
+
+
+def test_batch_size_is_one_without_argument(cache):
+    loader = gc.Loader(cache)
+    assert len(loader) == N
+    assert epoch(loader) == [[i] for i in range(N)]
+
+
+def test_drop_last_leaves_incomplete_batch_out(cache):
+    loader = gc.Loader(cache, 8, drop_last=True)
+    assert len(loader) == 6
+    assert flat(epoch(loader)) == list(range(48))
+
+
+def test_shuffled_epochs_have_each_graph_once_and_differ(cache):
+    loader = gc.Loader(cache, 8, shuffle=True, seed=3)
+    epochs = [flat(epoch(loader)) for _ in range(4)]
+    assert all(sorted(order) == list(range(N)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 4
+    assert list(range(N)) not in epochs
+
+
+def test_same_seed_gives_same_order_and_another_seed_does_not(cache):
+    first, again, other = (
+        [epoch(gc.Loader(cache, 8, shuffle=True, seed=seed)) for _ in range(1)]
+        for seed in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+def test_set_epoch_gives_that_epoch(cache):
+    loader = gc.Loader(cache, 8, shuffle=True)
+    epochs = [epoch(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    assert epoch(loader) == epochs[1]
+    assert epoch(loader) == epochs[2]
+    loader.set_epoch(0)
+    assert epoch(loader) == epochs[0]
+
+
+def test_leaving_an_epoch_early_ends_it(cache):
+    loader = gc.Loader(cache, 8, shuffle=True)
+    epochs = [epoch(loader) for _ in range(2)]
+    loader.set_epoch(0)
+    for batch in loader:
+        assert rows(batch) == epochs[0][0]
+        break
+    assert epoch(loader) == epochs[1]
+
+
+def test_several_iterations_at_once_do_not_disturb_each_other(cache):
+    loader = gc.Loader(cache, 5, shuffle=True)
+    apart = [epoch(loader), epoch(loader)]
+    loader.set_epoch(0)
+    first, second = iter(loader), iter(loader)
+    pairs = [(rows(a), rows(b)) for a, b in zip(first, second)]
+    assert [a for a, _ in pairs] == apart[0]
+    assert [b for _, b in pairs] == apart[1]
+
+
+def test_finished_iteration_stays_finished(cache):
+    iteration = iter(gc.Loader(cache, 50))
+    assert len(list(iteration)) == 2
+    with pytest.raises(StopIteration):
+        next(iteration)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_subset_gives_its_graphs(cache, shuffle):
+    subset = cache[[7, 3, 50, 11, 3]]
+    loader = gc.Loader(subset, 2, shuffle=shuffle)
+    got = flat(epoch(loader))
+    assert sorted(got) == [3, 3, 7, 11, 50]
+    assert shuffle or got == [7, 3, 50, 11, 3]
+
+
+def test_empty_subset_and_empty_cache_give_no_batches(cache, tmp_path):
+    assert list(gc.Loader(cache[:0], 4)) == []
+    empty = gc.open(molecules(0).write(tmp_path / "empty"))
+    for loader in (gc.Loader(empty, 4), gc.Loader(empty, 4, pad_to=(5, 9, 9))):
+        assert len(loader) == 0
+        assert list(loader) == []
+
+
+# ---- Budgets -----------------------------------------------------------------------
+
+
+@given(
+    nodes=st.none() | st.integers(9, 60),
+    edges=st.none() | st.integers(20, 120),
+    size=st.none() | st.integers(1, 12),
+    shuffle=st.booleans(),
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 5),
+)
+@CHECKED
+def test_any_budgets_are_kept_and_nothing_is_lost(
+    cache, world, nodes, edges, size, shuffle, world_size, seed
+):
+    size = 1 if size is None and nodes is edges is None else size
+    if size == 1 and N % world_size:
+        return  # no share of one graph a batch comes out even
+    loaders = [
+        gc.Loader(
+            cache,
+            size,
+            max_nodes=nodes,
+            max_edges=edges,
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
+    lengths = [len(loader) for loader in loaders]
+    shares = [epoch(loader) for loader in loaders]
+    assert lengths == [len(share) for share in shares]
+    assert len(set(lengths)) == 1
+    assert sorted(flat(flat(shares))) == list(range(N))
+    for batch in flat(shares):
+        assert 0 < len(batch) <= (size or N)
+        assert nodes is None or sum(world.counts[i][0] for i in batch) <= nodes
+        assert edges is None or sum(world.counts[i][1] for i in batch) <= edges
+
+
+def test_length_with_budgets_is_of_the_epoch(cache):
+    loader = gc.Loader(cache, max_nodes=20, shuffle=True)
+    for number in range(6):
+        loader.set_epoch(number)
+        before = len(loader)
+        seen = 0
+        for _ in loader:
+            assert len(loader) == before
+            seen += 1
+        assert seen == before
+
+
+def test_budgets_fill_batches(cache, world):
+    loader = gc.Loader(cache, max_nodes=40)
+    batches = epoch(loader)
+    for batch, after in pairwise(batches):
+        more = [*batch, after[0]]
+        assert sum(world.counts[i][0] for i in more) > 40
+
+
+def test_graph_beyond_budget_is_error_before_first_batch(cache, world):
+    biggest = max(range(N), key=lambda i: world.counts[i][1])
+    size = world.counts[biggest][1]
+    first = next(i for i in range(N) if world.counts[i][1] > size - 1)
+    message = rf"max_edges must .*, got {size - 1} and graph {first} with {size}"
+    with pytest.raises(ValueError, match=message):
+        gc.Loader(cache, max_edges=size - 1)
+    others = [i for i in range(N) if world.counts[i][1] < size]
+    gc.Loader(cache[others], max_edges=size - 1)  # it is not among these
+
+
+def test_graph_beyond_budget_can_come_alone(cache, world):
+    loader = gc.Loader(cache, max_nodes=5, oversize="alone")
+    batches = epoch(loader)
+    assert sorted(flat(batches)) == list(range(N))
+    over = [i for i in range(N) if world.counts[i][0] > 5]
+    assert over
+    for batch in batches:
+        assert len(batch) == 1 or not set(batch) & set(over)
+
+
+# ---- Ranks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_ranks_share_all_graphs_evenly(cache, world_size, shuffle):
+    shares = [
+        epoch(gc.Loader(cache, 4, shuffle=shuffle, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    assert sorted(flat(flat(shares))) == list(range(N))
+    assert len({len(share) for share in shares}) == 1
+    assert min(len(batch) for batch in flat(shares)) > 0
+
+
+# ---- Samplers ----------------------------------------------------------------------
+
+
+def test_sampler_decides_order(cache):
+    loader = gc.Loader(cache, 2, sampler=[5, 3, 5, 0, 9])
+    assert len(loader) == 3
+    assert epoch(loader) == epoch(loader) == [[5, 3], [5, 0], [9]]
+    assert epoch(gc.Loader(cache, 2, sampler=[5, 3, 9], drop_last=True)) == [[5, 3]]
+
+
+def test_sampler_with_budget_fills_batches(cache, world):
+    order = list(range(N))[::-1]
+    loader = gc.Loader(cache, max_nodes=30, sampler=order)
+    batches = epoch(loader)
+    assert flat(batches) == order
+    assert all(sum(world.counts[i][0] for i in batch) <= 30 for batch in batches)
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+
+
+def test_batch_sampler_decides_batches(cache):
+    batches = [[1, 2, 3], [3], [52, 0]]
+    loader = gc.Loader(cache, batch_sampler=batches)
+    assert len(loader) == 3
+    assert epoch(loader) == batches
+
+
+def test_sampler_of_subset_counts_within_it(cache):
+    subset = cache[10:20]
+    assert epoch(gc.Loader(subset, 2, sampler=[0, 9, 4])) == [[10, 19], [14]]
+    loader = gc.Loader(subset, 2, sampler=[0, 1, 10])
+    iteration = iter(loader)
+    assert rows(next(iteration)) == [10, 11]
+    with pytest.raises(IndexError, match=r"must be in 0 \.\. 9, got 10"):
+        next(iteration)
+
+
+def test_error_of_sampler_comes_after_batches_before_it(cache):
+    def sampler():
+        yield from ([0], [1], [2])
+        raise RuntimeError("no more")
+
+    iteration = iter(gc.Loader(cache, batch_sampler=sampler(), prefetch=8))
+    assert [rows(next(iteration)) for _ in range(3)] == [[0], [1], [2]]
+    with pytest.raises(RuntimeError, match="no more"):
+        next(iteration)
+    with pytest.raises(StopIteration):
+        next(iteration)
+
+
+def test_set_epoch_reaches_sampler(cache):
+    class Sampler(list):
+        def set_epoch(self, epoch):
+            self[:] = [epoch, epoch + 1]
+
+    loader = gc.Loader(cache, 2, sampler=Sampler())
+    loader.set_epoch(7)
+    assert epoch(loader) == [[7, 8]]
+
+
+def test_index_outside_is_error_of_its_batch(cache):
+    iteration = iter(gc.Loader(cache, batch_sampler=[[0], [1, N], [2]]))
+    assert rows(next(iteration)) == [0]
+    with pytest.raises((ValueError, IndexError), match=f"{N}"):
+        next(iteration)
+
+
+# ---- Resuming ----------------------------------------------------------------------
+
+WAYS = {
+    "plain": {"batch_size": 8},
+    "shuffled": {"batch_size": 8, "shuffle": True, "seed": 5},
+    "inline": {"batch_size": 8, "shuffle": True, "threads": 0},
+    "far ahead": {"batch_size": 8, "shuffle": True, "prefetch": 9, "threads": 2},
+    "budgets": {"max_nodes": 30, "max_edges": 60, "shuffle": True},
+    "a rank": {"batch_size": 4, "shuffle": True, "rank": 1, "world_size": 3},
+    "sampler": {"batch_size": 8, "sampler": list(range(N))[::-1]},
+    "batch sampler": {"batch_sampler": [[i, i + 1] for i in range(0, N - 1, 2)]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_resumed_epoch_goes_on_at_every_position(cache, way):
+    def new():
+        return gc.Loader(cache, **WAYS[way])
+
+    loader = new()
+    epochs = [epoch(loader) for _ in range(3)]
+    for done in range(len(epochs[1]) + 1):
+        loader = new()
+        loader.set_epoch(1)
+        iteration = iter(loader)
+        for _ in range(done):
+            next(iteration)
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+        resumed = new()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert epoch(resumed) == epochs[1][done:]
+        assert epoch(resumed) == epochs[2]
+
+
+def test_state_after_an_epoch_is_the_next_one(cache):
+    loader = gc.Loader(cache, 8, shuffle=True)
+    epochs = [epoch(loader) for _ in range(2)]
+    loader.set_epoch(0)
+    epoch(loader)
+    assert loader.state_dict()["epoch"] == 1
+    resumed = gc.Loader(cache, 8, shuffle=True)
+    resumed.load_state_dict(loader.state_dict())
+    assert epoch(resumed) == epochs[1]
+
+
+def test_state_is_small_and_without_arrays(cache):
+    state = gc.Loader(cache[::2], 8, shuffle=True).state_dict()
+    assert all(type(v) in (int, str, bool, type(None)) for v in state.values())
+
+
+def test_set_epoch_of_the_resumed_epoch_keeps_the_place(cache):
+    loader = gc.Loader(cache, 8, shuffle=True)
+    epochs = [epoch(loader) for _ in range(2)]
+    loader.set_epoch(1)
+    next(iter(loader))
+    state = loader.state_dict()
+    for number, want in ((1, epochs[1][1:]), (0, epochs[0])):
+        resumed = gc.Loader(cache, 8, shuffle=True)
+        resumed.load_state_dict(state)
+        resumed.set_epoch(number)
+        assert epoch(resumed) == want
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_epoch_of_two_ranks_goes_on_with_another_number(cache, world_size):
+    loaders = [
+        gc.Loader(cache, 4, shuffle=True, rank=rank, world_size=2) for rank in (0, 1)
+    ]
+    seen, states = [], []
+    for loader in loaders:
+        iteration = iter(loader)
+        seen += flat([rows(next(iteration)) for _ in range(3)])
+        states.append(loader.state_dict())
+    assert states[0] == states[1]
+    for rank in range(world_size):
+        resumed = gc.Loader(cache, 4, shuffle=True, rank=rank, world_size=world_size)
+        resumed.load_state_dict(states[0])
+        seen += flat(epoch(resumed))
+    assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [
+        ("seed", {"seed": 1}),
+        ("shuffle", {"shuffle": False}),
+        ("batch_size", {"batch_size": 9}),
+        ("drop_last", {"drop_last": True}),
+        ("max_nodes", {"max_nodes": 50}),
+        ("sampled", {"sampler": [1], "shuffle": False}),
+    ],
+)
+def test_state_of_another_order_is_error(cache, name, keywords):
+    state = gc.Loader(cache, 8, shuffle=True).state_dict()
+    other = gc.Loader(cache, **{"batch_size": 8, "shuffle": True, **keywords})
+    with pytest.raises(ValueError, match=f"loader's {name} must be"):
+        other.load_state_dict(state)
+
+
+def test_state_of_another_cache_is_error(cache, world, tmp_path):
+    state = gc.Loader(cache, 8).state_dict()
+    other = gc.open(world.write(tmp_path / "other"))
+    with pytest.raises(ValueError, match="loader's fingerprint must be"):
+        gc.Loader(other, 8).load_state_dict(state)
+    with pytest.raises(ValueError, match="loader's subset must be"):
+        first, second = gc.Loader(cache[:4], 8), gc.Loader(cache[1:5], 8)
+        first.load_state_dict(second.state_dict())
+
+
+# ---- Padding -----------------------------------------------------------------------
+
+
+def test_padded_batches_have_one_shape(cache, world):
+    loader = gc.Loader(cache, 8, pad_to=(10, 90, 200))
+    shapes = {tuple(batch[k].shape for k in sorted(batch)) for batch in loader}
+    assert len(shapes) == 1
+    for batch in loader:
+        real = int(batch["graph_mask"].sum())
+        graphs = batch["y"][:real].astype(int).tolist()
+        counts = [world.counts[i] for i in graphs]
+        want = collate(
+            world.schema,
+            [world.graphs[i] for i in graphs],
+            counts,
+            n_slots=10,
+            totals=[90, 200],
+        )
+        for key, truth in zip(world.schema.keys, want.fields):
+            assert same(batch[key], truth), key
+        assert same(batch["batch"], want.batches[0])
+        assert batch["ptr"].tolist() == want.ptrs[0].tolist()
+        assert batch["edge_index"].max() < 90
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"batch_size": 8, "shuffle": True},
+        {"max_nodes": 40, "max_edges": 80},
+        {"max_nodes": 5, "oversize": "alone"},
+        {"batch_size": 4, "sampler": [0] * 9},
+    ],
+)
+def test_pad_to_max_has_room_for_any_batch(cache, keywords):
+    loader = gc.Loader(cache, pad_to="max", **keywords)
+    for _ in range(3):
+        shapes = {tuple(batch[k].shape for k in sorted(batch)) for batch in loader}
+        assert len(shapes) == 1
+    for name in ("max_nodes", "max_edges"):
+        budget = keywords.get(name)
+        if budget and "oversize" not in keywords:
+            place = ("max_nodes", "max_edges").index(name)
+            assert loader._buckets[0].totals[place] <= budget + 1
+
+
+def test_smallest_bucket_that_fits_is_taken(cache, world):
+    buckets = [(9, 90, 400), {"graphs": 9, "nodes": 40, "edges": 60}, (9, 50, 90)]
+    loader = gc.Loader(cache, 8, shuffle=True, pad_to=buckets)
+    seen = set()
+    for number in range(4):
+        loader.set_epoch(number)
+        for batch in loader:
+            real = int(batch["graph_mask"].sum())
+            graphs = batch["y"][:real].astype(int)
+            nodes, edges = (sum(world.counts[i][k] for i in graphs) for k in (0, 1))
+            fits = [
+                (v, e)
+                for v, e in ((40, 60), (50, 90), (90, 400))
+                if nodes < v and edges <= e
+            ]
+            assert batch["x"].shape[0] == fits[0][0]
+            assert batch["edge_index"].shape[1] == fits[0][1]
+            seen.add(fits[0])
+    assert len(seen) > 1
+
+
+def test_batch_that_fits_no_bucket_is_error(cache):
+    loader = gc.Loader(cache, 8, pad_to=[(9, 12, 400), (9, 14, 400)])
+    with pytest.raises(
+        ValueError, match=r"pad_to must have room .* one for padding in"
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "message"),
+    [
+        ([], "pad_to must be"),
+        ((1, 2), "pad_to must be"),
+        ("big", "pad_to must be"),
+        ((1, 90, 90), r"pad_to\['graphs'\] must be at least 2"),
+        ((9, 90, None), r"pad_to\['edges'\] must be an integer"),
+        ((9, 90.5, 90), r"pad_to\['nodes'\] must be an integer"),
+        ({"graphs": 9, "nodes": 90}, r"pad_to\['edges'\] must be an integer"),
+        ({"graphs": 9, "nodes": {"a": 90}, "edges": 9}, "must have the types"),
+        ({"graphs": 9, "nodes": 90, "edges": 9, "x": 7}, "one ragged dimension"),
+        ({"graphs": 9, "nodes": 90, "edges": 9, "z": 7}, "sizes of the cache"),
+    ],
+)
+def test_wrong_padding_is_error(cache, pad_to, message):
+    with pytest.raises(ValueError, match=message):
+        gc.Loader(cache, 8, pad_to=pad_to)
+
+
+# ---- Keys --------------------------------------------------------------------------
+
+
+def test_fields_and_exclude_choose_keys(cache):
+    batch = next(iter(gc.Loader(cache, 4, fields=["y", "x"])))
+    assert list(batch) == ["x", "y", "batch", "ptr"]
+    batch = next(iter(gc.Loader(cache, 4, exclude=["x", "not there"])))
+    assert list(batch) == ["edge_index", "edge_attr", "y", "batch", "ptr"]
+
+
+def test_follow_batch_tells_graph_of_each_entry(cache, world):
+    loader = gc.Loader(cache, 4, follow_batch=["edge_attr", "y"])
+    batch = next(iter(loader))
+    edges = [world.counts[i][1] for i in range(4)]
+    assert batch["edge_attr_batch"].tolist() == np.repeat(range(4), edges).tolist()
+    assert batch["edge_attr_ptr"].tolist() == [0, *np.cumsum(edges)]
+    assert batch["y_batch"].tolist() == [0, 1, 2, 3]
+    assert batch["y_ptr"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be .* at least 1, got 0"),
+        ({"batch_size": 2.5}, ValueError, "batch_size must be an integer"),
+        ({"max_nodes": 0}, ValueError, "max_nodes must be .* at least 1, got 0"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size"),
+        ({"rank": -1}, ValueError, "rank must be .* at least 0, got -1"),
+        ({"world_size": 0}, ValueError, "world_size must be .* at least 1"),
+        ({"threads": -1}, ValueError, "threads must be .* at least 0"),
+        ({"prefetch": -1}, ValueError, "prefetch must be .* at least 0"),
+        ({"output": "dgl"}, ValueError, "output must be one of .*, got 'dgl'"),
+        ({"oversize": "skip"}, ValueError, "oversize must be one of .*, got 'skip'"),
+        ({"fields": ["z"]}, ValueError, "fields must be keys of the cache, .* got 'z'"),
+        ({"fields": "x"}, ValueError, "fields must be a list of keys, got 'x'"),
+        ({"follow_batch": ["z"]}, ValueError, "follow_batch must be keys"),
+        (
+            {"sampler": [1], "shuffle": True},
+            ValueError,
+            "shuffle must be left out with a sampler",
+        ),
+        (
+            {"batch_sampler": [[1]], "batch_size": 2},
+            ValueError,
+            "batch_size must be left out with a batch_sampler",
+        ),
+        (
+            {"output": "jraph", "pin_memory": True},
+            ValueError,
+            "pin_memory must be left out with jraph",
+        ),
+    ],
+)
+def test_wrong_argument_is_error(cache, keywords, error, message):
+    with pytest.raises(error, match=message):
+        gc.Loader(cache, **keywords)
+
+
+def test_what_is_no_cache_is_error(cache):
+    with pytest.raises(TypeError, match="cache must be a Cache or a Subset, got list"):
+        gc.Loader([1, 2])
+
+
+def test_key_of_the_cache_that_batches_add_is_error(tmp_path):
+    from trainfast import _core
+
+    schema = gc.Schema((), (gc.Field("batch", None, "int64", (1,), 0),))
+    writer = _core.GraphWriter(str(tmp_path / "c"), schema.encode(), ["batch"])
+    writer.append({"batch": np.zeros(1, int)})
+    writer.close()
+    loader = gc.Loader(gc.open(tmp_path / "c"), 1)  # nothing has nodes here
+    assert list(next(iter(loader))) == ["batch"]
+    schema = gc.Schema((gc.Count("nodes"),), (gc.Field("batch", 0, "int64", (-1,), 0),))
+    writer = _core.GraphWriter(str(tmp_path / "d"), schema.encode(), ["batch"])
+    writer.append({"batch": np.zeros(1, int)})
+    writer.close()
+    with pytest.raises(ValueError, match=r"key 'batch' must be free.*exclude"):
+        gc.Loader(gc.open(tmp_path / "d"), 1)
+
+
+# ---- Lifetime, signals, other processes --------------------------------------------
+
+
+def test_batches_kept_for_ever_stay_as_they_were(cache, world):
+    kept = []
+    loader = gc.Loader(cache, 8, shuffle=True, threads=2, prefetch=3)
+    for _ in range(5):
+        kept += list(loader)
+    for batch in kept:
+        assert_is_batch_of(world, batch, rows(batch))
+
+
+def test_one_array_of_a_batch_keeps_its_memory(cache, world):
+    kept = [batch["x"] for _ in range(5) for batch in gc.Loader(cache, 8)]
+    want = list(gc.Loader(cache, 8)) * 5
+    assert all(same(x, batch["x"]) for x, batch in zip(kept, want))
+
+
+def native_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_iteration_left_early_ends_its_threads(cache):
+    before = native_threads()
+    loader = gc.Loader(cache, 4, threads=3)
+    iteration = iter(loader)
+    next(iteration)
+    assert native_threads() == before + 3
+    del iteration
+    garbage.collect()
+    assert native_threads() == before
+
+
+def test_loader_and_cache_are_freed(world, tmp_path):
+    cache = gc.open(world.write(tmp_path / "cache"))
+    loader = gc.Loader(cache, 4)
+    next(iter(loader))
+    seen = weakref.ref(loader), weakref.ref(cache)
+    del loader, cache
+    assert [ref() for ref in seen] == [None, None]  # without the garbage collector
+
+
+def test_pickled_loader_goes_on_where_it_was(cache):
+    loader = gc.Loader(cache[::2], 4, shuffle=True, pad_to="max", follow_batch=["x"])
+    whole = [batch["y"].tolist() for batch in loader]
+    after = [batch["y"].tolist() for batch in loader]
+    loader.set_epoch(0)
+    iteration = iter(loader)
+    next(iteration), next(iteration)
+    again = pickle.loads(pickle.dumps(loader))
+    assert [batch["y"].tolist() for batch in again] == whole[2:]
+    assert [batch["y"].tolist() for batch in again] == after
+
+
+def test_iteration_cannot_be_pickled(cache):
+    with pytest.raises(TypeError, match="pickle its loader"):
+        pickle.dumps(iter(gc.Loader(cache, 4)))
+
+
+def _epoch_in_child(loader, queue):
+    queue.put(epoch(loader))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_loader_works_in_other_process(cache, method):
+    loader = gc.Loader(cache, 8, shuffle=True, threads=2)
+    want = epoch(loader)
+    loader.set_epoch(0)
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=_epoch_in_child, args=(loader, queue))
+    child.start()
+    assert queue.get(timeout=60) == want
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
+    loader = gc.Loader(cache, 8, shuffle=True, threads=2)
+    want = epoch(loader)
+    loader.set_epoch(0)
+    iteration = iter(loader)
+    assert rows(next(iteration)) == want[0]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            loader.set_epoch(0)
+            code = 0 if epoch(loader) == want else 2  # an iteration of its own
+            del iteration
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [rows(batch) for batch in iteration] == want[1:]
+
+
+def test_ctrl_c_ends_iteration_and_next_one_works(cache):
+    loader = gc.Loader(cache, 4, shuffle=True, threads=2)
+    want = epoch(loader)
+    main = threading.main_thread().ident
+    for _ in range(20):
+        loader.set_epoch(0)
+        timer = threading.Timer(0.002, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                for _ in loader:
+                    pass
+                time.sleep(0)
+        timer.join()
+    loader.set_epoch(0)
+    assert epoch(loader) == want
+
+
+def test_own_assembler_gets_plan_and_core_batches(cache):
+    plans = []
+
+    def output(plan):
+        plans.append(plan)
+        return lambda batch: (batch.n_graphs, batch.totals)
+
+    batches = list(gc.Loader(cache, 8, output=output))
+    assert [n for n, _ in batches] == [8] * 6 + [5]
+    assert plans[0].keys == ("x", "edge_index", "edge_attr", "y")
+    assert plans[0].batch_of == (0,)

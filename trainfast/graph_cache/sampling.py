@@ -1,0 +1,68 @@
+"""Batches of graphs from a user's own sampler, as the core's order gives them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+
+class Sampled:
+    """Batches from an iterable of lists of indices.
+
+    Like the core's GraphOrder, `next()` is the next batch's indices or None, and
+    `position` all that there is to save: here the number of batches taken.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], subset: np.ndarray | None, position: int
+    ) -> None:
+        self._batches = iter(batches)
+        self._subset = subset
+        self.position = 0
+        while self.position < position and self.next() is not None:
+            pass
+
+    def next(self) -> np.ndarray | None:
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
+        self.position += 1
+        indices = np.asarray(batch, np.int64)
+        if self._subset is None:
+            return indices
+        wrong = (indices < 0) | (indices >= len(self._subset))
+        if wrong.any():
+            raise IndexError(
+                f"sampler's indices must be in 0 .. {len(self._subset) - 1}, got "
+                f"{indices[wrong][0]}"
+            )
+        return self._subset[indices]
+
+
+def cut(
+    indices: Iterable[Any],
+    batch_size: int | None,
+    drop_last: bool,
+    sizes: list[np.ndarray],
+    budgets: list[int],
+) -> Iterator[list[int]]:
+    """Cuts a sampler's indices into batches, in their order.
+
+    A batch ends where it has batch_size graphs, or where one more would have a sum of
+    `sizes` beyond its budget.
+    """
+    batch: list[int] = []
+    used = [0] * len(budgets)
+    for index in map(int, indices):
+        more = [int(size[index]) for size in sizes]
+        over = any(a + b > c for a, b, c in zip(used, more, budgets))
+        if batch and over:
+            yield batch
+            batch, used = [], [0] * len(budgets)
+        batch.append(index)
+        used = [a + b for a, b in zip(used, more)]
+        if len(batch) == batch_size:
+            yield batch
+            batch, used = [], [0] * len(budgets)
+    if batch and not drop_last:
+        yield batch
