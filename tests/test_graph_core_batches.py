@@ -117,6 +117,19 @@ def test_arrays_lie_in_the_arena_at_their_offsets(cache):
             assert array.flags.writeable
 
 
+def test_field_that_only_some_have_cannot_be_batched(tmp_path):
+    schema = one_field("float32", optional=True)
+    writer = _core.GraphWriter(str(tmp_path / "c"), schema.encode(), schema.keys)
+    for graph in ({}, {"x": np.ones(2, np.float32)}, {}):
+        assert writer.append(graph, counts=[2]) is None
+    writer.close()
+    cache = _core.GraphCache(str(tmp_path / "c"))
+    assert collate(cache, [0, 2]).fields == [None]
+    assert collate(cache, [1, 1]).fields[0].tolist() == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="x"):
+        collate(cache, [1, 2])
+
+
 @pytest.mark.parametrize("threads", [0, 2])
 def test_large_graphs_come_while_other_threads_run(tmp_path, rng, threads):
     values = [rng.standard_normal((400_000, 1)) for _ in range(3)]

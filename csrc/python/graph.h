@@ -34,8 +34,8 @@ extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection
 int py_graph_add_types(PyObject *module, py_state *state);
 
 /* Whether reading n graphs takes long enough for other threads to run meanwhile. To
- * give the GIL away for some microseconds is costly: a thread that waits for it keeps it
- * for milliseconds. */
+ * give the GIL away for microseconds is costly: a thread that waits for it keeps it for
+ * milliseconds. */
 bool py_graph_takes_long(const py_graph_cache *cache, int64_t n);
 
 /* A zeroed object of a type, which is tracked by the collector. */
