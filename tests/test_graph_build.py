@@ -322,6 +322,31 @@ def test_another_transform_id_makes_all_again(path):
     assert len(segments(path)) == 1  # what is not used any more is deleted
 
 
+@pytest.mark.parametrize("options", [{}, {"key": str}, {"workers": 2}])
+def test_graphs_that_look_otherwise_replace_the_old_ones(path, options):
+    quiet(path, range(20), graph, transform_id=1, **options)
+    new = [{"x": graph(n)["x"].astype(np.float64), "name": "a" * n} for n in range(20)]
+    report = quiet(path, range(20), new.__getitem__, transform_id=2, **options)
+    assert (report.made, report.dropped) == (20, 20)
+    assert_same(read(path), new)
+
+
+def test_old_graphs_stay_until_new_ones_can_be_made(path):
+    quiet(path, range(5), graph)
+    with pytest.raises(BuildError, match="ZeroDivisionError"):
+        quiet(path, range(5), lambda n: {"new": 1 // n}, transform_id=2)
+    quiet(path, range(5), make)
+    assert MADE == [] and numbers(path) == [0, 1, 2, 3, 4]
+
+
+def test_graphs_that_look_otherwise_beside_old_ones_are_refused(path):
+    quiet(path, range(5), graph)
+    with pytest.raises(ValueError, match=r"input 5: .*new.*transform_id"):
+        quiet(path, range(9), lambda n: graph(n) | {"new": 1})
+    quiet(path, range(9), graph)
+    assert numbers(path) == [*range(9)]
+
+
 def test_resume_false_makes_all_again(path):
     quiet(path, range(5), make)
     report = quiet(path, range(5), lambda n: graph(n + 10), resume=False)

@@ -203,11 +203,10 @@ def _make_all(
             if chunk is None:
                 break
             for place, key, item in chunk:
-                if stopping.value:
-                    break
+                if stopping.value or os.getppid() != parent:
+                    return
                 job.append(writer, place, key, item)
-            else:
-                pipe.send(("done",))
+            pipe.send(("done",))
     if not stopping.value:
         pipe.send(("closed",))
 

@@ -73,7 +73,7 @@ class Writer:
         self._closed = False
         if has_manifest(self._path):
             _core.graph_adopt(self._path)
-            schema = schema or schema_of(self._path)
+            schema = schema or self._schema_before()
         if schema is not None:
             self._open(schema)
 
@@ -165,6 +165,10 @@ class Writer:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the writer must be open, got a closed one")
+
+    def _schema_before(self) -> Schema | None:
+        """What graphs that are in the cache look like."""
+        return schema_of(self._path)
 
     def _open(self, schema: Schema) -> None:
         Path(self._path).absolute().parent.mkdir(parents=True, exist_ok=True)
