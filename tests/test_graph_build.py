@@ -1,5 +1,6 @@
 """Building caches of graphs: writers of one's own, and `build` in this process."""
 
+import errno
 import signal
 
 import numpy as np
@@ -416,6 +417,26 @@ def test_a_killed_build_goes_on_where_it_was(path):
     report = quiet(path, range(700), lambda n: make(n % 50))
     assert report.reused == 512 and report.made == 188
     assert_same(read(path), [graph(n % 50) for n in range(700)])
+
+
+@pytest.mark.parametrize("limit", [1, 4097, 200_000, 700_000])
+def test_a_full_disk_keeps_what_was_committed(path, limit):
+    code = f"""
+        import resource, signal
+        from graph_samples import graph, quiet
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+        try:
+            quiet({str(path)!r}, range(1000), lambda n: graph(n % 99), commit_every=16)
+        except OSError as error:
+            print(error.errno, error)
+    """
+    done = run_python(code)
+    assert done.stdout.startswith(f"{errno.EFBIG} "), done.stderr
+    report = quiet(path, range(1000), lambda n: graph(n % 99))
+    assert report.made + report.reused == 1000
+    assert report.reused >= limit // 4000 // 16 * 16
+    assert_same(read(path), [graph(n % 99) for n in range(1000)])
 
 
 def test_a_second_builder_is_refused(path):
