@@ -503,3 +503,33 @@ def test_different_keys_have_different_bytes():
 
 def test_keys_are_the_same_in_every_process():
     assert key_maker(str, ("v", 1))(0, "a").hex() == "11c1c3086773d69e6ed00064814aeb55"
+
+
+# ---- PyG's graphs --------------------------------------------------------------------
+
+
+def test_pygs_graphs_are_stored_with_what_their_class_says(path):
+    torch = pytest.importorskip("torch")
+    pyg = pytest.importorskip("torch_geometric.data")
+
+    class Pair(pyg.Data):
+        def __inc__(self, key, value, *args, **kwargs):
+            return self.x_s.size(0) if key == "edge_index_s" else 0
+
+    pairs = [
+        Pair(
+            x_s=torch.rand(n, 2),
+            edge_index_s=torch.randint(n - 1, (2, 5)),
+            hint_index=torch.tensor([-1]),
+            num_nodes=n,
+        )
+        for n in range(2, 14)
+    ]
+    quiet(path, pairs)
+    assert_same(read(path), [pair.to_dict() for pair in pairs])
+    cache = _core.GraphCache(str(path))
+    schema = Schema.decode(cache.schema)
+    (added,) = schema.fields[schema.field_of("edge_index_s")].add
+    assert schema.counts[added].role == "increment"
+    assert cache.counts(added).tolist() == list(range(2, 14))
+    assert schema.fields[schema.field_of("hint_index")].cat_dim == 0
