@@ -1,5 +1,6 @@
 """Building caches of graphs in several processes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -103,6 +104,21 @@ def test_a_worker_that_is_killed_is_an_error_and_loses_little(path):
     report = quiet(path, range(300), graph)
     assert report.reused >= 8 and report.made + report.reused == 300
     assert numbers(path) == list(range(300))
+
+
+def test_inputs_that_do_not_pickle_are_named(path):
+    inputs = [lambda n=n: n for n in range(20)]
+    with pytest.raises(TypeError, match=r"inputs \d+ .. \d+ must pickle to be sent"):
+        quiet(path, inputs, lambda number: graph(number()), workers=2)
+    quiet(path, inputs, lambda number: graph(number()))
+    assert numbers(path) == list(range(20))
+
+
+def test_a_make_that_does_not_pickle_is_named_if_it_must(path, monkeypatch):
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: spawn)
+    with pytest.raises(TypeError, match=r'make must pickle for workers .* "spawn"'):
+        quiet(path, range(20), lambda n: graph(n), workers=2)
 
 
 def test_workers_end_when_their_parent_is_killed(path):

@@ -69,9 +69,13 @@ class Job:
             writer = _FreshWriter(self.path, on_schema=on_schema, **options)
         try:
             yield writer
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError, *REFUSED):
                 writer.close()
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(
+                    "What was made is kept; the next build goes on from there."
+                )
             raise
         writer.close()
 
