@@ -10,13 +10,12 @@ import torch
 pytest.importorskip("torch_geometric", reason="an adapter's test")
 
 from torch.utils.data import DistributedSampler, Subset, WeightedRandomSampler
-from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader import DynamicBatchSampler, ImbalancedSampler
 
 import trainfast
 from tests.pyg_graphs import assert_same_graph, heterogeneous, homogeneous
-from trainfast.torch import graph_device, pyg_loader
+from trainfast.torch import graph_device, pyg_collate, pyg_loader
 from trainfast.torch.pyg import DataLoader, cached
 
 ATTRS = [("y", "int", None, ()), ("c", "str", None, ()), ("pos", "nodes", None, (3,))]
@@ -335,11 +334,16 @@ def test_wrong_options_are_refused_as_in_torch(dataset):
         DataLoader(dataset, prefetch_factor=2)
 
 
-def test_patch_and_loader_go_together(dataset, graphs):
-    want = Batch.from_data_list(graphs[:4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pygs_loader_is_native_with_the_patch(dataset, graphs, workers, monkeypatch):
+    options = {"follow_batch": ["x"], "exclude_keys": ["pos"]}
+    want = [batch for batch in TheirLoader(graphs, 4, **options)]
     with trainfast.patched("pyg"):
-        assert_same_graph(next(iter(DataLoader(dataset, 4))), want)
-        assert_same_graph(next(iter(TheirLoader(dataset, 4))), want)
+        monkeypatch.setattr(pyg_collate, "_Job", None)  # not collated from graphs
+        loader = TheirLoader(dataset, 4, num_workers=workers, **options)
+        for got, other in zip(loader, want, strict=True):
+            assert_same_graph(got, other)
+    assert trainfast.stats().fallbacks == {}
 
 
 # ---- Frameworks ----------------------------------------------------------------------

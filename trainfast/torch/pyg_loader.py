@@ -13,7 +13,7 @@ from torch_geometric.loader.dataloader import Collater as TheirCollater
 from trainfast._core import GraphPrefetch, graph_collate
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.graph_device import mover
-from trainfast.torch.pyg_dataset import Batcher, Picked, places_in
+from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
 
 __all__ = ["DataLoader"]
 
@@ -29,14 +29,9 @@ class _Collater(TheirCollater):
 
     def __call__(self, batch: Any) -> Any:
         if type(batch) is Picked:
-            dataset = batch.dataset
-            batcher = dataset.batcher(self.follow_batch, self.exclude_keys)
-            if batcher.reason is None and len(batch):
-                own = dataset._indices
-                places = (
-                    batch.indices if own is None else [own[i] for i in batch.indices]
-                )
-                return batcher(_in_range(places, len(dataset.cache)))
+            made = batch.batch(self.follow_batch, self.exclude_keys)
+            if made is not None:
+                return made
         return super().__call__(batch)
 
 
@@ -102,7 +97,9 @@ class DataLoader(TheirLoader):
             name = type(self.dataset).__name__
             changed = getattr(self.dataset, "transform", None) is not None
             raise _UnsuitableError("a transform" if changed else f"dataset: {name}")
-        batcher = dataset.batcher(collate.follow_batch, collate.exclude_keys)
+        batcher = dataset.batcher(
+            collate.follow_batch or (), collate.exclude_keys or ()
+        )
         if batcher.reason is not None:
             raise _UnsuitableError(batcher.reason)
         return batcher, places
@@ -170,21 +167,8 @@ class _Iteration(Iterator[Any]):
         """A sampler's batch as places in the cache."""
         places = self._places
         if places is None:
-            return _in_range(batch, self._n)
+            return in_range(batch, self._n)
         array = np.asarray(batch)
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise IndexError(f"a batch must be a list of indices, got {batch!r}")
         return places[array]
-
-
-def _in_range(batch: Any, n: int) -> Any:
-    """Indices into n graphs as the core takes them; IndexError for those beyond."""
-    if type(batch) is not list or {*map(type, batch)} != {int}:
-        array = np.asarray(batch)
-        if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
-            raise IndexError(f"a batch must be a list of indices, got {batch!r}")
-        batch = array.tolist()
-    low, high = min(batch), max(batch)
-    if low < -n or high >= n:
-        raise IndexError(f"index must be in {-n} .. {n - 1}, got {low} .. {high}")
-    return [i + n if i < 0 else i for i in batch] if low < 0 else batch
