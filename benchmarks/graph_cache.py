@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,14 @@ Arrays = Mapping[str, np.ndarray]
 
 class Unavailable(Exception):
     """A contender needs what is not here."""
+
+
+def needs(module: str) -> Any:
+    """Import a module or raise Unavailable."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise Unavailable(f"{module.partition('.')[0]} is not installed") from None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from benchmarks.graph_cache import (
     Unavailable,
     Workload,
     collated,
+    needs,
 )
 
 
@@ -66,6 +67,8 @@ def write(graphs: Iterable[Arrays], path: Path, durable: bool) -> None:
 
 def loader(path: Path, **options: Any) -> Any:
     """Return a Loader over a cache, in shuffled order where none is given."""
+    if options["output"] == "pyg":
+        needs("torch_geometric")
     verify = options.pop("verify", "once")
     if "batch_sampler" not in options:
         options |= {"batch_size": BATCH, "shuffle": True}

@@ -3,7 +3,6 @@ Unavailable when it is asked for."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.graph_cache import BATCH, Arrays, Unavailable, Workload
+from benchmarks.graph_cache import BATCH, Arrays, Workload, needs
 
 COMMIT_EVERY = 256
 MAP_BYTES = 8 << 30  # of address space
-
-
-def needs(module: str) -> Any:
-    """Import a module or raise Unavailable."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise Unavailable(f"{module.partition('.')[0]} is not installed") from None
 
 
 def tensors(graph: Arrays) -> dict[str, torch.Tensor]:

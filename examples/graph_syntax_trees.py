@@ -20,6 +20,7 @@ import importlib.util
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,6 +184,7 @@ def build_cache(graphs: Graphs) -> str:
         key=lambda function: function.source,
         transform_id=syntax_graphs.VERSION,
         workers=graphs.workers,
+        progress=sys.stderr.isatty(),
     )
     cache = trainfast.graph_cache.open(graphs.cache)
     return (

@@ -31,6 +31,7 @@ from benchmarks.graph_cache import (  # noqa: E402
     disk_bytes,
     narrowed,
     nbytes,
+    needs,
 )
 from benchmarks.graph_cache_cases import Bench, Entry  # noqa: E402
 from benchmarks.harness import Budget, Case, Contender  # noqa: E402
@@ -162,7 +163,7 @@ def test_written_graphs_come_back(tmp_path, work):
 
 def test_what_is_not_installed_is_unavailable(bench, capsys):
     with pytest.raises(Unavailable, match="no_such_module is not installed"):
-        graph_cache_rivals.needs("no_such_module.inner")
+        needs("no_such_module.inner")
 
     def missing():
         raise Unavailable("it is missing")

@@ -217,11 +217,12 @@ def test_writers_options_are_checked(path, options, message):
         Writer(path, **options)
 
 
-def test_a_rule_for_an_unknown_key_is_an_error(path):
-    writer = Writer(path, rules={"y1": Rule()})
+def test_a_rule_for_an_unknown_key_is_a_warning(path):
+    writer = Writer(path, rules={"y1": Rule(), "y": Rule()})
     writer.append(graph(1))
-    with pytest.raises(ValueError, match="rules must be for keys of the graphs"):
+    with pytest.warns(UserWarning, match="the first graphs do not have: 'y1'$"):
         writer.close()
+    assert_same(read(path), [graph(1)])
 
 
 def test_two_writers_share_a_cache(path):

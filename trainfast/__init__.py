@@ -1,7 +1,8 @@
 """Fast kernels for existing training scripts: fused AdamW and attention.
 
 Importing trainfast loads neither torch nor CUDA and patches nothing. The adapters for
-torch are in `trainfast.torch`, loaded when first asked for.
+torch are in `trainfast.torch`, the cache of graphs in `trainfast.graph_cache`, both
+loaded when first asked for.
 """
 
 from importlib import import_module
@@ -25,6 +26,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "backends",
+    "graph_cache",
     "patch",
     "patched",
     "reset_stats",
@@ -48,10 +50,10 @@ def backends() -> list[dict[str, object]]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "torch":
-        return import_module("trainfast.torch")
+    if name in ("graph_cache", "torch"):
+        return import_module(f"trainfast.{name}")
     raise AttributeError(f"module 'trainfast' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "torch"])
+    return sorted({*globals(), "graph_cache", "torch"})

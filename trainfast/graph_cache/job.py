@@ -1,6 +1,6 @@
 """What a build does for each input, in whichever process."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class Job:
 
     path: str
     make: Callable[[Any], Any] | None
-    rules: dict[Hashable, Rule]
+    rules: Mapping[Hashable, Rule]
     commit_every: int
     commit_seconds: float
 

@@ -1,5 +1,6 @@
 """Appends graphs to a cache from a loop of one's own."""
 
+import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from os import PathLike, fspath
@@ -57,7 +58,7 @@ class Writer:
         if not commit_seconds > 0:
             raise ValueError(f"commit_seconds must be positive, got {commit_seconds}")
         self._path = fspath(path)
-        self._rules = dict(rules or {})
+        self._rules = {} if rules is None else rules
         self._durable = durable
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
@@ -204,19 +205,28 @@ class Writer:
             raise _numbered(other, self.appended) from other
 
     def _wait(self, graph: Mapping[Any, Any], key: bytes | None) -> None:
-        graphs = [graph for graph, _ in self._waiting] + [graph]
-        known = {name for graph in graphs for name in graph}
-        rules = {name: rule for name, rule in self._rules.items() if name in known}
-        check_indices(infer(graphs, rules), graph, given_counts(graph))
+        graphs = [*(graph for graph, _ in self._waiting), graph]
+        schema = infer(graphs, self._rules_of(graphs))
+        check_indices(schema, graph, given_counts(graph))
         self._waiting.append((_copy(graph), key))
         if len(self._waiting) >= self._samples:
             self._take_waiting()
+
+    def _rules_of(self, graphs: list[Mapping[Any, Any]]) -> dict[Hashable, Rule]:
+        known = {key for graph in graphs for key in graph}
+        return {key: rule for key, rule in self._rules.items() if key in known}
 
     def _take_waiting(self) -> None:
         """Makes the schema of the graphs that waited for it, and appends them."""
         if not self._waiting:
             return
-        self._open(infer([graph for graph, _ in self._waiting], self._rules))
+        graphs = [graph for graph, _ in self._waiting]
+        rules = self._rules_of(graphs)
+        if len(rules) < len(self._rules):
+            unknown = ", ".join(repr(key) for key in self._rules if key not in rules)
+            message = f"rules for keys that the first graphs do not have: {unknown}"
+            warnings.warn(message, stacklevel=3)
+        self._open(infer(graphs, rules))
         waiting, self._waiting = self._waiting, []
         failed = None
         for i, (graph, key) in enumerate(waiting):
