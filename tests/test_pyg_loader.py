@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("torch_geometric", reason="an adapter's test")
 
 from torch.utils.data import DistributedSampler, Subset, WeightedRandomSampler
-from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader import DynamicBatchSampler, ImbalancedSampler
 
 import trainfast
 from tests.pyg_graphs import assert_same_graph, heterogeneous, homogeneous
+from trainfast.torch import graph_device, pyg_collate, pyg_loader
 from trainfast.torch.pyg import DataLoader, cached
 
 ATTRS = [("y", "int", None, ()), ("c", "str", None, ()), ("pos", "nodes", None, (3,))]
@@ -310,6 +310,23 @@ def test_options_without_meaning_are_taken(dataset, graphs):
     check(DataLoader(dataset, 4, num_workers=2, **options), TheirLoader(graphs, 4))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_batches_are_pygs(dataset, graphs, workers, monkeypatch):
+    """With a stand-in for a machine's pinned memory."""
+    moved = []
+
+    def move(core):
+        moved.append(core)
+        return graph_device.MovedBatch(core, core.arena.clone())
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(pyg_loader, "mover", lambda *_, pin_memory: move)
+    options = {"follow_batch": ["c", "pos"]}
+    ours = DataLoader(dataset, 4, pin_memory=True, num_workers=workers, **options)
+    check(ours, TheirLoader(graphs, 4, **options))
+    assert len(moved) == 12
+
+
 def test_wrong_options_are_refused_as_in_torch(dataset):
     with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
         DataLoader(dataset, 4, batch_sampler=[[1]])
@@ -317,11 +334,16 @@ def test_wrong_options_are_refused_as_in_torch(dataset):
         DataLoader(dataset, prefetch_factor=2)
 
 
-def test_patch_and_loader_go_together(dataset, graphs):
-    want = Batch.from_data_list(graphs[:4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pygs_loader_is_native_with_the_patch(dataset, graphs, workers, monkeypatch):
+    options = {"follow_batch": ["x"], "exclude_keys": ["pos"]}
+    want = [batch for batch in TheirLoader(graphs, 4, **options)]
     with trainfast.patched("pyg"):
-        assert_same_graph(next(iter(DataLoader(dataset, 4))), want)
-        assert_same_graph(next(iter(TheirLoader(dataset, 4))), want)
+        monkeypatch.setattr(pyg_collate, "_Job", None)  # not collated from graphs
+        loader = TheirLoader(dataset, 4, num_workers=workers, **options)
+        for got, other in zip(loader, want, strict=True):
+            assert_same_graph(got, other)
+    assert trainfast.stats().fallbacks == {}
 
 
 # ---- Frameworks ----------------------------------------------------------------------

@@ -10,9 +10,10 @@ import torch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader.dataloader import Collater as TheirCollater
 
-from trainfast._core import GraphPrefetch
+from trainfast._core import GraphPrefetch, graph_collate
 from trainfast.stats import count_call, count_fallback
-from trainfast.torch.pyg_dataset import Batcher, Picked, places_in
+from trainfast.torch.graph_device import mover
+from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
 
 __all__ = ["DataLoader"]
 
@@ -28,14 +29,9 @@ class _Collater(TheirCollater):
 
     def __call__(self, batch: Any) -> Any:
         if type(batch) is Picked:
-            dataset = batch.dataset
-            batcher = dataset.batcher(self.follow_batch, self.exclude_keys)
-            if batcher.reason is None and len(batch):
-                own = dataset._indices
-                places = (
-                    batch.indices if own is None else [own[i] for i in batch.indices]
-                )
-                return batcher(_in_range(places, len(dataset.cache)))
+            made = batch.batch(self.follow_batch, self.exclude_keys)
+            if made is not None:
+                return made
         return super().__call__(batch)
 
 
@@ -51,7 +47,7 @@ class DataLoader(TheirLoader):
     default, four threads at most), not processes: nothing is copied, pickled or put
     into shared memory, and `worker_init_fn`, `multiprocessing_context`, `timeout` and
     `persistent_workers` have nothing to do. 0: batches are made when asked for, which
-    is as fast unless graphs are large.
+    is as fast unless graphs are large. `pin_memory`: in one piece.
 
     What cannot be done natively is done by PyG's loader, and trainfast.stats() counts
     why: another dataset, a transform, `batch_size=None`, attributes that only some
@@ -101,7 +97,9 @@ class DataLoader(TheirLoader):
             name = type(self.dataset).__name__
             changed = getattr(self.dataset, "transform", None) is not None
             raise _UnsuitableError("a transform" if changed else f"dataset: {name}")
-        batcher = dataset.batcher(collate.follow_batch, collate.exclude_keys)
+        batcher = dataset.batcher(
+            collate.follow_batch or (), collate.exclude_keys or ()
+        )
         if batcher.reason is not None:
             raise _UnsuitableError(batcher.reason)
         return batcher, places
@@ -122,7 +120,9 @@ class _Iteration(Iterator[Any]):
         self._source = iter(loader.batch_sampler)
         # Torch's loaders draw a seed here, before the sampler draws its own.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        self._pin = loader.pin_memory and torch.accelerator.is_available()
+        self._move = None
+        if loader.pin_memory and torch.accelerator.is_available():
+            self._move = mover(None, pin_memory=True)
         self._prefetch: GraphPrefetch | None = None
         self._ends: deque[Exception | None] = deque()  # of submitted batches
         threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
@@ -133,10 +133,13 @@ class _Iteration(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._prefetch is None:
-            batch = self._batcher(self._indices(next(self._source)))
+            indices = self._indices(next(self._source))
+            core = graph_collate(self._batcher.selection, indices)
         else:
-            batch = self._take(self._prefetch)
-        return batch.pin_memory() if self._pin else batch
+            core = self._take(self._prefetch)
+        if self._move is not None:
+            core = self._move(core)
+        return self._batcher.assemble(core)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -158,27 +161,14 @@ class _Iteration(Iterator[Any]):
         core = prefetch.next()
         self._ends.popleft()
         self._submit(prefetch)
-        return self._batcher.assemble(core)
+        return core
 
     def _indices(self, batch: Sequence[int]) -> Any:
         """A sampler's batch as places in the cache."""
         places = self._places
         if places is None:
-            return _in_range(batch, self._n)
+            return in_range(batch, self._n)
         array = np.asarray(batch)
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise IndexError(f"a batch must be a list of indices, got {batch!r}")
         return places[array]
-
-
-def _in_range(batch: Any, n: int) -> Any:
-    """Indices into n graphs as the core takes them; IndexError for those beyond."""
-    if type(batch) is not list or {*map(type, batch)} != {int}:
-        array = np.asarray(batch)
-        if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
-            raise IndexError(f"a batch must be a list of indices, got {batch!r}")
-        batch = array.tolist()
-    low, high = min(batch), max(batch)
-    if low < -n or high >= n:
-        raise IndexError(f"index must be in {-n} .. {n - 1}, got {low} .. {high}")
-    return [i + n if i < 0 else i for i in batch] if low < 0 else batch
