@@ -1,31 +1,16 @@
-"""Building caches of graphs: writers of one's own, and build with all its promises."""
+"""Building caches of graphs: writers of one's own, and `build` in this process."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from graph_samples import assert_same, graph, numbers, quiet, read, run_python, segments
 
 from trainfast import _core
 from trainfast.graph_cache import BuildError, Counted, Rule, Schema, Writer, build
 from trainfast.graph_cache.keys import key_maker, stable
 
 MADE = []  # the inputs that make() was called with, in this process
-
-
-def graph(n, seed=0):
-    """A graph with n nodes and 2 n edges."""
-    rng = np.random.default_rng([n, seed])
-    return {
-        "x": rng.normal(size=(n, 3)).astype(np.float32),
-        "edge_index": rng.integers(0, max(n, 1), size=(2, 2 * n)),
-        "y": np.array([n], np.float32),
-    }
 
 
 def make(n):
@@ -41,38 +26,6 @@ def _nothing_made():
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "cache"
-
-
-def read(path, **options):
-    """All graphs in the cache as dicts."""
-    cache = _core.GraphCache(str(path), **options)
-    assert cache.verify(0, len(cache), True) == []
-    if cache.schema is None:
-        return []
-    keys = Schema.decode(cache.schema).keys
-    graphs = [dict(zip(keys, cache.get(i))) for i in range(len(cache))]
-    return [{k: v for k, v in g.items() if v is not None} for g in graphs]
-
-
-def assert_same(found, wanted):
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert np.asarray(one[key]).dtype == np.asarray(other[key]).dtype, key
-            np.testing.assert_array_equal(one[key], other[key])
-
-
-def numbers(path):
-    return [int(g["y"][0]) for g in read(path)]
-
-
-def quiet(path, inputs, *args, **options):
-    return build(path, inputs, *args, progress=False, **options)
-
-
-def segments(path):
-    return sorted(file.name for file in Path(path).glob("segment-*"))
 
 
 # ---- Writer --------------------------------------------------------------------------
@@ -95,8 +48,9 @@ def test_a_writer_goes_on_in_a_cache_with_its_schema(path):
             for n in range(first, first + 3):
                 writer.append(graph(n))
     assert numbers(path) == [1, 2, 3, 4, 5, 6]
+    schema = Schema.decode(_core.GraphCache(str(path)).schema)
     with Writer(path) as writer:
-        assert Schema.decode(_core.GraphCache(str(path)).schema) == writer.schema
+        assert writer.schema == schema
 
 
 def test_a_graph_whose_sizes_do_not_fit_begins_a_segment(path):
@@ -175,7 +129,7 @@ def test_objects_with_to_dict_are_graphs(path):
             "graph 9: .*edge_index.*-1",
         ),
         ({"new": 1}, ValueError, "graph 9: .*new"),
-        ({"y": [1.0]}, TypeError, "graph 9: .*list"),
+        ({"y": [1.0]}, TypeError, "graph 9: .*y.* must be an array"),
     ],
 )
 def test_a_graph_that_cannot_be_cached_is_refused_alone(path, bad, error, message):
@@ -200,7 +154,7 @@ def test_a_graph_that_cannot_be_cached_is_refused_alone(path, bad, error, messag
 def test_a_graph_is_refused_before_there_is_a_schema(path, bad, error):
     with Writer(path) as writer:
         writer.append(graph(3))
-        with pytest.raises(error, match=r"graph 1: "):
+        with pytest.raises(error, match=r"graph 1\b"):
             writer.append(graph(3) | bad)
     assert_same(read(path), [graph(3)])
 
@@ -263,11 +217,12 @@ def test_writers_options_are_checked(path, options, message):
         Writer(path, **options)
 
 
-def test_a_rule_for_an_unknown_key_is_an_error(path):
-    writer = Writer(path, rules={"y1": Rule()})
+def test_a_rule_for_an_unknown_key_is_a_warning(path):
+    writer = Writer(path, rules={"y1": Rule(), "y": Rule()})
     writer.append(graph(1))
-    with pytest.raises(ValueError, match="rules must be for keys of the graphs"):
+    with pytest.warns(UserWarning, match="the first graphs do not have: 'y1'$"):
         writer.close()
+    assert_same(read(path), [graph(1)])
 
 
 def test_two_writers_share_a_cache(path):
@@ -283,7 +238,7 @@ def test_two_writers_share_a_cache(path):
 @pytest.mark.parametrize("n", [0, 1, 8, 30])
 def test_build_makes_what_is_missing_in_order(path, n):
     report = quiet(path, range(1, n + 1), make)
-    assert MADE == list(range(1, n + 1))
+    assert [*range(1, n + 1)] == MADE
     assert (report.graphs, report.made, report.reused, report.dropped) == (n, n, 0, 0)
     assert (
         report.bytes == sum(file.stat().st_size for file in path.glob("segment-*"))
@@ -413,13 +368,17 @@ def test_ctrl_c_keeps_what_was_made(path):
 
 def test_a_graph_that_cannot_be_cached_names_its_input(path):
     with pytest.raises(ValueError, match=r"input 11: .*x"):
-        quiet(path, range(1, 20), lambda n: graph(n) | {"x": np.zeros(n * (n == 12))})
+        quiet(
+            path,
+            range(1, 20),
+            lambda n: graph(n) | ({"x": np.zeros(3)} if n == 12 else {}),
+        )
 
 
 def test_a_killed_build_goes_on_where_it_was(path):
     code = f"""
         import os, signal
-        from tests.test_graph_build import graph
+        from graph_samples import graph
         from trainfast.graph_cache import build
         def make(n):
             if n == 600:
@@ -434,18 +393,9 @@ def test_a_killed_build_goes_on_where_it_was(path):
     assert_same(read(path), [graph(n % 50) for n in range(700)])
 
 
-def run_python(code, **options):
-    root = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=root, **options
-    )
-
-
 def test_a_second_builder_is_refused(path):
     def make_and_build(n):
-        with pytest.raises(BlockingIOError, match="another build of .* is running"):
+        with pytest.raises(BlockingIOError, match=r"another build of .* is running"):
             quiet(path, range(3), make)
         return graph(n)
 
@@ -472,9 +422,9 @@ def test_a_path_of_something_else_is_refused(tmp_path, what):
 def test_build_checks_its_arguments(path):
     with pytest.raises(ValueError, match="workers must be at least 0, got -1"):
         quiet(path, [], workers=-1)
-    with pytest.raises(TypeError, match="the key of input 1 must be str, .* got list"):
+    with pytest.raises(TypeError, match=r"the key of input 1 must be str, .* got list"):
         quiet(path, [0, 1], make, key=lambda n: [n] if n else 0)
-    with pytest.raises(TypeError, match="transform_id must be str, .* got float"):
+    with pytest.raises(TypeError, match=r"transform_id must be str, .* got float"):
         quiet(path, [0], make, transform_id=1.5)
 
 
@@ -484,128 +434,6 @@ def test_progress_is_shown_only_if_asked_for(path, capsys):
     assert "5/5" in shown.err and shown.out == ""
     quiet(path, range(5), make)
     assert capsys.readouterr() == ("", "")
-
-
-# ---- Workers -------------------------------------------------------------------------
-
-
-def make_with_process(n):
-    return graph(n) | {"process": os.getpid()}
-
-
-@pytest.mark.parametrize("n", [0, 5, 9, 200])
-def test_workers_make_the_same_cache(path, n):
-    report = quiet(path, range(n), make_with_process, workers=2)
-    assert (report.graphs, report.made) == (n, n)
-    found = read(path)
-    processes = {one.pop("process") for one in found}
-    assert_same(found, [graph(i) for i in range(n)])
-    assert len(processes) <= 3 and (n < 200 or processes - {os.getpid()})
-
-
-def test_workers_start_by_spawn_too(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import multiprocessing
-        from tests.test_graph_build import make_with_process
-        from trainfast.graph_cache import build
-        if __name__ == "__main__":
-            multiprocessing.set_start_method("spawn")
-            path = {str(tmp_path / "cache")!r}
-            print(build(path, range(60), make_with_process, workers=2, progress=False).made)
-        """)
-    )
-    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert (done.stdout, done.returncode) == ("60\n", 0), done.stderr + code
-    assert numbers(tmp_path / "cache") == list(range(60))
-
-
-def test_graphs_in_workers_may_widen_the_schema(path):
-    def widens(n):
-        return graph(n) | {"extra": np.zeros(2 + n // 30)}
-
-    quiet(path, range(100), widens, workers=2)
-    assert_same(read(path), [widens(n) for n in range(100)])
-
-
-@pytest.mark.parametrize("at", [3, 150])
-def test_an_exception_in_a_worker_names_the_input(path, at):
-    def fails(n):
-        if n == at:
-            raise KeyError("lost")
-        return graph(n)
-
-    with pytest.raises(BuildError, match=f"failed on input {at}: KeyError") as caught:
-        quiet(path, range(200), fails, workers=2)
-    assert caught.value.place == at
-    assert isinstance(caught.value.__cause__, KeyError)
-    report = quiet(path, range(200), make, workers=2)
-    assert report.reused >= min(at, 100) // 2
-    assert numbers(path) == list(range(200))
-
-
-def test_a_worker_that_is_killed_is_an_error_and_loses_little(path):
-    parent = os.getpid()
-
-    def dies(n):
-        if n == 100 and os.getpid() != parent:
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return graph(n)
-
-    with pytest.raises(
-        BuildError, match=r"a worker was killed by signal 9 while making"
-    ):
-        quiet(path, range(300), dies, workers=2, commit_every=4)
-    report = quiet(path, range(300), make)
-    assert report.reused >= 8 and report.made + report.reused == 300
-    assert numbers(path) == list(range(300))
-
-
-def test_a_graph_that_cannot_be_cached_names_its_input_from_a_worker(path):
-    with pytest.raises(ValueError, match=r"input 50: .*x"):
-        quiet(
-            *(path, range(100)),
-            lambda n: graph(n) | ({"x": np.zeros(3)} if n == 50 else {}),
-            workers=2,
-        )
-
-
-def test_ctrl_c_ends_the_workers_and_keeps_what_they_made(path):
-    code = f"""
-        import time
-        from tests.test_graph_build import graph
-        from trainfast.graph_cache import build
-        def make(n):
-            if n == 40:
-                print("ready", flush=True)
-            time.sleep(0.002)
-            return graph(n % 50)
-        build({str(path)!r}, range(100000), make, workers=2, progress=False)
-    """
-    root = Path(__file__).resolve().parent.parent
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        start_new_session=True,
-    )
-    assert child.stdout.readline() == "ready\n"
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to all of them
-    error = child.communicate(timeout=60)[1]
-    assert error.rstrip().endswith("KeyboardInterrupt")
-    assert len(read(path, partial=True)) >= 30
-    assert not list(path.glob("open-*"))
 
 
 # ---- Keys ----------------------------------------------------------------------------
@@ -628,4 +456,4 @@ def test_different_keys_have_different_bytes():
 
 
 def test_keys_are_the_same_in_every_process():
-    assert key_maker(str, ("v", 1))(0, "a").hex() == "2d6c"
+    assert key_maker(str, ("v", 1))(0, "a").hex() == "11c1c3086773d69e6ed00064814aeb55"

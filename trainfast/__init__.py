@@ -1,8 +1,8 @@
-"""Fast kernels for existing training scripts: fused AdamW, attention, graph caches.
+"""Fast kernels for existing training scripts: fused AdamW and attention.
 
 Importing trainfast loads neither torch nor CUDA and patches nothing. The adapters for
-torch are in `trainfast.torch`, loaded when first asked for, as is
-`trainfast.graph_cache`.
+torch are in `trainfast.torch`, the cache of graphs in `trainfast.graph_cache`, both
+loaded when first asked for.
 """
 
 from importlib import import_module
@@ -35,7 +35,6 @@ __all__ = [
     "unpatch",
     "use_backend",
 ]
-_LAZY = ("graph_cache", "torch")
 
 
 def backends() -> list[dict[str, object]]:
@@ -51,10 +50,10 @@ def backends() -> list[dict[str, object]]:
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
+    if name in ("graph_cache", "torch"):
         return import_module(f"trainfast.{name}")
     raise AttributeError(f"module 'trainfast' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), "graph_cache", "torch"})

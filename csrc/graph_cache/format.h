@@ -15,13 +15,16 @@
  * reader refuses anything else.
  *
  * Segment
- *   graph_header, the schema (graph_schema_header and what follows it), aligned to 64.
+ *   graph_header, the schema (graph_schema_header and what follows it), zeros to a
+ *   multiple of 4096.
  *   Frames, each aligned to 16 and a multiple of 16 bytes long:
  *     record   one graph: graph_record, counts[n_counts] u32, stored[n_fields] u8,
  *              aligned to 16; then the payload, zeros to a multiple of 16.
- *     commit   graph_commit. The records before it have been accepted: a record counts
- *              only if a valid commit frame follows it.
- *   When sealed: aligned to 64, the index: a column for each of
+ *     commit   graph_commit; then zeros to a multiple of 4096 from the file's
+ *              beginning, so that no later write touches its block of the disk. The
+ *              records before it have been accepted: a record counts only if a valid
+ *              commit frame follows it.
+ *   When sealed: the index: a column for each of
  *     offset u64     of the record's frame
  *     units u32      length of the frame, in 16 bytes
  *     counts[k] u32  for each k of the schema's counts
@@ -73,6 +76,7 @@ enum {
     GRAPH_MAJOR = 1, /* a reader refuses any other */
     GRAPH_MINOR = 0, /* a reader of 1.0 can read every 1.x */
     GRAPH_UNIT = 16,
+    GRAPH_BLOCK = 4096, /* what a power loss may destroy when a part of it is written */
     GRAPH_MAX_RANK = 8,
     GRAPH_MAX_FIELDS = 4096,
     GRAPH_MAX_COUNTS = 4096,

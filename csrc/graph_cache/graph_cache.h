@@ -82,10 +82,9 @@ tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *pa
  * shapes (a count that neither gives is an error). Values of count-adding integer
  * fields (edge indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
  * TFAST_EINVAL where a shape does not fit the schema; *misfit is then the field whose
- * size differs from what the schema fixes or shares, or that is missing and not
- * optional, so that the caller can go on with a more general schema, and -1 for every
- * other error. Nothing has changed then. Values that add an increment are not checked:
- * its meaning is the user's. */
+ * size differs from what the schema fixes or shares, so that the caller can go on with
+ * a more general schema, and -1 for every other error. Nothing has changed then.
+ * Values that add an increment are not checked: its meaning is the user's. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
@@ -270,9 +269,9 @@ typedef struct {
 /* Writes the graphs of the next batch of this rank (room for batch_size) and their
  * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is
  * to save, and the same on all ranks. Ranks get the same number of batches, every graph
- * is in exactly one batch of one rank (drop_last: but for the last incomplete ones), and
- * none is empty or beyond batch_size and the budgets. Where that cannot be (fewer graphs
- * than ranks; batches of one graph, whose number is no multiple of the ranks):
+ * is in exactly one batch of one rank (drop_last: but for the last incomplete ones),
+ * and none is empty or beyond batch_size and the budgets. Where that cannot be (fewer
+ * graphs than ranks; batches of one graph, whose number is no multiple of the ranks):
  * TFAST_EINVAL. */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);

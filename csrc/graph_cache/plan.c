@@ -114,8 +114,8 @@ multiply(int64_t *product, int64_t factor)
            *product <= INT64_MAX / 2;
 }
 
-/* Whether the graphs' frames are long enough to hold the field: a smaller number of
- * bytes than this is damage that would make the arena larger than the file justifies. */
+/* Whether the graphs' frames are long enough to hold the field. Where they are not, the
+ * index is damaged, and the arena would be larger than the file justifies. */
 static bool
 frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_bytes)
 {

@@ -217,7 +217,8 @@ close_window(graph_window *window)
 static int64_t
 first_frame(const graph_salvage *to)
 {
-    return (int64_t)graph_align(sizeof(graph_header) + to->schema->n_bytes, 64);
+    return (int64_t)graph_align(sizeof(graph_header) + to->schema->n_bytes,
+                                GRAPH_BLOCK);
 }
 
 tfast_status

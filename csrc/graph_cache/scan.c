@@ -81,16 +81,24 @@ commit_at(graph_window *window, int64_t at, graph_frame_kind *kind,
           const uint8_t **frame, int64_t *bytes)
 {
     graph_commit commit;
-    tfast_status status = graph_window_get(window, at, sizeof commit, frame);
+    int64_t all = graph_commit_bytes(at), left = window->bytes - at;
+    tfast_status status;
 
-    if (status == TFAST_OK && *frame != NULL) {
-        memcpy(&commit, *frame, sizeof commit);
-        if (commit.crc == graph_commit_crc(window->seed, &commit)) {
-            *kind = GRAPH_COMMIT_FRAME;
-            *bytes = sizeof commit;
-        }
+    if (window->lenient && all > left) {
+        all = left;
     }
-    return status;
+    status = graph_window_get(window, at, all, frame);
+    if (status != TFAST_OK || *frame == NULL || all < (int64_t)sizeof commit) {
+        return status;
+    }
+    memcpy(&commit, *frame, sizeof commit);
+    if (commit.crc == graph_commit_crc(window->seed, &commit) &&
+        (window->lenient ||
+         graph_all_zero(*frame + sizeof commit, all - (int64_t)sizeof commit))) {
+        *kind = GRAPH_COMMIT_FRAME;
+        *bytes = all;
+    }
+    return TFAST_OK;
 }
 
 static tfast_status
@@ -234,7 +242,7 @@ take_commit(walk *w, const uint8_t *frame)
     w->committed = r->index.records;
     w->group_crc = 0;
     r->last_commit = w->at;
-    r->end = w->at + (int64_t)sizeof commit;
+    r->end = w->at + graph_commit_bytes(w->at);
     return true;
 }
 

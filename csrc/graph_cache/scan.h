@@ -13,7 +13,9 @@ typedef struct {
     uint32_t seed; /* crc of the segment's uuid */
     uint8_t *data;
     int64_t room, at, filled; /* data[filled] are the file's bytes from `at` on */
-    bool lenient;             /* what the disk cannot read is zeros, not an error */
+    /* What the disk cannot read is zeros, not an error, and the zeros of a commit frame
+     * may be broken. */
+    bool lenient;
 } graph_window;
 
 /* *piece: `bytes` of the file from `at` on, until the next call; NULL past its end. */
@@ -28,8 +30,8 @@ typedef enum {
 } graph_frame_kind;
 
 /* What lies at `at`. A frame counts only with right checksums; *frame is in the window.
- * With `whole` false a record's payload is not looked at, nor its end. schema NULL: only
- * commit frames are looked for. */
+ * With `whole` false a record's payload is not looked at, nor its end. schema NULL:
+ * only commit frames are looked for. */
 tfast_status graph_frame_at(graph_window *window, const tfast_graph_schema *schema,
                             int64_t at, bool whole, graph_frame_kind *kind,
                             const uint8_t **frame, int64_t *bytes);

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALIGN = 64 };
-
 static void
 write_columns(uint8_t *out, const graph_index *index)
 {
@@ -29,11 +27,10 @@ tfast_status
 graph_seal(int file, const char *path, const graph_index *index, int64_t end,
            int64_t last_commit, bool durable, graph_manifest_segment *entry)
 {
-    int64_t at = (int64_t)graph_align((uint64_t)end, ALIGN);
     int64_t bytes = graph_index_bytes(index->records, index->n_counts);
-    size_t all = (size_t)(at - end + bytes) + sizeof(graph_trailer);
+    size_t all = (size_t)bytes + sizeof(graph_trailer);
     graph_trailer trailer = {
-        .index_offset = (uint64_t)at,
+        .index_offset = (uint64_t)end,
         .index_bytes = (uint64_t)bytes,
         .records = (uint64_t)index->records,
         .last_commit = (uint64_t)last_commit,
@@ -47,8 +44,8 @@ graph_seal(int file, const char *path, const graph_index *index, int64_t end,
         return tfast_fail(TFAST_ENOMEM, "no memory for an index of %zu bytes", all);
     }
     memcpy(trailer.magic, GRAPH_TRAILER_MAGIC, sizeof trailer.magic);
-    write_columns(data + (at - end), index);
-    trailer.index_crc = graph_crc(data + (at - end), (size_t)bytes);
+    write_columns(data, index);
+    trailer.index_crc = graph_crc(data, (size_t)bytes);
     trailer.crc = graph_trailer_crc(&trailer);
     memcpy(data + all - sizeof trailer, &trailer, sizeof trailer);
     status = graph_write_all(file, path, data, all, end);

@@ -5,7 +5,7 @@
 #include "manifest.h"
 #include "scan.h"
 
-/* Writes index and trailer at `end`, where the last commit frame ends and the file too,
+/* Writes index and trailer at `end`, where the last commit frame and the file end,
  * and flushes. Fills *entry but for the uuid. */
 tfast_status graph_seal(int file, const char *path, const graph_index *index,
                         int64_t end, int64_t last_commit, bool durable,

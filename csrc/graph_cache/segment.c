@@ -7,7 +7,6 @@
 #include <string.h>
 
 enum {
-    ALIGN = 64,
     MAX_SCHEMA_BYTES =
         sizeof(graph_schema_header) + GRAPH_MAX_COUNTS * sizeof(graph_schema_count) +
         GRAPH_MAX_FIELDS * sizeof(graph_schema_field) +
@@ -51,11 +50,13 @@ graph_header_crc(const graph_header *header, const void *schema)
                           header->schema_bytes);
 }
 
-static bool
-zeros(const uint8_t *bytes, int64_t n)
+bool
+graph_all_zero(const void *bytes, int64_t n)
 {
+    const uint8_t *byte = bytes;
+
     for (int64_t i = 0; i < n; i++) {
-        if (bytes[i] != 0) {
+        if (byte[i] != 0) {
             return false;
         }
     }
@@ -79,7 +80,7 @@ check_header(const graph_header *header, const char *path)
     }
     if (header->schema_bytes > MAX_SCHEMA_BYTES ||
         header->schema_bytes % GRAPH_UNIT != 0 ||
-        !zeros((const uint8_t *)header->reserved, sizeof header->reserved)) {
+        !graph_all_zero(header->reserved, sizeof header->reserved)) {
         return graph_damage("%s must have a schema of at most %d bytes, got %u", path,
                             (int)MAX_SCHEMA_BYTES, header->schema_bytes);
     }
@@ -94,7 +95,7 @@ check_schema(const graph_header *header, const char *path, const uint8_t *data,
     if (graph_header_crc(header, data) != header->crc) {
         return graph_damage("%s must have a whole header, its checksum is wrong", path);
     }
-    if (!zeros(data + header->schema_bytes, bytes - header->schema_bytes)) {
+    if (!graph_all_zero(data + header->schema_bytes, bytes - header->schema_bytes)) {
         return graph_damage("%s must have zeros after its schema", path);
     }
     return tfast_graph_schema_parse(schema, data, header->schema_bytes);
@@ -120,7 +121,7 @@ graph_segment_header(int file, const char *path, int64_t file_bytes,
     if (status != TFAST_OK) {
         return status;
     }
-    *begin = (int64_t)graph_align(sizeof *header + header->schema_bytes, ALIGN);
+    *begin = (int64_t)graph_align(sizeof *header + header->schema_bytes, GRAPH_BLOCK);
     if (*begin > file_bytes) {
         return graph_damage("%s must have %lld bytes for its schema, got %lld", path,
                             (long long)*begin, (long long)file_bytes);
@@ -165,13 +166,13 @@ read_trailer(graph_segment *s)
     }
     if (memcmp(t->magic, GRAPH_TRAILER_MAGIC, sizeof t->magic) != 0 ||
         graph_trailer_crc(t) != t->crc ||
-        !zeros((const uint8_t *)t->reserved, sizeof t->reserved)) {
+        !graph_all_zero(t->reserved, sizeof t->reserved)) {
         return graph_damage("%s must be sealed, its trailer is missing or damaged",
                             s->path);
     }
     if (t->n_counts != (uint32_t)n_counts || t->index_offset > limit ||
         t->index_bytes > limit || t->index_offset < (uint64_t)s->begin ||
-        t->index_offset % ALIGN != 0 ||
+        t->index_offset % GRAPH_BLOCK != 0 || t->last_commit > limit ||
         t->index_offset + t->index_bytes + sizeof *t != limit ||
         t->records > t->index_bytes / (12 + 4 * (uint64_t)n_counts) ||
         (uint64_t)graph_index_bytes((int64_t)t->records, n_counts) != t->index_bytes) {
@@ -218,36 +219,37 @@ take_index(graph_segment *s, bool pread)
     return TFAST_OK;
 }
 
-/* Frames lie one after another, with nothing but room for commit frames between. */
+/* Frames lie one after another; between records is nothing, or room for one commit. */
 static tfast_status
 check_entries(const graph_segment *s)
 {
-    const uint64_t commit_bytes = sizeof(graph_commit);
-    uint64_t least = s->schema->record_bytes, limit = s->trailer.index_offset;
-    uint64_t last = s->trailer.last_commit, end = (uint64_t)s->begin;
+    int64_t least = (int64_t)s->schema->record_bytes, end = s->begin;
+    int64_t limit = (int64_t)s->trailer.index_offset;
+    int64_t last = (int64_t)s->trailer.last_commit;
 
-    if (last == 0 ? s->records != 0 || limit != end
-                  : last < end || last > limit ||
-                        graph_align(last + commit_bytes, ALIGN) != limit) {
-        return graph_damage("%s must end with a commit frame, got one at byte %llu",
-                            s->path, (unsigned long long)last);
+    if (s->records == 0
+            ? last != 0 || limit != end
+            : last < end || last > limit || last + graph_commit_bytes(last) != limit) {
+        return graph_damage("%s must end with a commit frame, got one at byte %lld",
+                            s->path, (long long)last);
     }
     for (int64_t i = 0; i < s->records; i++) {
-        uint64_t at = s->offsets[i], bytes = (uint64_t)s->units[i] * GRAPH_UNIT;
+        uint64_t at = s->offsets[i];
+        int64_t bytes = (int64_t)s->units[i] * GRAPH_UNIT;
 
-        if (at < end || (at - end) % commit_bytes != 0 || bytes < least || at > last ||
-            bytes > last - at) {
+        if ((at != (uint64_t)end &&
+             at != (uint64_t)end + (uint64_t)graph_commit_bytes(end)) ||
+            bytes < least || at > (uint64_t)last || bytes > last - (int64_t)at) {
             return graph_damage("%s must have its records one after another, got "
                                 "record %lld at byte %llu",
                                 s->path, (long long)i, (unsigned long long)at);
         }
-        end = at + bytes;
+        end = (int64_t)at + bytes;
     }
-    if (last != 0 && (last - end) % commit_bytes != 0) {
-        return graph_damage("%s must have no gap before its last commit frame",
-                            s->path);
-    }
-    return TFAST_OK;
+    return s->records == 0 || end == last
+               ? TFAST_OK
+               : graph_damage("%s must have no gap before its last commit frame",
+                              s->path);
 }
 
 static tfast_status

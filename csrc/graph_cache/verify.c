@@ -14,17 +14,6 @@ typedef struct {
     graph_buffer buffer;
 } checking;
 
-static bool
-all_zero(const uint8_t *bytes, int64_t n)
-{
-    for (int64_t i = 0; i < n; i++) {
-        if (bytes[i] != 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
 /* ---- Values ---------------------------------------------------------------------- */
 
 /* Whether every number's exponent is below the one of infinities and NaNs. `mask` are
@@ -99,7 +88,7 @@ gaps_are_zero(const tfast_graph_schema *schema, const void *record,
     const uint8_t *begin = record, *at = begin + sizeof *head;
 
     at += 4 * (size_t)schema->header.n_counts + schema->header.n_fields;
-    if (!all_zero(at, begin + schema->record_bytes - at)) {
+    if (!graph_all_zero(at, begin + schema->record_bytes - at)) {
         return false;
     }
     at = begin + schema->record_bytes;
@@ -108,14 +97,14 @@ gaps_are_zero(const tfast_graph_schema *schema, const void *record,
         const uint8_t *data = a->data;
 
         if (a->stored != GRAPH_ABSENT) {
-            if (!all_zero(at, data - at)) {
+            if (!graph_all_zero(at, data - at)) {
                 return false;
             }
             at = data +
                  a->numel * graph_stored_bytes(schema->fields[i].dtype, a->stored);
         }
     }
-    return all_zero(at, begin + (size_t)head->units * GRAPH_UNIT - at);
+    return graph_all_zero(at, begin + (size_t)head->units * GRAPH_UNIT - at);
 }
 
 static void
@@ -179,30 +168,30 @@ peek(frames *f, int64_t at, int64_t bytes, const uint8_t **piece)
     return TFAST_OK;
 }
 
-/* Commit frames fill the gap up to `end`. */
+/* Whether the commit frame that must be here is. */
 static tfast_status
-check_commits(frames *f, int64_t end)
+check_commit(frames *f)
 {
-    for (; f->at < end; f->at += (int64_t)sizeof(graph_commit)) {
-        const uint8_t *piece;
-        graph_commit commit;
-        tfast_status status = peek(f, f->at, sizeof commit, &piece);
+    int64_t bytes = graph_commit_bytes(f->at);
+    const uint8_t *piece;
+    graph_commit commit;
+    tfast_status status = peek(f, f->at, bytes, &piece);
 
-        if (status != TFAST_OK) {
-            return status;
-        }
-        memcpy(&commit, piece, sizeof commit);
-        if (commit.magic != GRAPH_COMMIT_MAGIC ||
-            commit.crc != graph_commit_crc(f->file->seed, &commit) ||
-            commit.records != (uint64_t)f->records || commit.previous != f->previous ||
-            commit.group_crc != f->group_crc || commit.reserved != 0) {
-            return graph_damage("%s must have a commit frame of %lld records at byte "
-                                "%lld",
-                                f->file->path, (long long)f->records, (long long)f->at);
-        }
-        f->previous = (uint64_t)f->at;
-        f->group_crc = 0;
+    if (status != TFAST_OK) {
+        return status;
     }
+    memcpy(&commit, piece, sizeof commit);
+    if (commit.magic != GRAPH_COMMIT_MAGIC ||
+        commit.crc != graph_commit_crc(f->file->seed, &commit) ||
+        commit.records != (uint64_t)f->records || commit.previous != f->previous ||
+        commit.group_crc != f->group_crc || commit.reserved != 0 ||
+        !graph_all_zero(piece + sizeof commit, bytes - (int64_t)sizeof commit)) {
+        return graph_damage("%s must have a commit frame of %lld records at byte %lld",
+                            f->file->path, (long long)f->records, (long long)f->at);
+    }
+    f->previous = (uint64_t)f->at;
+    f->group_crc = 0;
+    f->at += bytes;
     return TFAST_OK;
 }
 
@@ -210,14 +199,15 @@ static tfast_status
 check_frames(frames *f)
 {
     const graph_segment *file = f->file;
-    int64_t limit = (int64_t)file->trailer.index_offset;
-    const uint8_t *piece;
     tfast_status status = TFAST_OK;
 
     for (int64_t i = 0; i < file->records && status == TFAST_OK; i++) {
+        const uint8_t *piece;
         graph_record record;
 
-        status = check_commits(f, (int64_t)file->offsets[i]);
+        if (f->at != (int64_t)file->offsets[i]) {
+            status = check_commit(f);
+        }
         if (status == TFAST_OK) {
             status = peek(f, f->at, sizeof record, &piece);
         }
@@ -228,17 +218,7 @@ check_frames(frames *f)
             f->records++;
         }
     }
-    if (status == TFAST_OK && file->records > 0) {
-        status = check_commits(f, (int64_t)file->trailer.last_commit +
-                                      (int64_t)sizeof(graph_commit));
-    }
-    if (status == TFAST_OK) {
-        status = peek(f, f->at, limit - f->at, &piece);
-    }
-    if (status == TFAST_OK && !all_zero(piece, limit - f->at)) {
-        status = graph_damage("%s must have zeros before its index", file->path);
-    }
-    return status;
+    return status == TFAST_OK && file->records > 0 ? check_commit(f) : status;
 }
 
 static tfast_status

@@ -40,7 +40,7 @@ write_header(tfast_graph_writer *w)
         .schema_bytes = (uint32_t)w->schema->n_bytes,
         .endian = GRAPH_ENDIAN_PROBE,
     };
-    size_t bytes = graph_align(sizeof header + w->schema->n_bytes, 64);
+    size_t bytes = graph_align(sizeof header + w->schema->n_bytes, GRAPH_BLOCK);
     tfast_status status;
     int error;
 
@@ -232,20 +232,21 @@ tfast_graph_writer_commit(tfast_graph_writer *w)
         .group_crc = w->group_crc,
     };
     tfast_status status = graph_writer_usable(w);
-    int64_t at;
+    int64_t at = w->written + (int64_t)w->used;
+    size_t bytes = (size_t)graph_commit_bytes(at);
     int error;
 
     if (status != TFAST_OK || w->index.records == w->committed) {
         return status;
     }
-    status = graph_writer_room(w, sizeof commit);
+    status = graph_writer_room(w, bytes);
     if (status != TFAST_OK) {
         return status;
     }
     commit.crc = graph_commit_crc(w->seed, &commit);
+    memset(w->buffer + w->used, 0, bytes);
     memcpy(w->buffer + w->used, &commit, sizeof commit);
-    at = w->written + (int64_t)w->used;
-    w->used += sizeof commit;
+    w->used += bytes;
     status = flush(w);
     if (status != TFAST_OK) {
         return status;

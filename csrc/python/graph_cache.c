@@ -43,12 +43,12 @@ number_of(const entry *e)
 {
     int64_t integer;
     double number;
-    bool truth;
+    uint8_t truth; /* in a damaged file that is not verified, any byte */
 
     switch (e->field->dtype) {
     case GRAPH_BOOL:
         memcpy(&truth, e->array->data, sizeof truth);
-        return PyBool_FromLong(truth);
+        return PyBool_FromLong(truth != 0);
     case GRAPH_F64:
         memcpy(&number, e->array->data, sizeof number);
         return PyFloat_FromDouble(number);

@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,13 +60,14 @@ def build(
     """
     if workers < 0:
         raise ValueError(f"workers must be at least 0, got {workers}")
-    if make is None and key is None and _is_sequence(inputs):
+    sequence: Any = inputs if _is_sequence(inputs) else None
+    if make is None and key is None and sequence is not None:
         # The workers get the graphs by themselves, and only those that are missing.
-        make, inputs = inputs.__getitem__, range(len(inputs))
+        make, inputs = sequence.__getitem__, range(len(sequence))
     job = Job(
         os.fspath(path),
         make,
-        dict(rules or {}),
+        {} if rules is None else rules,
         commit_every=commit_every,
         commit_seconds=commit_seconds,
     )
@@ -116,7 +117,7 @@ class _Build:
         path = self.job.path
         old = self._old_keys()
         have = Counter(_split(old)) if self.resume else Counter()
-        total = len(inputs) if hasattr(inputs, "__len__") else None
+        total = len(inputs) if isinstance(inputs, Sized) else None
         with Progress(progress, total) as bar:
             made = self._make(self._todo(inputs, have, bar), bar)
         wanted = bytes(self.wanted)

@@ -1,12 +1,12 @@
 """What a build does for each input, in whichever process."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from trainfast.graph_cache.schema import Rule, Schema
-from trainfast.graph_cache.writer import Writer
+from trainfast.graph_cache.writer import REFUSED, Writer
 
 Todo = tuple[int, bytes, Any]  # an input's place, its key, the input
 
@@ -25,7 +25,7 @@ class Job:
 
     path: str
     make: Callable[[Any], Any] | None
-    rules: dict[Hashable, Rule]
+    rules: Mapping[Hashable, Rule]
     commit_every: int
     commit_seconds: float
 
@@ -42,7 +42,7 @@ class Job:
         try:
             yield writer
         except BaseException:
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, *REFUSED):
                 writer.close()
             raise
         writer.close()
@@ -57,8 +57,8 @@ class Job:
                 raise failure(place, f"{type(error).__name__}: {error}") from error
         try:
             writer.append(graph, key)
-        except (ValueError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
+        except REFUSED as error:
+            kind = next(kind for kind in REFUSED if isinstance(error, kind))
             reason = error.__cause__ or error
             raise kind(f"input {place}: {reason}") from error
 

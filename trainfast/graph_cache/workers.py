@@ -21,6 +21,7 @@ from typing import Any
 from trainfast.graph_cache.job import BuildError, Job, Todo, failure
 from trainfast.graph_cache.progress import Progress
 from trainfast.graph_cache.schema import Schema
+from trainfast.graph_cache.writer import REFUSED
 
 _CHUNK_SECONDS = 0.1  # what a chunk is to take
 _CHUNK_LIMIT = 256
@@ -82,7 +83,7 @@ class _Pool:
 
     def run(self, todo: Iterator[Todo]) -> None:
         """Hands out all of `todo`, and waits until the workers have closed."""
-        left = True
+        left = bool(self.workers)
         while left or self.workers:
             for worker in list(self.workers):
                 while left and len(worker.chunks) < _AHEAD:
@@ -170,7 +171,7 @@ def _error_of(place: int | None, kind: str, text: str, trace: str, data: Any) ->
         except Exception:
             error.__cause__ = None
     else:
-        error = {"ValueError": ValueError, "TypeError": TypeError}.get(
+        error = {refused.__name__: refused for refused in REFUSED}.get(
             kind, BuildError
         )(text)
         if kind == "OSError":
@@ -232,7 +233,7 @@ def _report(pipe: Connection, error: BaseException) -> None:
         text = f"{type(cause).__name__}: {cause}"
     elif isinstance(error, OSError):
         kind = "OSError"
-    elif kind not in ("ValueError", "TypeError"):
+    elif type(error) not in REFUSED:
         text = f"a worker failed: {kind}: {text}"
     try:
         data = pickle.dumps(cause)

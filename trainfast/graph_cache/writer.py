@@ -1,5 +1,6 @@
 """Appends graphs to a cache from a loop of one's own."""
 
+import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from os import PathLike, fspath
@@ -12,6 +13,9 @@ from trainfast import _core
 from trainfast.graph_cache.fit import Counter, check_indices, generalise
 from trainfast.graph_cache.infer import infer
 from trainfast.graph_cache.schema import Counted, Rule, Schema
+
+# What the core raises where a graph cannot be cached.
+REFUSED = (ValueError, TypeError, NotImplementedError)
 
 
 class Writer:
@@ -54,7 +58,7 @@ class Writer:
         if not commit_seconds > 0:
             raise ValueError(f"commit_seconds must be positive, got {commit_seconds}")
         self._path = fspath(path)
-        self._rules = dict(rules or {})
+        self._rules = {} if rules is None else rules
         self._durable = durable
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
@@ -82,8 +86,8 @@ class Writer:
                 misfit = self._append_other(graph, key)
             if misfit is not None:
                 self._widen(graph, key, misfit)
-        except (ValueError, TypeError) as error:
-            raise _numbered(error, self.appended) from error
+        except REFUSED as error:
+            self._append_lacking(graph, key, error)
         self._pending += 1
         if self._pending >= self._commit_every or monotonic() >= self._deadline:
             self.commit()
@@ -163,6 +167,7 @@ class Writer:
             raise ValueError("the writer must be open, got a closed one")
 
     def _open(self, schema: Schema) -> None:
+        Path(self._path).absolute().parent.mkdir(parents=True, exist_ok=True)
         self._core = _core.GraphWriter(
             self._path, schema.encode(), schema.keys, durable=self._durable
         )
@@ -184,20 +189,44 @@ class Writer:
         counts = self._counter.counts(graph, given_counts(graph))
         return self._append(graph, key, counts)
 
+    def _append_lacking(self, graph: Any, key: bytes | None, error: Exception) -> None:
+        """Appends a refused graph if it only lacks something that none has lacked yet,
+        in a new segment where that is optional. Raises the error else."""
+        lacking = None
+        if isinstance(graph, Mapping) and self._schema is not None:
+            needed = zip(self._schema.keys, self._schema.fields)
+            lacks = (k for k, f in needed if k not in graph and not f.optional)
+            lacking = next(lacks, None)
+        if lacking is None or self._schema is None or self._closed:
+            raise _numbered(error, self.appended) from error
+        try:
+            self._widen(graph, key, self._schema.field_of(lacking))
+        except REFUSED as other:
+            raise _numbered(other, self.appended) from other
+
     def _wait(self, graph: Mapping[Any, Any], key: bytes | None) -> None:
-        graphs = [graph for graph, _ in self._waiting] + [graph]
-        known = {name for graph in graphs for name in graph}
-        rules = {name: rule for name, rule in self._rules.items() if name in known}
-        check_indices(infer(graphs, rules), graph, given_counts(graph))
+        graphs = [*(graph for graph, _ in self._waiting), graph]
+        schema = infer(graphs, self._rules_of(graphs))
+        check_indices(schema, graph, given_counts(graph))
         self._waiting.append((_copy(graph), key))
         if len(self._waiting) >= self._samples:
             self._take_waiting()
+
+    def _rules_of(self, graphs: list[Mapping[Any, Any]]) -> dict[Hashable, Rule]:
+        known = {key for graph in graphs for key in graph}
+        return {key: rule for key, rule in self._rules.items() if key in known}
 
     def _take_waiting(self) -> None:
         """Makes the schema of the graphs that waited for it, and appends them."""
         if not self._waiting:
             return
-        self._open(infer([graph for graph, _ in self._waiting], self._rules))
+        graphs = [graph for graph, _ in self._waiting]
+        rules = self._rules_of(graphs)
+        if len(rules) < len(self._rules):
+            unknown = ", ".join(repr(key) for key in self._rules if key not in rules)
+            message = f"rules for keys that the first graphs do not have: {unknown}"
+            warnings.warn(message, stacklevel=3)
+        self._open(infer(graphs, rules))
         waiting, self._waiting = self._waiting, []
         failed = None
         for i, (graph, key) in enumerate(waiting):
@@ -205,7 +234,7 @@ class Writer:
                 misfit = self._append_other(graph, key)
                 if misfit is not None:
                     self._widen(graph, key, misfit)
-            except (ValueError, TypeError) as error:
+            except REFUSED as error:
                 failed = failed or _numbered(error, i)
         if failed is not None:
             raise failed
@@ -261,7 +290,7 @@ def _numbered(error: Exception, number: int) -> Exception:
     """The same error with the graph's number before its message."""
     if str(error).startswith(("graph ", "the writer ")):
         return error
-    kind = TypeError if isinstance(error, TypeError) else ValueError
+    kind = next(kind for kind in REFUSED if isinstance(error, kind))
     return kind(f"graph {number}: {error}")
 
 

@@ -53,11 +53,12 @@ def save_npz(file: Path, graph: dict[str, Any]) -> None:
     """bfloat16 and float8, which .npz has not, are written as float32."""
     with zipfile.ZipFile(file, "w") as out:
         for name, value in graph.items():
-            array = np.void(value) if isinstance(value, bytes) else np.asarray(value)
+            data = np.void(value) if isinstance(value, bytes) else value
+            array = np.asarray(data)
             if array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
                 array = array.astype(np.float32)
             with out.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def save_safetensors(file: Path, graph: dict[str, Any]) -> None:

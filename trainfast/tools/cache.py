@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs one action. What goes wrong is one line on stderr, and exit status 1."""
     try:
         return args.action(args)
-    except (OSError, ValueError, TypeError, BuildError) as error:
+    except (OSError, ValueError, TypeError, IndexError, BuildError) as error:
         print(f"trainfast cache: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -173,9 +173,11 @@ def _look(value: Any) -> str:
 def _stat(args: argparse.Namespace) -> int:
     """Counts graphs, nodes, edges and bytes, from the index alone."""
     cache, schema = _open(args.path)
-    columns = {"bytes": cache.counts(-1)} if len(cache) else {}
-    for i in range(len(schema.counts) if schema is not None and len(cache) else 0):
-        columns[schema.count_name(i)] = cache.counts(i)
+    columns = {}
+    if schema is not None and len(cache):
+        names = [schema.count_name(i) for i in range(len(schema.counts))]
+        columns = {"bytes": cache.counts(-1)}
+        columns |= {name: cache.counts(i) for i, name in enumerate(names)}
     facts: dict[str, Any] = {
         "path": args.path,
         "graphs": len(cache),

@@ -89,6 +89,9 @@ class Flattener:
             for name, value in store._mapping.items():
                 key = name if kind is None else (kind, name)
                 _check_value(key, value)
+                if name == "num_nodes" and type(value) is not int:
+                    got = type(value).__name__
+                    raise NotImplementedError(f"{key!r} must be an int, got {got}")
                 found.append((store, key, name, value))
         return found
 

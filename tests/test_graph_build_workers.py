@@ -1,0 +1,134 @@
+"""Building caches of graphs in several processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+from graph_samples import assert_same, environment, graph, numbers, quiet, read
+
+from trainfast.graph_cache import BuildError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache"
+
+
+def make_with_process(n):
+    return graph(n) | {"process": os.getpid()}
+
+
+@pytest.mark.parametrize("n", [0, 5, 9, 200])
+def test_workers_make_the_same_cache(path, n):
+    report = quiet(path, range(n), make_with_process, workers=2)
+    assert (report.graphs, report.made) == (n, n)
+    found = read(path)
+    processes = {one.pop("process") for one in found}
+    assert_same(found, [graph(i) for i in range(n)])
+    assert len(processes) <= 3 and (n < 200 or processes - {os.getpid()})
+
+
+def test_workers_start_by_spawn_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import multiprocessing
+        from test_graph_build_workers import make_with_process, quiet
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("spawn")
+            path = {str(tmp_path / "cache")!r}
+            print(quiet(path, range(60), make_with_process, workers=2).made)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert (done.stdout, done.returncode) == ("60\n", 0), done.stderr
+    assert numbers(tmp_path / "cache") == list(range(60))
+
+
+def test_graphs_in_workers_may_widen_the_schema(path):
+    def widens(n):
+        return graph(n) | {"extra": np.zeros(2 + n // 30)}
+
+    quiet(path, range(100), widens, workers=2)
+    assert_same(read(path), [widens(n) for n in range(100)])
+
+
+@pytest.mark.parametrize("at", [3, 150])
+def test_an_exception_in_a_worker_names_the_input(path, at):
+    def fails(n):
+        if n == at:
+            raise KeyError("lost")
+        return graph(n)
+
+    with pytest.raises(BuildError, match=f"failed on input {at}: KeyError") as caught:
+        quiet(path, range(200), fails, workers=2)
+    assert caught.value.place == at
+    assert isinstance(caught.value.__cause__, KeyError)
+    report = quiet(path, range(200), graph, workers=2)
+    assert report.reused >= min(at, 100) // 2
+    assert numbers(path) == list(range(200))
+
+
+def test_a_worker_that_is_killed_is_an_error_and_loses_little(path):
+    parent = os.getpid()
+
+    def dies(n):
+        if n == 100 and os.getpid() != parent:
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return graph(n)
+
+    with pytest.raises(
+        BuildError, match=r"a worker was killed by signal 9 while making"
+    ):
+        quiet(path, range(300), dies, workers=2, commit_every=4)
+    report = quiet(path, range(300), graph)
+    assert report.reused >= 8 and report.made + report.reused == 300
+    assert numbers(path) == list(range(300))
+
+
+def test_a_graph_that_cannot_be_cached_names_its_input_from_a_worker(path):
+    with pytest.raises(ValueError, match=r"input 50: .*x"):
+        quiet(
+            *(path, range(100)),
+            lambda n: graph(n) | ({"x": np.zeros(3)} if n == 50 else {}),
+            workers=2,
+        )
+
+
+def test_ctrl_c_ends_the_workers_and_keeps_what_they_made(path):
+    code = f"""
+        import time
+        from graph_samples import graph
+        from trainfast.graph_cache import build
+        def make(n):
+            if n == 40:
+                print("ready", flush=True)
+            time.sleep(0.002)
+            return graph(n % 50)
+        build({str(path)!r}, range(100000), make, workers=2, progress=False)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    assert child.stdout.readline() == "ready\n"
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to all of them
+    error = child.communicate(timeout=60)[1]
+    assert error.rstrip().endswith("KeyboardInterrupt")
+    assert len(read(path, partial=True)) >= 30
+    assert not list(path.glob("open-*"))

@@ -1,0 +1,273 @@
+"""PyG datasets whose graphs lie in a graph cache."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+import torch.utils.data
+from torch_geometric.data import Data, Dataset
+
+from trainfast._core import GraphBatch, GraphSelection, graph_collate
+from trainfast.graph_cache import BuildError, Cache, build, keys
+from trainfast.graph_cache.batch import plan_batches
+from trainfast.torch.pyg_assemble import assembler, item_assembler
+from trainfast.torch.pyg_rules import Flattener
+
+__all__ = ["Batcher", "CachedDataset", "Picked", "cached"]
+
+
+def cached(
+    dataset: Any,
+    path: str | PathLike[str],
+    *,
+    transform_id: Any = None,
+    workers: int = 0,
+    verify: str = "once",
+    transform: Callable[[Any], Any] | None = ...,  # type: ignore[assignment]
+    progress: bool = True,
+) -> "CachedDataset":
+    """The dataset, with its graphs in the cache at `path`: a drop-in for it.
+
+    Graphs that the cache lacks are taken from `dataset` and stored, once; after that
+    only the first one is asked for, for its class. They come back as they were: the
+    same class (a subclass must be importable by the processes that use it), the same
+    attributes. How a class's own `__inc__` and `__cat_dim__` batch them is stored, too.
+
+    A graph is known by its place and `transform_id`: change that, or take another path,
+    when what makes the graphs has changed.
+
+    Args:
+        dataset: a PyG dataset, a torch Subset of one, or any sequence of `Data` or
+            `HeteroData`, all of one class.
+        path: a directory, made if it is not there.
+        transform_id: str, bytes, int or a tuple of them.
+        workers: processes that take graphs from the dataset while the cache is built.
+        verify: "once", "always" or "never": when checksums are compared; see
+            `trainfast.graph_cache.open`.
+        transform: applied to each graph when it is read. Left out, it is the dataset's
+            own, which is then not applied before storing. None, or another function:
+            what is stored has gone through the dataset's own.
+        progress: show a bar while building.
+
+    Raises:
+        NotImplementedError: an attribute that cannot be stored, by its name: sparse
+            tensors, lists, nested dicts, NumPy arrays, subclasses of Tensor, tensors
+            that require gradients.
+        ValueError: an empty dataset, or graphs that do not fit together.
+        BuildError: the dataset failed; what was built before is kept.
+        OSError: the disk is full or fails.
+    """
+    size = len(dataset)
+    if not size:
+        raise ValueError("dataset must have graphs, got an empty one")
+    if transform is ...:
+        dataset, transform = _split_transform(dataset)
+    else:
+        transform_id = (b"transformed", () if transform_id is None else transform_id)
+    first = dataset[0]
+    cache = _complete(path, size, transform_id, verify)
+    if cache is None:
+        some = [first, *(dataset[i] for i in range(1, min(8, size)))]
+        flatten = Flattener(some)
+        try:
+            build(
+                path,
+                range(size),
+                _Make(dataset, flatten),
+                transform_id=transform_id,
+                workers=workers,
+                progress=progress,
+                rules=flatten.rules,
+            )
+        except BuildError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                raise NotImplementedError(str(error)) from error
+            raise
+        cache = Cache(path, verify)
+    return CachedDataset(cache, type(first), transform)
+
+
+class _Make:
+    """place -> what is stored of the dataset's graph there."""
+
+    def __init__(self, dataset: Any, flatten: Flattener) -> None:
+        self.dataset, self.flatten = dataset, flatten
+
+    def __call__(self, place: int) -> Any:
+        return self.flatten(self.dataset[place])
+
+
+def _split_transform(dataset: Any) -> tuple[Any, Any]:
+    """The dataset without its transform, and the transform."""
+    if type(dataset) is torch.utils.data.Subset:
+        inner, transform = _split_transform(dataset.dataset)
+        return torch.utils.data.Subset(inner, dataset.indices), transform
+    if isinstance(dataset, Dataset) and dataset.transform is not None:
+        plain = copy.copy(dataset)
+        plain.transform = None
+        return plain, dataset.transform
+    return dataset, None
+
+
+def _complete(
+    path: str | PathLike[str], size: int, transform_id: Any, verify: str
+) -> Cache | None:
+    """The cache, if it has exactly the graphs that are wanted."""
+    if not (Path(fspath(path)) / "manifest").is_file():
+        return None
+    try:
+        cache = Cache(path, verify)
+    except (ValueError, OSError):  # unfinished: it goes on; damaged: build says so
+        return None
+    if len(cache) != size:
+        return None
+    key_of = keys.key_maker(None, transform_id)
+    wanted = b"".join(key_of(place, None) for place in range(size))
+    return cache if cache.core.keys() == wanted else None
+
+
+class CachedDataset(Dataset):
+    """A PyG dataset whose graphs lie in a graph cache.
+
+    It does what PyG's datasets do: integers give graphs, slices, lists, masks and
+    tensors give datasets, `transform` is applied on access. The tensors of a graph are
+    its own: write into them as you like. Batches come from
+    `trainfast.torch.pyg.DataLoader`, or from PyG's, which makes them of graphs.
+
+    Args:
+        cache: an open cache; see `trainfast.graph_cache.open`.
+        kind: the class of the graphs: `Data`, `HeteroData` or a subclass.
+        transform: applied to each graph on access.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        kind: type = Data,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(None, transform)
+        self.cache = cache
+        self.kind = kind
+        self._made: dict[Any, Any] = {}  # shared with the dataset's slices
+
+    def len(self) -> int:
+        """Graphs in the cache."""
+        return len(self.cache)
+
+    def get(self, idx: SupportsIndex) -> Any:
+        """Graph `idx` of the cache, without the transform."""
+        place = idx.__index__()
+        fields: tuple[int, ...] = ()
+        schema = self.cache.schema
+        if schema is not None and any(field.optional for field in schema.fields):
+            values = self.cache.core.get(place)
+            fields = tuple(i for i, value in enumerate(values) if value is not None)
+        selection, assemble = self._once(("get", fields), self._make_getter, fields)
+        return assemble(graph_collate(selection, [place]))
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """The graphs of a batch; without a transform they are not made yet."""
+        if self.transform is not None:
+            return [self[i] for i in indices]
+        return Picked(self, indices)
+
+    def batcher(self, follow: Iterable[str], exclude: Iterable[str]) -> "Batcher":
+        """What makes batches of places in the cache."""
+        what = tuple(follow or ()), tuple(exclude or ())
+        return self._once(what, Batcher, self.cache, self.kind, *what)
+
+    def _once(self, what: Any, make: Callable[..., Any], *given: Any) -> Any:
+        if what not in self._made:
+            self._made[what] = make(*given)
+        return self._made[what]
+
+    def _make_getter(self, fields: tuple[int, ...]) -> tuple[Any, Any]:
+        schema = self.cache.schema
+        if schema is None:
+            raise IndexError("the cache has no graphs")
+        wanted = [schema.keys[i] for i in fields] if fields else None
+        plan = plan_batches(schema, wanted)
+        core = self.cache.core
+        selection = GraphSelection(core, plan.fields, (), array_type=torch.Tensor)
+        return selection, item_assembler(plan, self.kind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}
+
+
+class Picked(Sequence[Any]):
+    """Graphs of a dataset that are made when they are looked at."""
+
+    def __init__(self, dataset: CachedDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.dataset[i] for i in self.indices[index]]
+        return self.dataset[self.indices[index]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.dataset[i] for i in self.indices)
+
+
+class Batcher:
+    """Makes a cache's batches for one choice of `follow_batch` and `exclude_keys`.
+
+    `reason` is why it cannot, None where it can.
+    """
+
+    def __init__(
+        self, cache: Cache, kind: type, follow: Iterable[str], exclude: Iterable[str]
+    ) -> None:
+        self.reason: str | None = None
+        schema = cache.schema
+        if schema is None:
+            self.reason = "a cache without graphs"
+            return
+        names = {field.name for field in schema.fields}
+        plan = plan_batches(
+            schema, None, exclude, [name for name in follow if name in names]
+        )
+        if any(schema.fields[i].optional for i in plan.fields):
+            self.reason = "an attribute that not all graphs have"
+            return
+        core = cache.core
+        self.selection = plan.selection(core, torch.Tensor)
+        self.assemble: Callable[[GraphBatch], Any] = assembler(plan, kind)
+
+    def __call__(self, places: Any) -> Any:
+        """The batch of these graphs of the cache."""
+        return self.assemble(graph_collate(self.selection, places))
+
+
+def places_in(dataset: Any) -> tuple[CachedDataset | None, np.ndarray | None]:
+    """The cached dataset behind a dataset, and which of its cache's graphs it has.
+
+    (None, None) where there is none, or something between that changes the graphs; all
+    graphs of the cache in their order are (dataset, None).
+    """
+    if type(dataset) is torch.utils.data.Subset:
+        inner, places = places_in(dataset.dataset)
+        own = np.asarray(dataset.indices, np.int64).reshape(-1)
+        if inner is None:
+            return None, None
+        return inner, _compose(len(inner.cache), places, own)
+    if type(dataset) is not CachedDataset or dataset.transform is not None:
+        return None, None
+    if dataset._indices is None:
+        return dataset, None
+    own = np.asarray(dataset._indices, np.int64).reshape(-1)
+    return dataset, _compose(len(dataset.cache), None, own)
+
+
+def _compose(n: int, places: np.ndarray | None, own: np.ndarray) -> np.ndarray:
+    """Places in the cache; raises IndexError for those beyond."""
+    return (np.arange(n) if places is None else places)[own]

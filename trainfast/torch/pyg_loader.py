@@ -1,0 +1,184 @@
+"""PyG's DataLoader, with batches of cached graphs made natively."""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch_geometric.loader import DataLoader as TheirLoader
+from torch_geometric.loader.dataloader import Collater as TheirCollater
+
+from trainfast._core import GraphPrefetch
+from trainfast.stats import count_call, count_fallback
+from trainfast.torch.pyg_dataset import Batcher, Picked, places_in
+
+__all__ = ["DataLoader"]
+
+_MOST_THREADS = 4
+
+
+class _Collater(TheirCollater):
+    """PyG's, but graphs of a cache that nobody has looked at are batched natively.
+
+    So wherever another loader takes over our dataset and collate_fn (accelerate's does,
+    and torch's in worker processes), batches stay native.
+    """
+
+    def __call__(self, batch: Any) -> Any:
+        if type(batch) is Picked:
+            dataset = batch.dataset
+            batcher = dataset.batcher(self.follow_batch, self.exclude_keys)
+            if batcher.reason is None and len(batch):
+                own = dataset._indices
+                places = (
+                    batch.indices if own is None else [own[i] for i in batch.indices]
+                )
+                return batcher(_in_range(places, len(dataset.cache)))
+        return super().__call__(batch)
+
+
+class DataLoader(TheirLoader):
+    """`torch_geometric.loader.DataLoader`: the same arguments, the same batches.
+
+    Over a dataset of `trainfast.torch.pyg.cached` (or its slices, or torch's Subset of
+    it) batches are put together natively, straight from the file, equal to PyG's in
+    every attribute. Samplers, batch samplers and generators do what they do in torch,
+    and draw the same random numbers, so the order under a seed is the same.
+
+    `num_workers`: native threads that make batches ahead (`prefetch_factor` each, 2 by
+    default, four threads at most), not processes: nothing is copied, pickled or put
+    into shared memory, and `worker_init_fn`, `multiprocessing_context`, `timeout` and
+    `persistent_workers` have nothing to do. 0: batches are made when asked for, which
+    is as fast unless graphs are large.
+
+    What cannot be done natively is done by PyG's loader, and trainfast.stats() counts
+    why: another dataset, a transform, `batch_size=None`, attributes that only some
+    graphs have.
+
+    Args:
+        dataset: where the graphs come from.
+        batch_size: graphs in a batch.
+        shuffle: another order each epoch.
+        follow_batch: attributes that get a `{name}_batch` and a `{name}_ptr`.
+        exclude_keys: attributes to leave out: they are not even read.
+        **kwargs: of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        follow_batch: list[str] | None = None,
+        exclude_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset, batch_size, shuffle, follow_batch, exclude_keys, **kwargs
+        )
+        self.collate_fn = _Collater(dataset, follow_batch, exclude_keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            batcher, places = self._native()
+        except _UnsuitableError as error:
+            count_fallback("pyg", str(error))
+            return super().__iter__()
+        count_call("pyg", "loader")
+        return _Iteration(self, batcher, places)
+
+    def _native(self) -> tuple[Batcher, np.ndarray | None]:
+        """What makes the batches, and the dataset's places in its cache."""
+        if self.batch_sampler is None:
+            raise _UnsuitableError("batch_size=None")
+        collate = self.collate_fn
+        if type(collate) is not _Collater:
+            raise _UnsuitableError("a collate_fn of its own")
+        dataset, places = places_in(self.dataset)
+        if dataset is None:
+            name = type(self.dataset).__name__
+            changed = getattr(self.dataset, "transform", None) is not None
+            raise _UnsuitableError("a transform" if changed else f"dataset: {name}")
+        batcher = dataset.batcher(collate.follow_batch, collate.exclude_keys)
+        if batcher.reason is not None:
+            raise _UnsuitableError(batcher.reason)
+        return batcher, places
+
+
+class _UnsuitableError(Exception):
+    """Why a loader leaves its work to PyG's."""
+
+
+class _Iteration(Iterator[Any]):
+    """One epoch. With threads, batches are submitted ahead of those handed out."""
+
+    def __init__(
+        self, loader: DataLoader, batcher: Batcher, places: np.ndarray | None
+    ) -> None:
+        self._loader, self._batcher, self._places = loader, batcher, places
+        self._n = len(loader.dataset)
+        self._source = iter(loader.batch_sampler)
+        # Torch's loaders draw a seed here, before the sampler draws its own.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._pin = loader.pin_memory and torch.accelerator.is_available()
+        self._prefetch: GraphPrefetch | None = None
+        self._ends: deque[Exception | None] = deque()  # of submitted batches
+        threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
+        if threads:
+            self._prefetch = GraphPrefetch(batcher.selection, threads)
+            for _ in range(loader.num_workers * (loader.prefetch_factor or 2)):
+                self._submit(self._prefetch)
+
+    def __next__(self) -> Any:
+        if self._prefetch is None:
+            batch = self._batcher(self._indices(next(self._source)))
+        else:
+            batch = self._take(self._prefetch)
+        return batch.pin_memory() if self._pin else batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def _submit(self, prefetch: GraphPrefetch) -> None:
+        """The sampler's next batch; its errors and its end wait for their turn."""
+        if self._ends and self._ends[-1] is not None:
+            return
+        try:
+            prefetch.submit(self._indices(next(self._source)))
+        except Exception as error:
+            self._ends.append(error)
+        else:
+            self._ends.append(None)
+
+    def _take(self, prefetch: GraphPrefetch) -> Any:
+        if self._ends[0] is not None:
+            raise self._ends[0]
+        core = prefetch.next()
+        self._ends.popleft()
+        self._submit(prefetch)
+        return self._batcher.assemble(core)
+
+    def _indices(self, batch: Sequence[int]) -> Any:
+        """A sampler's batch as places in the cache."""
+        places = self._places
+        if places is None:
+            return _in_range(batch, self._n)
+        array = np.asarray(batch)
+        if array.dtype.kind not in "iu" or array.ndim != 1:
+            raise IndexError(f"a batch must be a list of indices, got {batch!r}")
+        return places[array]
+
+
+def _in_range(batch: Any, n: int) -> Any:
+    """Indices into n graphs as the core takes them; IndexError for those beyond."""
+    if type(batch) is not list or {*map(type, batch)} != {int}:
+        array = np.asarray(batch)
+        if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
+            raise IndexError(f"a batch must be a list of indices, got {batch!r}")
+        batch = array.tolist()
+    low, high = min(batch), max(batch)
+    if low < -n or high >= n:
+        raise IndexError(f"index must be in {-n} .. {n - 1}, got {low} .. {high}")
+    return [i + n if i < 0 else i for i in batch] if low < 0 else batch
