@@ -16,6 +16,7 @@ from torch_geometric.loader import DynamicBatchSampler, ImbalancedSampler
 
 import trainfast
 from tests.pyg_graphs import assert_same_graph, heterogeneous, homogeneous
+from trainfast.torch import graph_device, pyg_loader
 from trainfast.torch.pyg import DataLoader, cached
 
 ATTRS = [("y", "int", None, ()), ("c", "str", None, ()), ("pos", "nodes", None, (3,))]
@@ -308,6 +309,23 @@ def test_options_without_meaning_are_taken(dataset, graphs):
         "multiprocessing_context": "spawn",
     }
     check(DataLoader(dataset, 4, num_workers=2, **options), TheirLoader(graphs, 4))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_batches_are_pygs(dataset, graphs, workers, monkeypatch):
+    """With a stand-in for a machine's pinned memory."""
+    moved = []
+
+    def move(core):
+        moved.append(core)
+        return graph_device.MovedBatch(core, core.arena.clone())
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(pyg_loader, "mover", lambda *_, pin_memory: move)
+    options = {"follow_batch": ["c", "pos"]}
+    ours = DataLoader(dataset, 4, pin_memory=True, num_workers=workers, **options)
+    check(ours, TheirLoader(graphs, 4, **options))
+    assert len(moved) == 12
 
 
 def test_wrong_options_are_refused_as_in_torch(dataset):

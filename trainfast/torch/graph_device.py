@@ -31,13 +31,15 @@ def tensor(array: np.ndarray, device: Any) -> Tensor:
 class MovedBatch:
     """A core GraphBatch whose arrays have moved; the same attributes.
 
-    arena: uint8 [nbytes], of which fields, ptrs and batches are views.
+    arena: uint8 [nbytes], of which fields, ptrs and batches are views. host: the batch
+    it was moved from, for what is to stay on the CPU.
     """
 
     __slots__ = (
         "arena",
         "batches",
         "fields",
+        "host",
         "n_graphs",
         "n_slots",
         "nbytes",
@@ -47,6 +49,7 @@ class MovedBatch:
     )
 
     def __init__(self, batch: Any, arena: Tensor) -> None:
+        self.host = batch
         self.n_graphs, self.n_slots = batch.n_graphs, batch.n_slots
         self.totals, self.nbytes = batch.totals, batch.nbytes
         self.offsets, self.arena = batch.offsets, arena

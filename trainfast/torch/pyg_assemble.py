@@ -62,7 +62,7 @@ class _Store:
     sliced: list[str] = field(default_factory=list)  # names that have slices
     slices: list[int] = field(default_factory=list)  # places in the table of slices
     incs: list[int] = field(default_factory=list)  # places in the table of increments
-    # name -> what makes the value of the core's array
+    # name -> what makes the value of the core's array, the batch and the field's place
     converts: dict[str, Callable[..., Any]] = field(default_factory=dict)
     follows: dict[str, Follow] = field(default_factory=dict)
     num_nodes: bool = False
@@ -192,7 +192,9 @@ class _Assembler:
 
     def __call__(self, core: Any) -> Any:
         n, ptrs, fields = core.n_slots, core.ptrs, core.fields
-        slices, incs = self.tables.of_batch(ptrs, n)
+        # Slices and increments stay on the CPU, as they do in batch.to(device).
+        host = getattr(core, "host", None)
+        slices, incs = self.tables.of_batch(ptrs if host is None else host.ptrs, n)
         if not self.simple:
             return self._assemble(core, n, ptrs, fields, slices, incs)
         store = self.stores[0]
@@ -253,15 +255,18 @@ class _Assembler:
         numbers: dict[Any, list[int]],
     ) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
-        for name, value in zip(store.names, store.take_fields(fields)):
+        for name, place, value in zip(
+            store.names, store.places, store.take_fields(fields)
+        ):
             convert = store.converts.get(name)
-            mapping[name] = value if convert is None else convert(value, core, ptrs)
+            mapping[name] = value if convert is None else convert(value, core, place)
             follow = store.follows.get(name)
             if follow is not None:
                 pair = followed(self.plan, core, ptrs, follow)
                 mapping[f"{name}_batch"], mapping[f"{name}_ptr"] = map(_own, pair)
         if store.num_nodes:
-            numbers[store.key] = mapping["num_nodes"].tolist()
+            place = store.places[store.names.index("num_nodes")]
+            numbers[store.key] = _host(core).fields[place].tolist()
             mapping["num_nodes"] = sum(numbers[store.key])
         if store.nodes is not None:
             mapping["batch"] = core.batches[store.batch]
@@ -292,12 +297,13 @@ class _ItemAssembler:
             store.freeze()
 
     def __call__(self, core: Any) -> Any:
-        fields, ptrs = core.fields, core.ptrs
+        fields = core.fields
         mappings = {}
         for store in self.stores:
             mapping = dict(zip(store.names, store.take_fields(fields)))
+            places = dict(zip(store.names, store.places))
             for name, convert in store.converts.items():
-                mapping[name] = convert(mapping[name], core, ptrs)
+                mapping[name] = convert(mapping[name], core, places[name])
             mappings[store.key] = mapping
         if self.blank.hetero:
             return self.blank.new_hetero(mappings)[0]
@@ -325,11 +331,21 @@ def _can_infer_num_nodes(names: list[str]) -> bool:
     return store.can_infer_num_nodes
 
 
+def _host(core: Any) -> Any:
+    """The batch as it was before it moved to a device."""
+    return getattr(core, "host", core)
+
+
 def _text_of(entry: Field) -> Callable[..., list[Any]]:
+    """(value, batch, place) -> the strings, or bytes, of the batch's field there."""
     count, is_string = -1 - entry.dims[0], entry.dtype == "string"
-    return lambda value, core, ptrs: split_text(
-        value, ptrs[count], is_string, core.n_graphs
-    )
+
+    def text(value: Tensor, core: Any, place: int) -> list[Any]:
+        host = _host(core)
+        ends = host.ptrs[count]
+        return split_text(host.fields[place], ends, is_string, core.n_graphs)
+
+    return text
 
 
 def _as_default_float(value: Tensor, *_: Any) -> Tensor:

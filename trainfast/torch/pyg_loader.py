@@ -10,8 +10,9 @@ import torch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader.dataloader import Collater as TheirCollater
 
-from trainfast._core import GraphPrefetch
+from trainfast._core import GraphPrefetch, graph_collate
 from trainfast.stats import count_call, count_fallback
+from trainfast.torch.graph_device import mover
 from trainfast.torch.pyg_dataset import Batcher, Picked, places_in
 
 __all__ = ["DataLoader"]
@@ -51,7 +52,7 @@ class DataLoader(TheirLoader):
     default, four threads at most), not processes: nothing is copied, pickled or put
     into shared memory, and `worker_init_fn`, `multiprocessing_context`, `timeout` and
     `persistent_workers` have nothing to do. 0: batches are made when asked for, which
-    is as fast unless graphs are large.
+    is as fast unless graphs are large. `pin_memory`: in one piece.
 
     What cannot be done natively is done by PyG's loader, and trainfast.stats() counts
     why: another dataset, a transform, `batch_size=None`, attributes that only some
@@ -122,7 +123,9 @@ class _Iteration(Iterator[Any]):
         self._source = iter(loader.batch_sampler)
         # Torch's loaders draw a seed here, before the sampler draws its own.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        self._pin = loader.pin_memory and torch.accelerator.is_available()
+        self._move = None
+        if loader.pin_memory and torch.accelerator.is_available():
+            self._move = mover(None, pin_memory=True)
         self._prefetch: GraphPrefetch | None = None
         self._ends: deque[Exception | None] = deque()  # of submitted batches
         threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
@@ -133,10 +136,13 @@ class _Iteration(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._prefetch is None:
-            batch = self._batcher(self._indices(next(self._source)))
+            indices = self._indices(next(self._source))
+            core = graph_collate(self._batcher.selection, indices)
         else:
-            batch = self._take(self._prefetch)
-        return batch.pin_memory() if self._pin else batch
+            core = self._take(self._prefetch)
+        if self._move is not None:
+            core = self._move(core)
+        return self._batcher.assemble(core)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -158,7 +164,7 @@ class _Iteration(Iterator[Any]):
         core = prefetch.next()
         self._ends.popleft()
         self._submit(prefetch)
-        return self._batcher.assemble(core)
+        return core
 
     def _indices(self, batch: Sequence[int]) -> Any:
         """A sampler's batch as places in the cache."""
