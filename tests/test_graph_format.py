@@ -1,16 +1,11 @@
 """docs/graph_cache_format.md holds: its reader reads caches, its example is real."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from graph_format_example import COMMIT, DOCUMENT, GRAPHS, INDEX, RECORDS, write_example
 from graph_samples import assert_same, graph, quiet, read
-
-from trainfast.graph_cache import Writer
-from trainfast.graph_cache.infer import infer
-
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "graph_cache_format.md"
 
 
 def between(name):
@@ -24,26 +19,6 @@ def reader():
     code = between("reader").strip().removeprefix("```python").removesuffix("```")
     exec(compile(code, str(DOCUMENT), "exec"), names)
     return names
-
-
-EXAMPLE = [
-    {
-        "x": np.array([[1, 2], [3, 4]], np.float32),
-        "edge_index": np.array([[0, 1], [1, 0]]),
-        "name": "ab",
-    },
-    {
-        "x": np.array([[5, 6]], np.float32),
-        "edge_index": np.zeros((2, 0), np.int64),
-        "name": "c",
-    },
-]
-
-
-def write_example(path):
-    with Writer(path, infer(EXAMPLE)) as writer:
-        for i, one in enumerate(EXAMPLE):
-            writer.append(one, key=bytes([i + 1, *bytes(15)]))
 
 
 def documented_files():
@@ -69,8 +44,8 @@ def unnamed(data, kind):
     blank = {"manifest": [(12, 16), (40, 56), (64, 80)]}.get(kind)
     if blank is None:
         blank = [(24, 40), (60, 64)]
-        blank += [(at + 4, at + 8) for at in (0x180, 0x1D0, 0x210)]
-        blank += [(0x210 + 24, 0x210 + 28)]
+        blank += [(at + 4, at + 8) for at in (*RECORDS, COMMIT)]
+        blank += [(COMMIT + 24, COMMIT + 28)]
     for start, end in blank:
         data[start:end] = bytes(end - start)
     return bytes(data)
@@ -88,8 +63,8 @@ def test_the_documents_example_is_what_a_writer_writes(tmp_path):
 def test_the_documents_example_is_a_cache(tmp_path, reader):
     for name, data in documented_files().items():
         (tmp_path / name).write_bytes(data)
-    assert_same(read(tmp_path), EXAMPLE)
-    assert_same(reader["read_cache"](tmp_path), EXAMPLE)
+    assert_same(read(tmp_path), GRAPHS)
+    assert_same(reader["read_cache"](tmp_path), GRAPHS)
 
 
 def test_the_documents_checksum_is_crc32c(reader):
@@ -139,7 +114,7 @@ def test_the_documents_reader_notices_damage(tmp_path, reader):
     write_example(tmp_path / "cache")
     (segment,) = (tmp_path / "cache").glob("segment-*")
     data = segment.read_bytes()
-    for at in (30, 70, 0x190, 0x1B3, 0x250, len(data) - 20):
+    for at in (30, 70, RECORDS[0] + 16, RECORDS[0] + 50, INDEX + 16, len(data) - 20):
         segment.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(AssertionError, match="damaged"):
             reader["read_cache"](tmp_path / "cache")
