@@ -431,15 +431,6 @@ def test_keys_must_be_as_many_as_fields(tmp_path):
         _core.GraphWriter(str(tmp_path / "c"), b"no schema", [])
 
 
-def test_os_error_has_number_class_and_path(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere") as caught:
-        _core.GraphCache(str(tmp_path / "nowhere"))
-    assert caught.value.errno == 2
-    (tmp_path / "file").write_text("a")
-    with pytest.raises((OSError, ValueError), match="file"):
-        _core.GraphWriter(str(tmp_path / "file"), PLAIN.encode(), PLAIN.keys)
-
-
 # ---- Closing, threads, forks -------------------------------------------------------
 
 
@@ -561,11 +552,3 @@ def test_references_are_given_back(tmp_path, rng):
     assert sys.getrefcount(cache) == before + 2  # two views of the file
     del values
     assert sys.getrefcount(cache) == before
-
-
-def test_crc32c_has_known_value_and_goes_on():
-    assert _core.crc32c(b"123456789") == 0xE3069283
-    assert _core.crc32c(b"") == 0
-    whole = bytes(range(256)) * 5
-    assert _core.crc32c(whole[100:], _core.crc32c(whole[:100])) == _core.crc32c(whole)
-    assert _core.crc32c(np.arange(4)) == _core.crc32c(np.arange(4).tobytes())

@@ -162,7 +162,8 @@ module_clear(PyObject *module)
     py_state *state = PyModule_GetState(module);
 
     while (state->n_fast > 0) {
-        Py_CLEAR(state->fast[--state->n_fast].type);
+        state->n_fast--; /* apart, because the macro names its argument twice */
+        Py_CLEAR(state->fast[state->n_fast].type);
     }
     Py_CLEAR(state->workspace_type);
     for (int i = 0; i < PY_N_GRAPH_TYPES; i++) {
