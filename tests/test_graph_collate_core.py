@@ -213,7 +213,7 @@ def test_sizes_that_differ_where_they_must_not_are_refused(tmp_path):
         collate(cache, [0, 2])
 
 
-def test_missing_optional_field_is_refused_only_if_selected(tmp_path):
+def test_optional_field_is_in_all_graphs_of_a_batch_or_in_none(tmp_path):
     fields = (
         Field("x", 0, "float32", (-1,), 0),
         Field("extra", 0, "float32", (-1, 64), 0, optional=True),
@@ -222,7 +222,8 @@ def test_missing_optional_field_is_refused_only_if_selected(tmp_path):
     full = {"x": np.ones(4, np.float32), "extra": np.ones((4, 64), np.float32)}
     cache = cached(tmp_path / "c", schema, [full, {"x": full["x"]}])
     assert collate(cache, [0, 0]).fields[1].shape == (8, 64)
-    for order in [[0, 1], [1], [1, 0]]:
+    assert collate(cache, [1, 1]).fields[1] is None
+    for order in [[0, 1], [1, 0], [1, 1, 0]]:
         with pytest.raises(ValueError, match="must all have field extra"):
             collate(cache, order)
     selection = _core.GraphSelection(cache, [0])
