@@ -258,6 +258,22 @@ def test_padding_that_does_not_fit_is_refused(tmp_path, n_slots, totals, message
     assert (padded[:, 4:] == 6).all()
 
 
+def test_counts_that_nothing_pays_for_take_no_memory(tmp_path):
+    """A file of 200 bytes may say that its graph has four thousand million nodes."""
+    schema = Schema((NODES,), (Field("y", None, "float32", (1,), 0),))
+    path = str(tmp_path / "c")
+    writer = _core.GraphWriter(path, schema.encode(), schema.keys, durable=False)
+    for nodes in 2**32 - 1, 1000:
+        graph = {"y": np.zeros(1, np.float32)}
+        assert writer.append(graph, counts=[nodes]) is None
+    writer.close()
+    cache = _core.GraphCache(path)
+    with pytest.raises(ValueError, match=r"at most 134217728 nodes .* got 4294967295"):
+        collate(cache, [0], batch_of=[0])
+    assert len(collate(cache, [1], batch_of=[0]).batches[0]) == 1000
+    assert collate(cache, [0]).totals == (2**32 - 1,)
+
+
 def test_segments_that_fix_different_sizes_are_one_batch(tmp_path, rng):
     """A size that one segment fixes is a count of the cache."""
     for width in (2, 7):
