@@ -3,9 +3,9 @@
 
 #include <math.h>
 
-/* With GRAPH_HALVES, permutations of up to 6 are equally likely as far as chi squared of
- * 15,000 draws can tell; with 12 those of 6 are not, with 8 those of 5. Many need less.
- */
+/* With GRAPH_HALVES, permutations of up to 6 are equally likely as far as chi squared
+ * of 15,000 draws can tell; with 12 those of 6 are not, with 8 those of 5. Many need
+ * less. */
 enum { HALVES_OF_MANY = 8, MANY = 1024 };
 
 /* SplitMix64's last step (Steele, Lea and Flood, 2014). */

@@ -1,5 +1,5 @@
-/* A keyed permutation of 0 .. n - 1, the same on every machine for ever: saved positions
- * mean nothing otherwise. */
+/* A keyed permutation of 0 .. n - 1, the same on every machine for ever: otherwise a
+ * saved position would mean nothing. */
 #ifndef GRAPH_CACHE_SHUFFLE_H
 #define GRAPH_CACHE_SHUFFLE_H
 
