@@ -366,3 +366,23 @@ def test_key_of_the_cache_that_batches_add_is_error(tmp_path):
     writer.close()
     with pytest.raises(ValueError, match=r"key 'batch' must be free.*exclude"):
         gc.Loader(gc.open(tmp_path / "d"), 1)
+
+
+def test_pyg_output_is_their_batch(cache, world):
+    data = pytest.importorskip("torch_geometric.data")
+    torch = pytest.importorskip("torch")
+
+    def theirs(graph):
+        return data.Data(**{k: torch.from_numpy(v) for k, v in graph.items()})
+
+    loader = gc.Loader(cache, 8, output="pyg", follow_batch=["edge_attr"])
+    for number, batch in enumerate(loader):
+        graphs = world.graphs[8 * number : 8 * number + 8]
+        want = data.Batch.from_data_list(
+            [theirs(graph) for graph in graphs], follow_batch=["edge_attr"]
+        )
+        assert type(batch) is type(want)
+        assert set(batch.keys()) == set(want.keys())
+        assert batch.num_graphs == want.num_graphs
+        for key in want.keys():
+            assert torch.equal(batch[key], want[key]), key

@@ -285,6 +285,20 @@ def test_own_rules_are_kept(keep, graphs, follow):
     assert_same_examples(got, want)
 
 
+class Doubled(Data):
+    """Its edges are between more nodes than x has."""
+
+    @property
+    def num_nodes(self):
+        return 2 * self.x.size(0)
+
+
+def test_own_number_of_nodes_is_kept(keep):
+    graphs = [graph(n, n, Doubled, my_index=torch.arange(2)) for n in (2, 3, 4)]
+    _, got, _ = check(keep, graphs)
+    assert got._inc_dict["edge_index"].tolist() == [0, 4, 10]
+
+
 def test_class_that_needs_arguments_is_kept(keep):
     graphs = [Needy(1, x=torch.ones(n, 1)) for n in (1, 2)]
     check(keep, graphs)

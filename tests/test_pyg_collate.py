@@ -173,7 +173,13 @@ class Begun(Data):
         self.version = 3
 
 
-@pytest.mark.parametrize("kind", [OwnIncrement, OwnDimension])
+class Doubled(Data):
+    @property
+    def num_nodes(self):
+        return 2 * self.x.size(0)
+
+
+@pytest.mark.parametrize("kind", [OwnIncrement, OwnDimension, Doubled])
 def test_class_with_rules_of_its_own_is_left_to_pyg(kind):
     graphs = [
         kind(x=g.x, edge_index=g.edge_index, y=g.x[0]) for g in map(graph, (2, 3))

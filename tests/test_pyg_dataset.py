@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("torch_geometric", reason="an adapter's test")
 
-from torch_geometric.data import Batch, Dataset, InMemoryDataset
+from torch_geometric.data import Batch, Dataset, InMemoryDataset, OnDiskDataset
 from torch_geometric.transforms import Constant
 
 import trainfast.graph_cache
@@ -191,3 +191,16 @@ def test_loader_of_the_cache_makes_pygs_batches(dataset, ten):
     loader = trainfast.graph_cache.Loader(dataset.cache, batch_size=4, output="pyg")
     for i, batch in enumerate(loader):
         assert_same_graph(batch, Batch.from_data_list(ten[4 * i : 4 * i + 4]))
+
+
+def test_on_disk_dataset_is_cached(tmp_path, ten):
+    """PyG's own answer to data beyond memory, as what is read once."""
+    source = OnDiskDataset(str(tmp_path / "db"), log=False)
+    source.extend(ten[:4])
+    source.append(ten[4])
+    dataset = cached(source, tmp_path / "c", progress=False)
+    source.close()
+    assert len(dataset) == 5
+    for got, want in zip(dataset, ten[:5], strict=True):
+        assert_same_graph(got, want)
+    assert_same_graph(batch_of(dataset[[4, 0]]), Batch.from_data_list([ten[4], ten[0]]))

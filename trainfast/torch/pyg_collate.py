@@ -34,7 +34,7 @@ _batch_and_ptr: Any = getattr(_inside, "_batch_and_ptr", None)
 # A class that has other ones is batched by its own rules.
 _RULES = (
     *("__inc__", "__cat_dim__", "__getattr__", "__getattribute__", "__getitem__"),
-    *("stores", "stores_as", "num_nodes"),
+    *("stores", "node_stores", "stores_as", "num_nodes"),
 )
 _PLAIN = {
     base: {name: getattr(base, name) for name in _RULES} for base in (Data, HeteroData)
