@@ -346,11 +346,14 @@ adopt(void)
 static void
 order_four(void)
 {
-    static const uint64_t order[] = {3, 2, 0};
+    static const uint64_t order[] = {3, 2, 0}, again[] = {2, 1, 0};
 
     write_four();
     MUST(tfast_graph_build_begin("/c") == TFAST_OK);
     MUST(tfast_graph_build_end("/c", order, 3) == TFAST_OK);
+    MUST(tfast_graph_build_begin("/c") == TFAST_OK);
+    MUST(tfast_graph_build_end("/c", again, 3) == TFAST_OK);
+    MUST(tfast_graph_build_end("/c", NULL, 0) == TFAST_OK);
 }
 
 static void
@@ -365,7 +368,7 @@ write_more(void)
 static void
 check_ordered(void)
 {
-    MUST(n_ids >= 3 && ids[0] == 3 && ids[1] == 2 && ids[2] == 0);
+    MUST(n_ids >= 3 && ids[0] == 0 && ids[1] == 2 && ids[2] == 3);
     check_promises(30, 40);
 }
 
