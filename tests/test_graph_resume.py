@@ -267,6 +267,7 @@ def test_own_assembler_gets_plan_and_core_batches(cache):
 
 def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
     iteration = iter(gc.Loader(cache, 8))
+    next(iteration)
     child = os.fork()
     if child == 0:
         code = 1
@@ -278,4 +279,16 @@ def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(list(iteration)) == 7
+    assert len(list(iteration)) == 6
+
+
+def test_iteration_that_is_never_asked_uses_up_no_epoch(cache):
+    """Lightning makes one only to see whether it can."""
+    want = epoch(gc.Loader(cache, 8, shuffle=True))
+    loader = gc.Loader(cache, 8, shuffle=True)
+    state = loader.state_dict()
+    first, second = iter(loader), iter(loader)
+    assert loader.state_dict() == state
+    assert [rows(batch) for batch in second] == want
+    assert [rows(batch) for batch in first] != want
+    assert loader.state_dict()["epoch"] == 2
