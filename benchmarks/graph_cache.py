@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 BATCH = 32
 EDGE_FEATURES = 4
@@ -139,6 +140,16 @@ class Workload:
                     + " with other values"
                     * (got.shape == expected.shape)
                 )
+
+
+def tensors(graph: Arrays) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(array) for key, array in graph.items()}
+
+
+def objects(work: Workload) -> list[Any]:
+    """Return the graphs as PyG's objects."""
+    data = needs("torch_geometric.data").Data
+    return [data(**tensors(graph)) for graph in work.graphs]
 
 
 def disk_bytes(folder: Path) -> int:

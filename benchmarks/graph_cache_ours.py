@@ -20,6 +20,7 @@ from benchmarks.graph_cache import (
     Workload,
     collated,
     needs,
+    objects,
 )
 
 
@@ -95,23 +96,32 @@ def make_next(
     return endless(loader(path, **options)).__next__
 
 
-def patched(make: Callable[[], Callable], times: int) -> Callable[[], None]:
-    """Return a call that does a made one several times under the patch of PyG."""
+def drop_in(work: Workload, **options: Any) -> Any:
+    """Return the DataLoader that has PyG's signature, over a cached dataset."""
+    needs("torch_geometric")
+    from trainfast.torch import pyg
+
+    dataset = pyg.cached(objects(work), work.folder / "drop-in", progress=False)
+    if "batch_sampler" not in options:
+        options |= {"batch_size": BATCH, "shuffle": True}
+    return pyg.DataLoader(dataset, **options)
+
+
+def patch_pyg() -> None:
+    """Put trainfast's collate in PyG's place, or raise Unavailable."""
+    needs("torch_geometric")
     import trainfast
 
-    call = make()
     try:
-        with trainfast.patched("pyg"):
-            call()
+        trainfast.patch("pyg")
     except ValueError as error:  # an unknown name
         raise Unavailable(str(error)) from None
 
-    def run() -> None:
-        with trainfast.patched("pyg"):
-            for _ in range(times):
-                call()
 
-    return run
+def unpatch_pyg() -> None:
+    import trainfast
+
+    trainfast.unpatch("pyg")
 
 
 # ---- Bounds --------------------------------------------------------------------------

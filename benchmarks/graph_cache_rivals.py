@@ -11,20 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.graph_cache import BATCH, Arrays, Workload, needs
+from benchmarks.graph_cache import BATCH, Arrays, Workload, needs, objects, tensors
 
 COMMIT_EVERY = 256
 MAP_BYTES = 8 << 30  # of address space
-
-
-def tensors(graph: Arrays) -> dict[str, torch.Tensor]:
-    return {key: torch.from_numpy(array) for key, array in graph.items()}
-
-
-def objects(work: Workload) -> list[Any]:
-    """Return the graphs as PyG's objects."""
-    data = needs("torch_geometric.data").Data
-    return [data(**tensors(graph)) for graph in work.graphs]
 
 
 # ---- A batch of given graphs ---------------------------------------------------------

@@ -63,7 +63,7 @@ tested_posix_memalign(void **data, size_t alignment, size_t bytes)
 
 /* ---- Losing power ---------------------------------------------------------------- */
 
-enum { ALL, NONE, SOME, BEGINNING, SECTORS, BLOCKS, STALE, N_MODES };
+enum { ALL, NONE, SOME, BEGINNING, SECTORS, BLOCKS, STALE, ONE, N_MODES };
 
 static void
 fill_randomly(uint8_t *data, size_t bytes)
@@ -97,6 +97,26 @@ apply_by_sector(uint8_t **data, size_t *bytes, const disk_write *w, size_t secto
     }
 }
 
+/* All but one sector, which is as it was, or garbage. */
+static void
+apply_but_one(uint8_t **data, size_t *bytes, const disk_write *w)
+{
+    size_t at = (size_t)w->at + disk_random() % w->bytes, first = at / 512 * 512;
+    size_t from = first < (size_t)w->at ? (size_t)w->at : first, last;
+    uint8_t before[512] = {0};
+
+    if (first < *bytes) {
+        memcpy(before, *data + first, *bytes - first < 512 ? *bytes - first : 512);
+    }
+    apply_write(data, bytes, w);
+    last = first + 512 < *bytes ? first + 512 : *bytes;
+    if (one_in(2)) {
+        memcpy(*data + from, before + (from - first), last - from);
+    } else {
+        fill_randomly(*data + first, last - first);
+    }
+}
+
 /* What an older file has left on the disk shows through where nothing was written. */
 static void
 show_stale(uint8_t *data, size_t from, size_t bytes)
@@ -113,7 +133,7 @@ lose_file(disk_file *f, int mode)
 {
     size_t sector = mode == BLOCKS ? 4096 : 512, safe_bytes = f->safe_bytes;
     int first = (int)(disk_random() % (uint64_t)(f->n_writes + 1));
-    bool torn = mode == SECTORS || mode == BLOCKS || mode == STALE;
+    bool torn = mode == SECTORS || mode == BLOCKS;
 
     if (mode == STALE && f->now_bytes > f->safe_bytes) {
         resize(&f->safe, &f->safe_bytes, f->now_bytes);
@@ -122,10 +142,12 @@ lose_file(disk_file *f, int mode)
     for (int i = 0; i < f->n_writes; i++) {
         disk_write *w = &f->writes[i];
 
-        if (torn && w->data != NULL) {
+        if (mode == ONE && w->data != NULL && w->bytes > 0 && i == first) {
+            apply_but_one(&f->safe, &f->safe_bytes, w);
+        } else if (torn && w->data != NULL) {
             apply_by_sector(&f->safe, &f->safe_bytes, w, sector);
-        } else if (mode == ALL || (mode == BEGINNING && i < first) ||
-                   ((mode == SOME || torn) && one_in(2))) {
+        } else if (mode == ALL || mode == ONE || (mode == BEGINNING && i < first) ||
+                   ((mode == SOME || mode == STALE || torn) && one_in(2))) {
             apply_write(&f->safe, &f->safe_bytes, w);
         }
     }
@@ -144,10 +166,11 @@ lose_names(disk_directory *d, int mode)
 {
     int first = (int)(disk_random() % (uint64_t)(d->n_renames + 1));
 
-    d->safe = d->safe || (d->now && (mode == ALL || (mode != NONE && one_in(2))));
+    d->safe = d->safe ||
+              (d->now && (mode == ALL || mode == ONE || (mode != NONE && one_in(2))));
     d->now = d->safe;
     for (int i = 0; i < d->n_renames; i++) {
-        if (mode == ALL || (mode == BEGINNING && i < first) ||
+        if (mode == ALL || mode == ONE || (mode == BEGINNING && i < first) ||
             (mode >= SOME && mode != BEGINNING && one_in(2))) {
             apply_rename(d->safe_names, &d->n_safe, &d->renames[i]);
         }
@@ -440,11 +463,27 @@ begin(const script *s, const char *fault, int64_t at, int64_t variant, uint64_t 
     disk.changes = disk.pwrites = disk.syncs = 0;
 }
 
+static int64_t
+count_promised(void)
+{
+    int64_t n = 0;
+
+    for (int64_t id = 0; id < N_IDS; id++) {
+        n += told[id] == PROMISED;
+    }
+    return n;
+}
+
 /* ---- Campaign -------------------------------------------------------------------- */
 
 static int64_t
 fail_power(const script *s, int64_t variants, uint64_t seed)
 {
+    int64_t promised;
+
+    begin(s, "nothing fails", 0, 0, seed);
+    s->run();
+    promised = count_promised();
     for (int64_t point = 1;; point++) {
         bool died = true;
 
@@ -454,6 +493,7 @@ fail_power(const script *s, int64_t variants, uint64_t seed)
             disk.ragged = v / N_MODES % 2 == 1;
             s->run();
             died = disk.dead;
+            MUST(died || count_promised() == promised); /* ragged or not */
             lose_power((int)(v % N_MODES));
             recover(s);
         }
@@ -550,7 +590,7 @@ fail_allocations(const script *s, uint64_t seed)
 int
 main(int argc, char **argv)
 {
-    int64_t variants = argc > 1 ? atoll(argv[1]) : 28, points = 0, full = 0, syncs = 0;
+    int64_t variants = argc > 1 ? atoll(argv[1]) : 16, points = 0, full = 0, syncs = 0;
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     int64_t memory = 0;
 

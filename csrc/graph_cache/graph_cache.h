@@ -4,8 +4,8 @@
  * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
  * fields lie), segment.c (opening a segment, scanning one that is not sealed),
  * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
- * plan.c and collate.c (batches), prefetch.c (threads), order.c (shuffling, sharding,
- * batches by size). */
+ * plan.c and collate.c (batches), prefetch.c (threads), order.c and shuffle.c
+ * (shuffling, sharding, batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
