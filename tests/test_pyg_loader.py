@@ -1,7 +1,9 @@
 """The DataLoader of PyG's signature, with PyG's own as oracle."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 pytest.importorskip("torch_geometric", reason="an adapter's test")
 
 from torch.utils.data import DistributedSampler, Subset, WeightedRandomSampler
+from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader import DynamicBatchSampler, ImbalancedSampler
 
@@ -271,6 +274,42 @@ def test_several_iterations_at_once(dataset, graphs, workers):
     next(abandoned)
     del abandoned
     assert len(iter(loader)) == len(loader) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_graph_fails_its_own_batch_only(graphs, tmp_path, workers):
+    dataset = cached(graphs, tmp_path / "c", verify="always", progress=False)
+    pos = graphs[9].pos.numpy().tobytes()
+    assert len(pos) > 8
+    (segment,) = (tmp_path / "c").glob("segment-*")
+    data = segment.read_bytes()
+    with segment.open("r+b") as file:
+        file.seek(data.index(pos))
+        file.write(bytes([pos[0] ^ 1]))
+    iteration = iter(DataLoader(dataset, 1, num_workers=workers))
+    damaged = []
+    for i in range(23):
+        try:
+            want = Batch.from_data_list(graphs[i : i + 1])
+            assert_same_graph(next(iteration), want)
+        except (OSError, ValueError):
+            damaged.append(i)
+    assert damaged == [9]
+    with pytest.raises(StopIteration):
+        next(iteration)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iteration_and_batches_are_freed_when_dropped(dataset, workers):
+    loader = DataLoader(dataset, 5, num_workers=workers)
+    gc.disable()
+    try:
+        iteration = iter(loader)
+        watched = [weakref.ref(iteration), *(weakref.ref(b) for b in iteration)]
+        del iteration
+        assert [watch() for watch in watched] == [None] * 6
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.loads])

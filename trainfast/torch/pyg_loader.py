@@ -1,7 +1,6 @@
 """PyG's DataLoader, with batches of cached graphs made natively."""
 
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
 __all__ = ["DataLoader"]
 
 _MOST_THREADS = 4
+_END: Any = object()
 
 
 class _Collater(TheirCollater):
@@ -117,14 +117,14 @@ class _Iteration(Iterator[Any]):
     ) -> None:
         self._loader, self._batcher, self._places = loader, batcher, places
         self._n = len(loader.dataset)
-        self._source = iter(loader.batch_sampler)
+        self._source: Iterator[Any] | None = iter(loader.batch_sampler)
         # Torch's loaders draw a seed here, before the sampler draws its own.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._move = None
         if loader.pin_memory and torch.accelerator.is_available():
             self._move = mover(None, pin_memory=True)
         self._prefetch: GraphPrefetch | None = None
-        self._ends: deque[Exception | None] = deque()  # of submitted batches
+        self._error: Exception | None = None  # the sampler's, after what is pending
         threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
         if threads:
             self._prefetch = GraphPrefetch(batcher.selection, threads)
@@ -145,23 +145,28 @@ class _Iteration(Iterator[Any]):
         return len(self._loader)
 
     def _submit(self, prefetch: GraphPrefetch) -> None:
-        """The sampler's next batch; its errors and its end wait for their turn."""
-        if self._ends and self._ends[-1] is not None:
+        """The sampler's next batch; an error waits until those before it are out."""
+        if self._source is None:
             return
         try:
-            prefetch.submit(self._indices(next(self._source)))
+            batch = next(self._source, _END)
+            if batch is _END:
+                self._source = None
+            else:
+                prefetch.submit(self._indices(batch))
         except Exception as error:
-            self._ends.append(error)
-        else:
-            self._ends.append(None)
+            self._error, self._source = error, None
 
     def _take(self, prefetch: GraphPrefetch) -> Any:
-        if self._ends[0] is not None:
-            raise self._ends[0]
-        core = prefetch.next()
-        self._ends.popleft()
-        self._submit(prefetch)
-        return core
+        pending = prefetch.pending
+        if not pending:
+            error, self._error = self._error, None
+            raise error or StopIteration
+        try:
+            return prefetch.next()
+        finally:  # a damaged batch has had its turn, an interrupted wait has not
+            if prefetch.pending < pending:
+                self._submit(prefetch)
 
     def _indices(self, batch: Sequence[int]) -> Any:
         """A sampler's batch as places in the cache."""
