@@ -400,12 +400,15 @@ fail_syncs(const script *s, uint64_t seed)
     for (int64_t n = 1;; n++) {
         bool failed = true;
 
-        for (int mode = 0; mode < N_MODES; mode++) {
-            begin(s, "sync fails", n, mode, seed);
+        for (int v = 0; v < 2 * N_MODES; v++) {
+            begin(s, "sync fails", n, v, seed);
             disk.sync_fails_at = n;
             s->run();
             failed = disk.syncs >= n;
-            lose_power(mode);
+            if (v % 2 == 1) { /* power fails only after others have gone on */
+                adopt();
+            }
+            lose_power(v / 2);
             recover(s);
         }
         if (!failed) {

@@ -29,31 +29,6 @@ note(adoption *a, const graph_manifest_segment *entry)
     a->graphs += (int64_t)entry->records;
 }
 
-/* Writes the last committed group as it is. A sync may have failed that was to make it
- * durable: the system then takes it for written, and the next sync would pass over it.
- * Those before it were durable when the writer went on. */
-static tfast_status
-write_again(int file, const char *path, int64_t begin, int64_t end)
-{
-    enum { PIECE = 1 << 20 };
-    uint8_t *data = malloc(PIECE);
-    tfast_status status = TFAST_OK;
-
-    if (data == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %d bytes of %s", PIECE, path);
-    }
-    for (int64_t at = begin; at < end && status == TFAST_OK; at += PIECE) {
-        size_t bytes = (size_t)(end - at < PIECE ? end - at : PIECE);
-
-        status = graph_read_all(file, path, data, bytes, at);
-        if (status == TFAST_OK) {
-            status = graph_write_all(file, path, data, bytes, at);
-        }
-    }
-    free(data);
-    return status;
-}
-
 /* Seals what was committed of a locked file, or deletes it where that is nothing. */
 static tfast_status
 settle(adoption *a, int file, const char *path, const uint8_t uuid[16],
@@ -79,11 +54,7 @@ settle(adoption *a, int file, const char *path, const uint8_t uuid[16],
     if (error < 0) {
         return graph_io_error("truncate", path, error);
     }
-    status = write_again(file, path, r->last_group, r->end);
-    if (status == TFAST_OK) {
-        status =
-            graph_seal(file, path, &r->index, r->end, r->last_commit, true, &entry);
-    }
+    status = graph_seal(file, path, &r->index, r->end, r->last_commit, true, &entry);
     if (status == TFAST_OK) {
         status = graph_seal_name(a->directory, uuid, true);
     }
@@ -109,6 +80,21 @@ lock_dead(int file, const char *path, tfast_status *status)
     return *status == TFAST_OK;
 }
 
+/* What recovery is to see is what a loss of power would leave. Where a sync has failed,
+ * its writer's or another adoption's, the system takes the pages for written, shows
+ * them for as long as it keeps them, and lets the next sync pass over them. */
+static tfast_status
+see_the_disk(int file, const char *path)
+{
+    int error = graph_io_table->datasync(file);
+
+    if (error < 0) {
+        return graph_io_error("sync", path, error);
+    }
+    graph_io_table->forget(file);
+    return TFAST_OK;
+}
+
 static tfast_status
 adopt_open(adoption *a, const uint8_t uuid[16])
 {
@@ -125,7 +111,9 @@ adopt_open(adoption *a, const uint8_t uuid[16])
         return file == -ENOENT ? TFAST_OK : graph_io_error("open", path, file);
     }
     if (lock_dead(file, path, &status)) {
-        status = graph_recover(&recovery, file, path, uuid);
+        status = see_the_disk(file, path);
+        status =
+            status == TFAST_OK ? graph_recover(&recovery, file, path, uuid) : status;
         if (status == TFAST_OK) {
             status = settle(a, file, path, uuid, &recovery);
             graph_recovery_free(&recovery);

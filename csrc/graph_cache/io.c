@@ -82,6 +82,12 @@ os_sync(int file)
     return result(fsync(file));
 }
 
+static void
+os_forget(int file)
+{
+    posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+}
+
 static int
 os_rename(const char *from, const char *to)
 {
@@ -156,9 +162,9 @@ os_random(void *data, size_t bytes)
 }
 
 static const graph_io operating_system = {
-    os_open,     os_close, os_pread,  os_pwrite, os_size,  os_truncate,
-    os_datasync, os_sync,  os_rename, os_unlink, os_mkdir, os_lock,
-    os_list,     os_map,   os_unmap,  os_random,
+    os_open,     os_close, os_pread,  os_pwrite, os_size,   os_truncate,
+    os_datasync, os_sync,  os_forget, os_rename, os_unlink, os_mkdir,
+    os_lock,     os_list,  os_map,    os_unmap,  os_random,
 };
 
 const graph_io *graph_io_table = &operating_system;

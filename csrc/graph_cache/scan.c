@@ -243,7 +243,6 @@ take_commit(walk *w, const uint8_t *frame)
     w->committed = r->index.records;
     w->group_crc = 0;
     r->last_commit = w->at;
-    r->last_group = r->end;
     r->end = w->at + graph_commit_bytes(w->at);
     return true;
 }
