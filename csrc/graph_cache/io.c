@@ -28,10 +28,11 @@ result(int value)
     return value < 0 ? -errno : value;
 }
 
+/* A pipe or a terminal with a name of ours must not hold us up. */
 static int
 os_open(const char *path, int flags)
 {
-    return result(open(path, flags | O_CLOEXEC, 0666));
+    return result(open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0666));
 }
 
 static int
