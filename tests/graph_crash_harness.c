@@ -27,16 +27,19 @@ tfast_backend_for(int32_t device)
 
 /* ---- Memory that runs out -------------------------------------------------------- */
 
-/* The sources under test call these (see the -D of the build). */
-static int64_t allocations, allocation_fails;
+/* The sources under test call these (see the -D of the build), a prefetch's threads
+ * too. */
+static _Atomic(int64_t) allocations;
+static int64_t allocation_fails;
 static bool and_all_after;
 
 static bool
 no_memory(void)
 {
-    allocations++;
-    return allocation_fails > 0 && (and_all_after ? allocations >= allocation_fails
-                                                  : allocations == allocation_fails);
+    const int64_t n = ++allocations;
+
+    return allocation_fails > 0 &&
+           (and_all_after ? n >= allocation_fails : n == allocation_fails);
 }
 
 void *
@@ -61,6 +64,12 @@ int
 tested_posix_memalign(void **data, size_t alignment, size_t bytes)
 {
     return no_memory() ? ENOMEM : posix_memalign(data, alignment, bytes);
+}
+
+void *
+tested_aligned_alloc(size_t alignment, size_t bytes)
+{
+    return no_memory() ? NULL : aligned_alloc(alignment, bytes);
 }
 
 /* ---- Scripts --------------------------------------------------------------------- */
@@ -417,6 +426,41 @@ fail_syncs(const script *s, uint64_t seed)
     }
 }
 
+static void
+must_be_whole(tfast_status status)
+{
+    MUST(status == TFAST_OK || status == TFAST_ENOMEM);
+}
+
+/* Batches of what there is, now and ahead; one is given back after the cache. */
+static void
+batch_somehow(tfast_graph_cache *cache)
+{
+    static const uint16_t fields[] = {0, 1, 2}, nodes[] = {0};
+    static const int64_t totals[] = {200, 40, -1}, first[] = {0, 0, 0};
+    const tfast_graph_selection selection = {fields, 3, nodes, 1, 5, totals};
+    tfast_graph_prefetch *prefetch;
+    tfast_graph_batch *batch = NULL, *other;
+
+    must_be_whole(tfast_graph_collate(cache, &selection, first, 3, &batch));
+    for (int threads = 0; threads < 2; threads++) {
+        tfast_status status =
+            tfast_graph_prefetch_new(&prefetch, cache, &selection, threads);
+
+        must_be_whole(status);
+        for (int i = 0; i < 3 && status == TFAST_OK; i++) {
+            must_be_whole(tfast_graph_prefetch_submit(prefetch, first, 1 + i));
+        }
+        if (status == TFAST_OK) {
+            must_be_whole(tfast_graph_prefetch_next(prefetch, 10, &other));
+            tfast_graph_batch_release(other);
+            tfast_graph_prefetch_free(prefetch);
+        }
+    }
+    tfast_graph_cache_release(cache);
+    tfast_graph_batch_release(batch);
+}
+
 /* Reading is part of it; what it returns is right, or it says what is missing. */
 static void
 read_somehow(void)
@@ -425,17 +469,24 @@ read_somehow(void)
     tfast_graph_cache *cache;
     tfast_graph_array a[4];
     void *owned;
+    int64_t n;
 
     if (tfast_graph_cache_open(&cache, "/c", &options) != TFAST_OK) {
         return;
     }
-    for (int64_t i = 0; i < tfast_graph_cache_len(cache); i++) {
+    n = tfast_graph_cache_len(cache);
+    for (int64_t i = 0; i < n; i++) {
         tfast_status status = tfast_graph_cache_get(cache, i, a, &owned);
 
-        MUST(status == TFAST_OK || status == TFAST_ENOMEM);
+        must_be_whole(status);
         free(status == TFAST_OK ? owned : NULL);
     }
-    tfast_graph_cache_release(cache);
+    must_be_whole(tfast_graph_cache_verify(cache, 0, n, true, no_damage, NULL));
+    if (n > 0) {
+        batch_somehow(cache);
+    } else {
+        tfast_graph_cache_release(cache);
+    }
 }
 
 static int64_t
