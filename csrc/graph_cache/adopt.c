@@ -47,7 +47,9 @@ settle(adoption *a, int file, const char *path, const uint8_t uuid[16],
     if (r->index.records == 0) {
         error = graph_io_table->unlink(path);
         a->deleted = true;
-        return error < 0 ? graph_io_error("delete", path, error) : TFAST_OK;
+        return error < 0 && error != -ENOENT /* its writer has done so meanwhile */
+                   ? graph_io_error("delete", path, error)
+                   : TFAST_OK;
     }
     memcpy(entry.uuid, uuid, sizeof entry.uuid);
     error = graph_io_table->truncate(file, r->end);
