@@ -198,14 +198,15 @@ release_batch(void *batch)
     tfast_graph_batch_release(batch);
 }
 
-/* An array of the batch. NumPy's keep this object, others the batch itself, because
+/* An array over the batch's memory. NumPy's keep this object, others the batch itself, because
  * they may be dropped by a thread without the GIL. Nothing here keeps them: that would
  * be a cycle that the collector cannot see. */
 static PyObject *
-make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *shape)
+make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
+              const int64_t *shape)
 {
     const py_graph_selection *selection = self->selection;
-    const py_made made = {self->batch->arena + at, dtype, ndim, shape};
+    const py_made made = {(void *)data, dtype, ndim, shape};
 
     if (selection->as == PY_AS_NUMPY) {
         return py_make_numpy(py_graph_state((PyObject *)self), &made, true,
@@ -213,6 +214,12 @@ make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *sha
     }
     tfast_graph_batch_retain(self->batch);
     return py_make_dlpack(selection->exchange, &made, release_batch, self->batch);
+}
+
+static PyObject *
+make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *shape)
+{
+    return make_array_of(self, self->batch->arena + at, dtype, ndim, shape);
 }
 
 /* A list of n that make(self, i) makes. */
@@ -261,6 +268,21 @@ make_ptr(graph_batch *self, Py_ssize_t i)
     return make_array(self, self->batch->ptr_at[i], PY_INT64, 1, &n);
 }
 
+/* The first `n` sums of count i, in memory of their own. */
+static PyObject *
+make_sums_of(graph_batch *self, Py_ssize_t i, int64_t n)
+{
+    const int64_t *sums = self->batch->sums + i * (self->batch->n_slots + 1);
+
+    return make_array_of(self, sums, PY_INT64, 1, &n);
+}
+
+static PyObject *
+make_sums(graph_batch *self, Py_ssize_t i)
+{
+    return make_sums_of(self, i, self->batch->n_slots + 1);
+}
+
 static PyObject *
 make_batch_vector(graph_batch *self, Py_ssize_t i)
 {
@@ -279,6 +301,45 @@ static PyObject *
 batch_ptrs(graph_batch *self, void *Py_UNUSED(closure))
 {
     return make_list(self, n_counts(self), make_ptr);
+}
+
+static PyObject *
+batch_sums(graph_batch *self, void *Py_UNUSED(closure))
+{
+    return make_list(self, n_counts(self), make_sums);
+}
+
+/* The number of a count, -1 with an exception. */
+static Py_ssize_t
+take_count(const graph_batch *self, PyObject *number)
+{
+    const Py_ssize_t count = PyLong_AsSsize_t(number);
+
+    if (count == -1 && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    if (count < 0 || count >= n_counts(self)) {
+        PyErr_Format(PyExc_ValueError, "count must be in 0 .. %d, got %zd",
+                     n_counts(self) - 1, count);
+        return -1;
+    }
+    return count;
+}
+
+static PyObject *
+batch_ptr(graph_batch *self, PyObject *number)
+{
+    const Py_ssize_t count = take_count(self, number);
+
+    return count < 0 ? NULL : make_ptr(self, count);
+}
+
+static PyObject *
+batch_starts(graph_batch *self, PyObject *number)
+{
+    const Py_ssize_t count = take_count(self, number);
+
+    return count < 0 ? NULL : make_sums_of(self, count, self->batch->n_slots);
 }
 
 static PyObject *
@@ -395,6 +456,8 @@ static PyGetSetDef batch_attributes[] = {
      NULL},
     {"ptrs", (getter)batch_ptrs, NULL,
      "For each count int64 [n_slots + 1], its sums before each graph.", NULL},
+    {"sums", (getter)batch_sums, NULL,
+     "The same as ptrs, in other memory, which nobody is to write to.", NULL},
     {"batches", (getter)batch_batches, NULL,
      "For each of batch_of int64 [total], the number of its graph.", NULL},
     {"arena", (getter)batch_arena, NULL, "uint8 [nbytes], the whole of it.", NULL},
@@ -403,11 +466,19 @@ static PyGetSetDef batch_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMethodDef batch_methods[] = {
+    {"ptr", (PyCFunction)batch_ptr, METH_O, "ptr(count, /)\n--\n\nOne of ptrs."},
+    {"starts", (PyCFunction)batch_starts, METH_O,
+     "starts(count, /)\n--\n\nOne of sums, int64 [n_slots]: without the last."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot batch_slots[] = {
     {Py_tp_doc, "One collated batch; its arrays share one arena, which they keep."},
     {Py_tp_traverse, batch_traverse},
     {Py_tp_dealloc, batch_dealloc},
     {Py_tp_getset, batch_attributes},
+    {Py_tp_methods, batch_methods},
     {0, NULL},
 };
 

@@ -60,6 +60,10 @@ class MovedBatch:
         self.ptrs = _views(storage, first, arena.device, batch.ptrs, ptrs)
         self.batches = _views(storage, first, arena.device, batch.batches, batches)
 
+    def ptr(self, count: int) -> Tensor:
+        """One of `ptrs`."""
+        return self.ptrs[count]
+
 
 def _views(
     storage: Any, first: int, device: Any, like: list[Any], offsets: list[int]

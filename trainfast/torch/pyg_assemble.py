@@ -26,6 +26,7 @@ from trainfast.graph_cache.batch import (
     split_text,
 )
 from trainfast.graph_cache.schema import Field, Schema
+from trainfast.torch.graph_device import MovedBatch
 from trainfast.torch.pyg_batch import blank
 
 __all__ = ["assembler", "item_assembler"]
@@ -114,22 +115,28 @@ class _Tables:
             self.adds.append(entry.add)
         return 2 + self.adds.index(entry.add)
 
-    def of_batch(self, ptrs: list[Tensor], n: int) -> tuple[list[Any], list[Any]]:
-        """The tables of slices and increments of a batch of n graphs."""
+    def of_batch(self, host: Any) -> tuple[list[Any], list[Any]]:
+        """The tables of slices and increments of a batch on the CPU.
+
+        They share no memory with what the user gets: a `ptr` may be written to.
+        """
+        n = host.n_slots
         made = self.constants.get(n)
         if made is None:
             made = self.make_constants(n)
         fixed, zeros = made
+        slices = host.sums
         incs: list[Any] = [None, zeros]
         for add in self.adds:
             if len(add) == 1:
-                incs.append(ptrs[add[0]][:-1])
+                incs.append(host.starts(add[0]))
             else:  # int64 [graphs, 2, 1]; NumPy takes a third of torch.stack's time
                 rows = np.empty((n, 2, 1), np.int64)
-                rows[:, 0, 0] = ptrs[add[0]].numpy()[:-1]
-                rows[:, 1, 0] = ptrs[add[1]].numpy()[:-1]
+                rows[:, 0, 0] = slices[add[0]].numpy()[:-1]
+                rows[:, 1, 0] = slices[add[1]].numpy()[:-1]
                 incs.append(torch.from_numpy(rows))
-        return [*ptrs, *fixed], incs
+        slices += fixed
+        return slices, incs
 
     def make_constants(self, n: int) -> tuple[list[Tensor], Tensor]:
         if len(self.constants) > 256:  # batches of ever new sizes
@@ -194,40 +201,31 @@ class _Assembler:
             store.follows[name] = follow
 
     def __call__(self, core: Any) -> Any:
-        n, ptrs, fields = core.n_slots, core.ptrs, core.fields
         # Slices and increments stay on the CPU, as they do in batch.to(device).
-        host = getattr(core, "host", None)
-        slices, incs = self.tables.of_batch(ptrs if host is None else host.ptrs, n)
+        slices, incs = self.tables.of_batch(_host(core))
         if not self.simple:
-            return self._assemble(core, n, ptrs, fields, slices, incs)
+            return self._assemble(core, slices, incs)
         store = self.stores[0]
-        mapping = dict(zip(store.names, store.take_fields(fields)))
+        mapping = dict(zip(store.names, store.take_fields(core.fields)))
         if store.nodes is not None:
             mapping["batch"] = core.batches[store.batch]
-            mapping["ptr"] = ptrs[store.nodes].clone()  # its slices stay as they are
+            mapping["ptr"] = core.ptr(store.nodes)
         out, inside = self.blank.new(mapping)
-        inside["_num_graphs"] = n
+        inside["_num_graphs"] = core.n_slots
         inside["_slice_dict"] = dict(zip(store.sliced, store.take_slices(slices)))
         inside["_inc_dict"] = dict(zip(store.sliced, store.take_incs(incs)))
         return out
 
-    def _assemble(
-        self,
-        core: Any,
-        n: int,
-        ptrs: list[Tensor],
-        fields: list[Any],
-        slices: list[Any],
-        incs: list[Any],
-    ) -> Any:
+    def _assemble(self, core: Any, slices: list[Any], incs: list[Any]) -> Any:
         """Batches of several stores, and whatever is not a plain tensor in them."""
+        fields = core.fields
         mappings: dict[Any, dict[str, Any]] = {}
         slice_dict: dict[Any, Any] = {}
         inc_dict: dict[Any, Any] = {}
         numbers: dict[Any, list[int]] = {}
         for store in self.stores:
             key = store.key
-            mappings[key] = self._mapping(store, core, ptrs, fields, numbers)
+            mappings[key] = self._mapping(store, core, fields, numbers)
             for whole, take, table in (
                 (slice_dict, store.take_slices, slices),
                 (inc_dict, store.take_incs, incs),
@@ -246,14 +244,15 @@ class _Assembler:
             out, inside = self.blank.new_hetero(mappings)
         for key, values in numbers.items():
             inside[key]["_num_nodes"] = values
-        inside[None].update(_num_graphs=n, _slice_dict=slice_dict, _inc_dict=inc_dict)
+        inside[None].update(
+            _num_graphs=core.n_slots, _slice_dict=slice_dict, _inc_dict=inc_dict
+        )
         return out
 
     def _mapping(
         self,
         store: _Store,
         core: Any,
-        ptrs: list[Tensor],
         fields: list[Any],
         numbers: dict[Any, list[int]],
     ) -> dict[str, Any]:
@@ -265,7 +264,7 @@ class _Assembler:
             mapping[name] = value if convert is None else convert(value, core, place)
             follow = store.follows.get(name)
             if follow is not None:
-                pair = followed(self.plan, core, ptrs, follow)
+                pair = followed(self.plan, core, core.ptrs, follow)
                 mapping[f"{name}_batch"], mapping[f"{name}_ptr"] = map(_own, pair)
         if store.num_nodes:
             place = store.places[store.names.index("num_nodes")]
@@ -273,7 +272,7 @@ class _Assembler:
             mapping["num_nodes"] = sum(numbers[store.key])
         if store.nodes is not None:
             mapping["batch"] = core.batches[store.batch]
-            mapping["ptr"] = ptrs[store.nodes].clone()
+            mapping["ptr"] = core.ptr(store.nodes)
         return mapping
 
 
@@ -336,7 +335,7 @@ def _can_infer_num_nodes(names: list[str]) -> bool:
 
 def _host(core: Any) -> Any:
     """The batch as it was before it moved to a device."""
-    return getattr(core, "host", core)
+    return core.host if type(core) is MovedBatch else core
 
 
 def _text_of(entry: Field) -> Callable[..., list[Any]]:
