@@ -225,10 +225,10 @@ def test_note_says_what_share_is_building_and_what_that_allows(example):
         def __init__(self, whole, waiting):
             self.speed = lambda: (whole, waiting)
 
-    note = example.note({"none": Run(0.040, 0.036), "cache": Run(0.005, 0.0001)})
-    assert "90% of an iteration is building" in note
-    assert "more than\n10.0 times faster. trainfast's makes it 8.0 times" in note
-    assert "2.0% is left for loading" in note
+    note = example.note({"none": Run(0.040, 0.036), "cache": Run(0.005, 0.001)})
+    assert "90% of an iteration is building graphs" in note
+    assert "Never waiting would make it\n10.0 times faster" in note
+    assert "cache makes it 8.0 times faster, and leaves 20.0% of it" in note
     assert "9.2 times: at least 89% of its iterations" in note
     assert example.note({"none": Run(0.040, 0.036)}) == ""
 

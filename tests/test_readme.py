@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-OPTIONAL = ("transformers",)
+OPTIONAL = ("torch_geometric", "transformers")
 SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.S)
 
 
