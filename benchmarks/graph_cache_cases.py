@@ -130,6 +130,12 @@ def repeated(make: Callable[[], Call], times: int) -> Call:
     return call if times == 1 else run
 
 
+def copy_entry(work: Workload) -> Entry:
+    """The bound of a batch: its bytes copied, many times in a row."""
+    make = partial(repeated, partial(ours.make_copy, work, 1), HOT_CALLS)
+    return Entry("copy", "bound", make, HOT_CALLS)
+
+
 # ---- One batch -----------------------------------------------------------------------
 
 
@@ -188,7 +194,7 @@ def patch_case(bench: Bench, problem: Problem) -> dict | None:
     entries = [
         Entry("trainfast.patch", "ours", patched, calls, ours.patch_pyg),
         Entry("PyG", "rival", partial(repeated, collate, calls), calls),
-        Entry("copy", "bound", partial(ours.make_copy, work, 1)),
+        copy_entry(work),
     ]
     if bench.with_ours:
         entries[1] = replace(entries[1], prepare=ours.unpatch_pyg)
@@ -235,7 +241,7 @@ def loader_case(bench: Bench, problem: Problem) -> dict | None:
         Entry(name, role, partial(drain, make), calls)
         for name, role, make in loaders(work)
     ]
-    entries.append(Entry("copy", "bound", partial(ours.make_copy, work, 1)))
+    entries.append(copy_entry(work))
     title = f"{problem.name} graphs, a loader drained, a batch"
     case = Case(f"{problem.name}-loader", title, "float32", nbytes=work.batch_bytes)
     return bench.measure(case, entries)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from trainfast._core import crc32c
 
-RECORD, COMMIT = b"TFGR", b"TFGC"
+COMMIT = b"TFGC"
+BLOCK = 4096  # a commit frame is followed by zeros to a multiple of it
 
 
 @dataclass
@@ -31,12 +32,12 @@ def layout_of(data):
     n_counts, n_fields = struct.unpack_from("<HH", data, 64)
     index_offset, index_bytes = struct.unpack_from("<QQ", data, len(data) - 56)
     head = aligned(32 + 4 * n_counts + n_fields, 16)
-    at = aligned(64 + schema_bytes, 64)
+    at = aligned(64 + schema_bytes, BLOCK)
     records, commits = [], []
-    while data[at : at + 4] in (RECORD, COMMIT):
+    while at < index_offset:
         if data[at : at + 4] == COMMIT:
             commits.append(at)
-            at += 32
+            at = aligned(at + 32, BLOCK)
         else:
             units = struct.unpack_from("<I", data, at + 12)[0]
             records.append((at, 16 * units, head))

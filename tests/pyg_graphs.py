@@ -5,6 +5,9 @@ import torch
 from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
+import trainfast
+from trainfast.torch.pyg import DataLoader
+
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -84,6 +87,22 @@ def edges(generator, sizes, n_edges):
         n_edges = 0
     rows = [torch.randint(0, max(n, 1), (n_edges,), generator=generator) for n in sizes]
     return torch.stack(rows)
+
+
+def graph(n=3, e=4, kind=Data, **more):
+    """A graph of n nodes and e edges, the same each time."""
+    generator = torch.Generator().manual_seed(n * 100 + e)
+    index = torch.randint(0, n, (2, e), generator=generator)
+    x = torch.randn(n, 2, generator=generator)
+    return kind(**{"x": x, "edge_index": index, **more})
+
+
+def batch_of(dataset, **options):
+    """All graphs in one batch, which must have been made natively."""
+    trainfast.reset_stats()
+    (batch,) = DataLoader(dataset, batch_size=len(dataset), **options)
+    assert trainfast.stats().calls == {"pyg": {"loader": 1}}, trainfast.stats()
+    return batch
 
 
 # One attribute of a random graph: what it is called and what it is.

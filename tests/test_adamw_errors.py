@@ -160,6 +160,17 @@ def test_misaligned_elements_are_refused():
     )
 
 
+def test_lazily_negated_gradients_are_refused():
+    """Their memory holds other values than they say, and the strides give them away."""
+    import torch
+
+    arrays = [torch.zeros(4) for _ in range(4)]
+    arrays[1] = torch.ones(4, dtype=torch.complex64).conj().imag
+    assert arrays[1].is_neg()
+    with pytest.raises(NotImplementedError, match=r"grads\[0\] must not be a lazily"):
+        trainfast.adamw_step(*([array] for array in arrays), step=1, **HYPER)
+
+
 def test_gaps_are_not_implemented_in_parameters_and_copied_in_gradients():
     arrays = four()
     arrays[0][0] = np.zeros(12, np.float32)[::2]

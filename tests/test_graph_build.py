@@ -1,5 +1,6 @@
 """Building caches of graphs: writers of one's own, and `build` in this process."""
 
+import errno
 import signal
 
 import numpy as np
@@ -322,6 +323,31 @@ def test_another_transform_id_makes_all_again(path):
     assert len(segments(path)) == 1  # what is not used any more is deleted
 
 
+@pytest.mark.parametrize("options", [{}, {"key": str}, {"workers": 2}])
+def test_graphs_that_look_otherwise_replace_the_old_ones(path, options):
+    quiet(path, range(20), graph, transform_id=1, **options)
+    new = [{"x": graph(n)["x"].astype(np.float64), "name": "a" * n} for n in range(20)]
+    report = quiet(path, range(20), new.__getitem__, transform_id=2, **options)
+    assert (report.made, report.dropped) == (20, 20)
+    assert_same(read(path), new)
+
+
+def test_old_graphs_stay_until_new_ones_can_be_made(path):
+    quiet(path, range(5), graph)
+    with pytest.raises(BuildError, match="ZeroDivisionError"):
+        quiet(path, range(5), lambda n: {"new": 1 // n}, transform_id=2)
+    quiet(path, range(5), make)
+    assert MADE == [] and numbers(path) == [0, 1, 2, 3, 4]
+
+
+def test_graphs_that_look_otherwise_beside_old_ones_are_refused(path):
+    quiet(path, range(5), graph)
+    with pytest.raises(ValueError, match=r"input 5: .*new.*transform_id"):
+        quiet(path, range(9), lambda n: graph(n) | {"new": 1})
+    quiet(path, range(9), graph)
+    assert numbers(path) == [*range(9)]
+
+
 def test_resume_false_makes_all_again(path):
     quiet(path, range(5), make)
     report = quiet(path, range(5), lambda n: graph(n + 10), resume=False)
@@ -393,6 +419,26 @@ def test_a_killed_build_goes_on_where_it_was(path):
     assert_same(read(path), [graph(n % 50) for n in range(700)])
 
 
+@pytest.mark.parametrize("limit", [1, 4097, 200_000, 700_000])
+def test_a_full_disk_keeps_what_was_committed(path, limit):
+    code = f"""
+        import resource, signal
+        from graph_samples import graph, quiet
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+        try:
+            quiet({str(path)!r}, range(1000), lambda n: graph(n % 99), commit_every=16)
+        except OSError as error:
+            print(error.errno, error)
+    """
+    done = run_python(code)
+    assert done.stdout.startswith(f"{errno.EFBIG} "), done.stderr
+    report = quiet(path, range(1000), lambda n: graph(n % 99))
+    assert report.made + report.reused == 1000
+    assert report.reused >= limit // 4000 // 16 * 16
+    assert_same(read(path), [graph(n % 99) for n in range(1000)])
+
+
 def test_a_second_builder_is_refused(path):
     def make_and_build(n):
         with pytest.raises(BlockingIOError, match=r"another build of .* is running"):
@@ -457,3 +503,33 @@ def test_different_keys_have_different_bytes():
 
 def test_keys_are_the_same_in_every_process():
     assert key_maker(str, ("v", 1))(0, "a").hex() == "11c1c3086773d69e6ed00064814aeb55"
+
+
+# ---- PyG's graphs --------------------------------------------------------------------
+
+
+def test_pygs_graphs_are_stored_with_what_their_class_says(path):
+    torch = pytest.importorskip("torch")
+    pyg = pytest.importorskip("torch_geometric.data")
+
+    class Pair(pyg.Data):
+        def __inc__(self, key, value, *args, **kwargs):
+            return self.x_s.size(0) if key == "edge_index_s" else 0
+
+    pairs = [
+        Pair(
+            x_s=torch.rand(n, 2),
+            edge_index_s=torch.randint(n - 1, (2, 5)),
+            hint_index=torch.tensor([-1]),
+            num_nodes=n,
+        )
+        for n in range(2, 14)
+    ]
+    quiet(path, pairs)
+    assert_same(read(path), [pair.to_dict() for pair in pairs])
+    cache = _core.GraphCache(str(path))
+    schema = Schema.decode(cache.schema)
+    (added,) = schema.fields[schema.field_of("edge_index_s")].add
+    assert schema.counts[added].role == "increment"
+    assert cache.counts(added).tolist() == list(range(2, 14))
+    assert schema.fields[schema.field_of("hint_index")].cat_dim == 0

@@ -1,5 +1,6 @@
 """Building caches of graphs in several processes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,7 +10,15 @@ import time
 
 import numpy as np
 import pytest
-from graph_samples import assert_same, environment, graph, numbers, quiet, read
+from graph_samples import (
+    assert_same,
+    environment,
+    graph,
+    numbers,
+    quiet,
+    read,
+    run_python,
+)
 
 from trainfast.graph_cache import BuildError
 
@@ -95,6 +104,44 @@ def test_a_worker_that_is_killed_is_an_error_and_loses_little(path):
     report = quiet(path, range(300), graph)
     assert report.reused >= 8 and report.made + report.reused == 300
     assert numbers(path) == list(range(300))
+
+
+def test_inputs_that_do_not_pickle_are_named(path):
+    inputs = [lambda n=n: n for n in range(20)]
+    with pytest.raises(TypeError, match=r"inputs \d+ .. \d+ must pickle to be sent"):
+        quiet(path, inputs, lambda number: graph(number()), workers=2)
+    quiet(path, inputs, lambda number: graph(number()))
+    assert numbers(path) == list(range(20))
+
+
+def test_a_make_that_does_not_pickle_is_named_if_it_must(path, monkeypatch):
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: spawn)
+    with pytest.raises(TypeError, match=r'make must pickle for workers .* "spawn"'):
+        quiet(path, range(20), lambda n: graph(n), workers=2)
+
+
+def test_workers_end_when_their_parent_is_killed(path):
+    code = f"""
+        import os, signal, time
+        from graph_samples import graph, quiet
+        parent = os.getpid()
+        def make(n):
+            if n == 120 and os.getpid() != parent:
+                os.kill(parent, signal.SIGKILL)
+            time.sleep(0.001)
+            return graph(n % 50)
+        quiet({str(path)!r}, range(100000), make, workers=2)
+    """
+    assert run_python(code).returncode == -signal.SIGKILL
+    for _ in range(100):
+        try:
+            report = quiet(path, range(300), lambda n: graph(n % 50))
+            break
+        except BlockingIOError:  # the workers still hold the lock
+            time.sleep(0.1)
+    assert report.reused >= 100 and report.graphs == 300
+    assert_same(read(path), [graph(n % 50) for n in range(300)])
 
 
 def test_a_graph_that_cannot_be_cached_names_its_input_from_a_worker(path):

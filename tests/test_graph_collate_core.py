@@ -213,7 +213,7 @@ def test_sizes_that_differ_where_they_must_not_are_refused(tmp_path):
         collate(cache, [0, 2])
 
 
-def test_missing_optional_field_is_refused_only_if_selected(tmp_path):
+def test_optional_field_is_in_all_graphs_of_a_batch_or_in_none(tmp_path):
     fields = (
         Field("x", 0, "float32", (-1,), 0),
         Field("extra", 0, "float32", (-1, 64), 0, optional=True),
@@ -222,7 +222,8 @@ def test_missing_optional_field_is_refused_only_if_selected(tmp_path):
     full = {"x": np.ones(4, np.float32), "extra": np.ones((4, 64), np.float32)}
     cache = cached(tmp_path / "c", schema, [full, {"x": full["x"]}])
     assert collate(cache, [0, 0]).fields[1].shape == (8, 64)
-    for order in [[0, 1], [1], [1, 0]]:
+    assert collate(cache, [1, 1]).fields[1] is None
+    for order in [[0, 1], [1, 0], [1, 1, 0]]:
         with pytest.raises(ValueError, match="must all have field extra"):
             collate(cache, order)
     selection = _core.GraphSelection(cache, [0])
@@ -255,6 +256,22 @@ def test_padding_that_does_not_fit_is_refused(tmp_path, n_slots, totals, message
     assert collate(cache, [0, 1], n_slots=2, totals=[6, 4]).n_slots == 2
     padded = collate(cache, [0, 1], n_slots=3, totals=[7, 9]).fields[0]
     assert (padded[:, 4:] == 6).all()
+
+
+def test_counts_that_nothing_pays_for_take_no_memory(tmp_path):
+    """A file of 200 bytes may say that its graph has four thousand million nodes."""
+    schema = Schema((NODES,), (Field("y", None, "float32", (1,), 0),))
+    path = str(tmp_path / "c")
+    writer = _core.GraphWriter(path, schema.encode(), schema.keys, durable=False)
+    for nodes in 2**32 - 1, 1000:
+        graph = {"y": np.zeros(1, np.float32)}
+        assert writer.append(graph, counts=[nodes]) is None
+    writer.close()
+    cache = _core.GraphCache(path)
+    with pytest.raises(ValueError, match=r"at most 134217728 nodes .* got 4294967295"):
+        collate(cache, [0], batch_of=[0])
+    assert len(collate(cache, [1], batch_of=[0]).batches[0]) == 1000
+    assert collate(cache, [0]).totals == (2**32 - 1,)
 
 
 def test_segments_that_fix_different_sizes_are_one_batch(tmp_path, rng):

@@ -127,6 +127,26 @@ def test_swapped_and_misaligned_arrays_are_copied(tmp_path, rng):
         assert same(cache.get(i)[0], values)
 
 
+LAZY = {
+    "conjugate": lambda z: z.conj(),
+    "imaginary": lambda z: z.conj().imag,
+    "one": lambda z: z[:1].conj().imag.reshape(1),
+    "matrix": lambda z: z.reshape(2, 3).conj().imag.T,
+    "both": lambda z: torch._neg_view(z.conj()),
+}
+
+
+@pytest.mark.parametrize("view", LAZY)
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_lazy_view_of_torch_is_stored_as_its_values(tmp_path, rng, dtype, view):
+    tensor = LAZY[view](torch.from_numpy(random_bits(rng, dtype, (6,))))
+    assert tensor.is_neg() or tensor.is_conj()
+    want = tensor.resolve_conj().resolve_neg().numpy()
+    schema = one_field(want.dtype.name, (-1, *want.shape[1:]))
+    (found,) = round_trip(tmp_path / "c", schema, {"x": tensor})
+    assert same(found, want)
+
+
 EDGE_VALUES = [0, 1, 127, 128, 255, 256, 32767, 32768, 65535, 65536]
 EDGE_VALUES += [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
 EDGE_VALUES += [-1, -128, -129, -32768, -32769, -(2**31), -(2**31) - 1, -(2**63)]

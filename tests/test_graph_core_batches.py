@@ -117,6 +117,35 @@ def test_arrays_lie_in_the_arena_at_their_offsets(cache):
             assert array.flags.writeable
 
 
+def test_field_that_only_some_have_cannot_be_batched(tmp_path):
+    schema = one_field("float32", optional=True)
+    writer = _core.GraphWriter(str(tmp_path / "c"), schema.encode(), schema.keys)
+    for graph in ({}, {"x": np.ones(2, np.float32)}, {}):
+        assert writer.append(graph, counts=[2]) is None
+    writer.close()
+    cache = _core.GraphCache(str(tmp_path / "c"))
+    assert collate(cache, [0, 2]).fields == [None]
+    assert collate(cache, [1, 1]).fields[0].tolist() == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="x"):
+        collate(cache, [1, 2])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_large_graphs_come_while_other_threads_run(tmp_path, rng, threads):
+    values = [rng.standard_normal((400_000, 1)) for _ in range(3)]
+    schema = one_field("float64", (-1, 1))
+    cache = cached(tmp_path / "c", schema, [{"x": x} for x in values])
+    assert same(cache.get(1)[0], values[1])
+    assert same(
+        collate(cache, [2, 0]).fields[0], np.concatenate([values[2], values[0]])
+    )
+    prefetch = _core.GraphPrefetch(_core.GraphSelection(cache, [0]), threads)
+    for i in range(6):
+        prefetch.submit([i % 3])
+    for i in range(6):
+        assert same(prefetch.next().fields[0], values[i % 3])
+
+
 def test_batch_of_no_graphs_is_empty(cache):
     batch = collate(cache, [])
     assert [a.shape for a in batch.fields] == [(0, 3), (2, 0), (0,)]
@@ -280,10 +309,12 @@ def test_batches_leak_nothing(cache):
 # ---- Prefetch ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=[0, 1, 3])
-def prefetch(request, cache):
+@pytest.fixture(params=[(0, False), (1, False), (3, False), (0, True), (2, True)])
+def prefetch(request, tmp_path, graphs):
+    threads, pread = request.param
+    cache = cached(tmp_path / "c", PLAIN, graphs, pread=pread)
     selection = _core.GraphSelection(cache, [0, 1, 2])
-    made = _core.GraphPrefetch(selection, request.param)
+    made = _core.GraphPrefetch(selection, threads)
     yield made
     made.close()
 

@@ -1,28 +1,20 @@
-"""The loader: order, budgets, shares of ranks, resuming, padding, other processes."""
+"""The loader: which graphs come when and as what."""
 
-import gc as garbage
-import multiprocessing
-import os
-import pickle
-import signal
-import threading
-import time
-import weakref
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from graph_loading import N, assert_is_batch_of, epoch, flat, rows
 from graph_worlds import molecules
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference_graph import collate, same
 
+from trainfast import _core
 from trainfast import graph_cache as gc
 
 CHECKED = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
-N = 53
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +25,6 @@ def world():
 @pytest.fixture(scope="module")
 def cache(world, tmp_path_factory):
     return gc.open(world.write(tmp_path_factory.mktemp("loader") / "cache"))
-
-
-def rows(batch):
-    """The graphs of a batch: y is their number."""
-    return batch["y"].astype(int).tolist()
-
-
-def epoch(loader):
-    return [rows(batch) for batch in loader]
-
-
-def flat(batches):
-    return [row for batch in batches for row in batch]
-
-
-def assert_is_batch_of(world, batch, graphs):
-    counts = [world.counts[i] for i in graphs]
-    want = collate(world.schema, [world.graphs[i] for i in graphs], counts)
-    for key, truth in zip(world.schema.keys, want.fields):
-        assert same(batch[key], truth), key
-    assert same(batch["batch"], want.batches[0])
-    assert same(batch["ptr"], want.ptrs[0])
 
 
 # ---- What comes when ---------------------------------------------------------------
@@ -319,211 +289,6 @@ def test_index_outside_is_error_of_its_batch(cache):
         next(iteration)
 
 
-# ---- Resuming ----------------------------------------------------------------------
-
-WAYS = {
-    "plain": {"batch_size": 8},
-    "shuffled": {"batch_size": 8, "shuffle": True, "seed": 5},
-    "inline": {"batch_size": 8, "shuffle": True, "threads": 0},
-    "far ahead": {"batch_size": 8, "shuffle": True, "prefetch": 9, "threads": 2},
-    "budgets": {"max_nodes": 30, "max_edges": 60, "shuffle": True},
-    "a rank": {"batch_size": 4, "shuffle": True, "rank": 1, "world_size": 3},
-    "sampler": {"batch_size": 8, "sampler": list(range(N))[::-1]},
-    "batch sampler": {"batch_sampler": [[i, i + 1] for i in range(0, N - 1, 2)]},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_resumed_epoch_goes_on_at_every_position(cache, way):
-    def new():
-        return gc.Loader(cache, **WAYS[way])
-
-    loader = new()
-    epochs = [epoch(loader) for _ in range(3)]
-    for done in range(len(epochs[1]) + 1):
-        loader = new()
-        loader.set_epoch(1)
-        iteration = iter(loader)
-        for _ in range(done):
-            next(iteration)
-        state = pickle.loads(pickle.dumps(loader.state_dict()))
-        resumed = new()
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
-        assert epoch(resumed) == epochs[1][done:]
-        assert epoch(resumed) == epochs[2]
-
-
-def test_state_after_an_epoch_is_the_next_one(cache):
-    loader = gc.Loader(cache, 8, shuffle=True)
-    epochs = [epoch(loader) for _ in range(2)]
-    loader.set_epoch(0)
-    epoch(loader)
-    assert loader.state_dict()["epoch"] == 1
-    resumed = gc.Loader(cache, 8, shuffle=True)
-    resumed.load_state_dict(loader.state_dict())
-    assert epoch(resumed) == epochs[1]
-
-
-def test_state_is_small_and_without_arrays(cache):
-    state = gc.Loader(cache[::2], 8, shuffle=True).state_dict()
-    assert all(type(v) in (int, str, bool, type(None)) for v in state.values())
-
-
-def test_set_epoch_of_the_resumed_epoch_keeps_the_place(cache):
-    loader = gc.Loader(cache, 8, shuffle=True)
-    epochs = [epoch(loader) for _ in range(2)]
-    loader.set_epoch(1)
-    next(iter(loader))
-    state = loader.state_dict()
-    for number, want in ((1, epochs[1][1:]), (0, epochs[0])):
-        resumed = gc.Loader(cache, 8, shuffle=True)
-        resumed.load_state_dict(state)
-        resumed.set_epoch(number)
-        assert epoch(resumed) == want
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_epoch_of_two_ranks_goes_on_with_another_number(cache, world_size):
-    loaders = [
-        gc.Loader(cache, 4, shuffle=True, rank=rank, world_size=2) for rank in (0, 1)
-    ]
-    seen, states = [], []
-    for loader in loaders:
-        iteration = iter(loader)
-        seen += flat([rows(next(iteration)) for _ in range(3)])
-        states.append(loader.state_dict())
-    assert states[0] == states[1]
-    for rank in range(world_size):
-        resumed = gc.Loader(cache, 4, shuffle=True, rank=rank, world_size=world_size)
-        resumed.load_state_dict(states[0])
-        seen += flat(epoch(resumed))
-    assert sorted(seen) == list(range(N))
-
-
-@pytest.mark.parametrize(
-    ("name", "keywords"),
-    [
-        ("seed", {"seed": 1}),
-        ("shuffle", {"shuffle": False}),
-        ("batch_size", {"batch_size": 9}),
-        ("drop_last", {"drop_last": True}),
-        ("max_nodes", {"max_nodes": 50}),
-        ("sampled", {"sampler": [1], "shuffle": False}),
-    ],
-)
-def test_state_of_another_order_is_error(cache, name, keywords):
-    state = gc.Loader(cache, 8, shuffle=True).state_dict()
-    other = gc.Loader(cache, **{"batch_size": 8, "shuffle": True, **keywords})
-    with pytest.raises(ValueError, match=f"loader's {name} must be"):
-        other.load_state_dict(state)
-
-
-def test_state_of_another_cache_is_error(cache, world, tmp_path):
-    state = gc.Loader(cache, 8).state_dict()
-    other = gc.open(world.write(tmp_path / "other"))
-    with pytest.raises(ValueError, match="loader's fingerprint must be"):
-        gc.Loader(other, 8).load_state_dict(state)
-    with pytest.raises(ValueError, match="loader's subset must be"):
-        first, second = gc.Loader(cache[:4], 8), gc.Loader(cache[1:5], 8)
-        first.load_state_dict(second.state_dict())
-
-
-# ---- Padding -----------------------------------------------------------------------
-
-
-def test_padded_batches_have_one_shape(cache, world):
-    loader = gc.Loader(cache, 8, pad_to=(10, 90, 200))
-    shapes = {tuple(batch[k].shape for k in sorted(batch)) for batch in loader}
-    assert len(shapes) == 1
-    for batch in loader:
-        real = int(batch["graph_mask"].sum())
-        graphs = batch["y"][:real].astype(int).tolist()
-        counts = [world.counts[i] for i in graphs]
-        want = collate(
-            world.schema,
-            [world.graphs[i] for i in graphs],
-            counts,
-            n_slots=10,
-            totals=[90, 200],
-        )
-        for key, truth in zip(world.schema.keys, want.fields):
-            assert same(batch[key], truth), key
-        assert same(batch["batch"], want.batches[0])
-        assert batch["ptr"].tolist() == want.ptrs[0].tolist()
-        assert batch["edge_index"].max() < 90
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"batch_size": 8, "shuffle": True},
-        {"max_nodes": 40, "max_edges": 80},
-        {"max_nodes": 5, "oversize": "alone"},
-        {"batch_size": 4, "sampler": [0] * 9},
-    ],
-)
-def test_pad_to_max_has_room_for_any_batch(cache, keywords):
-    loader = gc.Loader(cache, pad_to="max", **keywords)
-    for _ in range(3):
-        shapes = {tuple(batch[k].shape for k in sorted(batch)) for batch in loader}
-        assert len(shapes) == 1
-    for name in ("max_nodes", "max_edges"):
-        budget = keywords.get(name)
-        if budget and "oversize" not in keywords:
-            place = ("max_nodes", "max_edges").index(name)
-            assert loader._buckets[0].totals[place] <= budget + 1
-
-
-def test_smallest_bucket_that_fits_is_taken(cache, world):
-    buckets = [(9, 90, 400), {"graphs": 9, "nodes": 40, "edges": 60}, (9, 50, 90)]
-    loader = gc.Loader(cache, 8, shuffle=True, pad_to=buckets)
-    seen = set()
-    for number in range(4):
-        loader.set_epoch(number)
-        for batch in loader:
-            real = int(batch["graph_mask"].sum())
-            graphs = batch["y"][:real].astype(int)
-            nodes, edges = (sum(world.counts[i][k] for i in graphs) for k in (0, 1))
-            fits = [
-                (v, e)
-                for v, e in ((40, 60), (50, 90), (90, 400))
-                if nodes < v and edges <= e
-            ]
-            assert batch["x"].shape[0] == fits[0][0]
-            assert batch["edge_index"].shape[1] == fits[0][1]
-            seen.add(fits[0])
-    assert len(seen) > 1
-
-
-def test_batch_that_fits_no_bucket_is_error(cache):
-    loader = gc.Loader(cache, 8, pad_to=[(9, 12, 400), (9, 14, 400)])
-    with pytest.raises(
-        ValueError, match=r"pad_to must have room .* one for padding in"
-    ):
-        list(loader)
-
-
-@pytest.mark.parametrize(
-    ("pad_to", "message"),
-    [
-        ([], "pad_to must be"),
-        ((1, 2), "pad_to must be"),
-        ("big", "pad_to must be"),
-        ((1, 90, 90), r"pad_to\['graphs'\] must be at least 2"),
-        ((9, 90, None), r"pad_to\['edges'\] must be an integer"),
-        ((9, 90.5, 90), r"pad_to\['nodes'\] must be an integer"),
-        ({"graphs": 9, "nodes": 90}, r"pad_to\['edges'\] must be an integer"),
-        ({"graphs": 9, "nodes": {"a": 90}, "edges": 9}, "must have the types"),
-        ({"graphs": 9, "nodes": 90, "edges": 9, "x": 7}, "one ragged dimension"),
-        ({"graphs": 9, "nodes": 90, "edges": 9, "z": 7}, "sizes of the cache"),
-    ],
-)
-def test_wrong_padding_is_error(cache, pad_to, message):
-    with pytest.raises(ValueError, match=message):
-        gc.Loader(cache, 8, pad_to=pad_to)
-
-
 # ---- Keys --------------------------------------------------------------------------
 
 
@@ -588,7 +353,6 @@ def test_what_is_no_cache_is_error(cache):
 
 
 def test_key_of_the_cache_that_batches_add_is_error(tmp_path):
-    from trainfast import _core
 
     schema = gc.Schema((), (gc.Field("batch", None, "int64", (1,), 0),))
     writer = _core.GraphWriter(str(tmp_path / "c"), schema.encode(), ["batch"])
@@ -604,129 +368,29 @@ def test_key_of_the_cache_that_batches_add_is_error(tmp_path):
         gc.Loader(gc.open(tmp_path / "d"), 1)
 
 
-# ---- Lifetime, signals, other processes --------------------------------------------
+def test_pyg_output_is_their_batch(cache, world):
+    data = pytest.importorskip("torch_geometric.data")
+    torch = pytest.importorskip("torch")
+
+    def theirs(graph):
+        return data.Data(**{k: torch.from_numpy(v) for k, v in graph.items()})
+
+    loader = gc.Loader(cache, 8, output="pyg", follow_batch=["edge_attr"])
+    for number, batch in enumerate(loader):
+        graphs = world.graphs[8 * number : 8 * number + 8]
+        want = data.Batch.from_data_list(
+            [theirs(graph) for graph in graphs], follow_batch=["edge_attr"]
+        )
+        assert type(batch) is type(want)
+        assert set(batch.keys()) == set(want.keys())
+        assert batch.num_graphs == want.num_graphs
+        for key in sorted(want.keys()):
+            assert torch.equal(batch[key], want[key]), key
 
 
-def test_batches_kept_for_ever_stay_as_they_were(cache, world):
-    kept = []
-    loader = gc.Loader(cache, 8, shuffle=True, threads=2, prefetch=3)
-    for _ in range(5):
-        kept += list(loader)
-    for batch in kept:
-        assert_is_batch_of(world, batch, rows(batch))
-
-
-def test_one_array_of_a_batch_keeps_its_memory(cache, world):
-    kept = [batch["x"] for _ in range(5) for batch in gc.Loader(cache, 8)]
-    want = list(gc.Loader(cache, 8)) * 5
-    assert all(same(x, batch["x"]) for x, batch in zip(kept, want))
-
-
-def native_threads():
-    return len(os.listdir("/proc/self/task"))
-
-
-def test_iteration_left_early_ends_its_threads(cache):
-    before = native_threads()
-    loader = gc.Loader(cache, 4, threads=3)
-    iteration = iter(loader)
-    next(iteration)
-    assert native_threads() == before + 3
-    del iteration
-    garbage.collect()
-    assert native_threads() == before
-
-
-def test_loader_and_cache_are_freed(world, tmp_path):
-    cache = gc.open(world.write(tmp_path / "cache"))
-    loader = gc.Loader(cache, 4)
-    next(iter(loader))
-    seen = weakref.ref(loader), weakref.ref(cache)
-    del loader, cache
-    assert [ref() for ref in seen] == [None, None]  # without the garbage collector
-
-
-def test_pickled_loader_goes_on_where_it_was(cache):
-    loader = gc.Loader(cache[::2], 4, shuffle=True, pad_to="max", follow_batch=["x"])
-    whole = [batch["y"].tolist() for batch in loader]
-    after = [batch["y"].tolist() for batch in loader]
-    loader.set_epoch(0)
-    iteration = iter(loader)
-    next(iteration), next(iteration)
-    again = pickle.loads(pickle.dumps(loader))
-    assert [batch["y"].tolist() for batch in again] == whole[2:]
-    assert [batch["y"].tolist() for batch in again] == after
-
-
-def test_iteration_cannot_be_pickled(cache):
-    with pytest.raises(TypeError, match="pickle its loader"):
-        pickle.dumps(iter(gc.Loader(cache, 4)))
-
-
-def _epoch_in_child(loader, queue):
-    queue.put(epoch(loader))
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_loader_works_in_other_process(cache, method):
-    loader = gc.Loader(cache, 8, shuffle=True, threads=2)
-    want = epoch(loader)
-    loader.set_epoch(0)
-    context = multiprocessing.get_context(method)
-    queue = context.Queue()
-    child = context.Process(target=_epoch_in_child, args=(loader, queue))
-    child.start()
-    assert queue.get(timeout=60) == want
-    child.join(60)
-    assert child.exitcode == 0
-
-
-def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
-    loader = gc.Loader(cache, 8, shuffle=True, threads=2)
-    want = epoch(loader)
-    loader.set_epoch(0)
-    iteration = iter(loader)
-    assert rows(next(iteration)) == want[0]
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.alarm(30)
-            loader.set_epoch(0)
-            code = 0 if epoch(loader) == want else 2  # an iteration of its own
-            del iteration
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert [rows(batch) for batch in iteration] == want[1:]
-
-
-def test_ctrl_c_ends_iteration_and_next_one_works(cache):
-    loader = gc.Loader(cache, 4, shuffle=True, threads=2)
-    want = epoch(loader)
-    main = threading.main_thread().ident
-    for _ in range(20):
-        loader.set_epoch(0)
-        timer = threading.Timer(0.002, signal.pthread_kill, (main, signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                for _ in loader:
-                    pass
-                time.sleep(0)
-        timer.join()
-    loader.set_epoch(0)
-    assert epoch(loader) == want
-
-
-def test_own_assembler_gets_plan_and_core_batches(cache):
-    plans = []
-
-    def output(plan):
-        plans.append(plan)
-        return lambda batch: (batch.n_graphs, batch.totals)
-
-    batches = list(gc.Loader(cache, 8, output=output))
-    assert [n for n, _ in batches] == [8] * 6 + [5]
-    assert plans[0].keys == ("x", "edge_index", "edge_attr", "y")
-    assert plans[0].batch_of == (0,)
+def test_shares_that_cannot_be_are_an_error_at_once(cache):
+    with pytest.raises(ValueError, match="multiple of the ranks"):
+        gc.Loader(cache, 1, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="at least as many as ranks"):
+        gc.Loader(cache[:3], 4, rank=0, world_size=4)
+    assert flat(epoch(gc.Loader(cache, 1, world_size=2, drop_last=True)))

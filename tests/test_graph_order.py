@@ -1,5 +1,5 @@
-"""The order of graphs (csrc/graph_cache/order.c), compiled by itself: permutations,
-batches by number and by size, and what ranks get of them."""
+"""The order of graphs (csrc/graph_cache/order.c, shuffle.c), compiled alone:
+permutations, batches by number and by size, and what ranks get of them."""
 
 import ctypes
 import itertools
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["csrc/graph_cache/order.c", "csrc/status.c"]
+SOURCES = ["csrc/graph_cache/order.c", "csrc/graph_cache/shuffle.c", "csrc/status.c"]
 COMPILER = shutil.which(os.environ.get("CC", "cc").split()[0])
 FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
 SANITIZE = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]

@@ -2,13 +2,15 @@
 
 import pickle
 import struct
+import tempfile
 
 import numpy as np
 import pytest
-from hypothesis import given
+from graph_samples import assert_same, read
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfast.graph_cache import Count, Counted, Field, Rule, Schema
+from trainfast.graph_cache import Count, Counted, Field, Rule, Schema, Writer
 from trainfast.graph_cache.fit import Counter, generalise
 from trainfast.graph_cache.infer import infer
 from trainfast.graph_cache.schema import DTYPES
@@ -368,3 +370,42 @@ def test_what_cannot_be_widened_is_an_error(changed, message):
     bad = sample | {names[name]: value for name, value in changed.items()}
     with pytest.raises(ValueError, match=message.replace("'x'", ".*'x'.*")):
         generalise(schema, bad, 0)
+
+
+# ---- Any graphs ----------------------------------------------------------------------
+
+RANKS = {"x": 2, "target": 1, "y": 1, "edge_attr": 1, "other": 3, "part_batch": 1}
+
+
+@st.composite
+def graphs(draw):
+    """Graphs with the same keys, dtypes and ranks (but what is missing), any sizes."""
+    keys = draw(st.lists(st.sampled_from([*RANKS]), unique=True, min_size=1))
+    sizes = st.integers(0, 3)
+    found = []
+    for _ in range(draw(st.integers(1, 14))):
+        n, e = draw(sizes), draw(sizes)
+        one = {}
+        for key in keys:
+            of_nodes = key == "x" or draw(st.booleans())
+            shape = [draw(sizes) for _ in range(RANKS[key])]
+            shape[0] = (e if key.startswith("edge") else n) if of_nodes else shape[0]
+            one[key] = np.full(shape, len(found), np.int64)
+        if draw(st.booleans()):
+            one.pop(draw(st.sampled_from(keys)))
+        if n and "x" in one and draw(st.booleans()):
+            one["edge_index"] = np.zeros((2, e), np.int64)
+        found.append(one)
+    first = {key: np.zeros((0,) * RANKS[key], np.int64) for key in keys}
+    return [first | {"edge_index": np.zeros((2, 0), np.int64)}, *found]
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.integers(1, 9))
+def test_graphs_of_any_sizes_are_written_and_come_back(samples, known):
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/cache"
+        with Writer(path, samples=known, durable=False) as writer:
+            for one in samples:
+                writer.append(one)
+        assert_same(read(path), samples)

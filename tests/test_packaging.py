@@ -167,10 +167,10 @@ def names(archive):
 @pytest.mark.slow
 def test_sdist_holds_everything_that_is_needed(unpacked):
     kinds = (".c", ".h", ".cu", ".cuh", ".cpp", ".py", ".pyi", ".typed", ".md")
-    tops = ("csrc", "cuda", "trainfast", "tests", "benchmarks", "examples", ".ci")
+    tops = (".ci", "benchmarks", "csrc", "cuda", "docs", "examples", "tests")
     tree = {
         path.relative_to(ROOT)
-        for top in tops
+        for top in (*tops, "trainfast")
         for path in (ROOT / top).rglob("*")
         if path.suffix in kinds
     }

@@ -1,8 +1,5 @@
 """Cached PyG datasets: what they store, and that all of it comes back."""
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -11,18 +8,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch_geometric", reason="an adapter's test")
 
-from torch_geometric.data import Batch, Data, Dataset, HeteroData, InMemoryDataset
-from torch_geometric.transforms import Constant
+from torch_geometric.data import Batch, Data, HeteroData
 
 import trainfast.graph_cache
 from tests.pyg_graphs import (
     assert_same_examples,
     assert_same_graph,
     attributes,
+    batch_of,
+    graph,
     heterogeneous,
     homogeneous,
 )
-from trainfast.torch import pyg
 from trainfast.torch.pyg import DataLoader, cached
 
 
@@ -41,21 +38,6 @@ def keep(tmp_path):
         return cached(graphs, path, progress=False, **options)
 
     return keep
-
-
-def graph(n=3, e=4, kind=Data, **more):
-    generator = torch.Generator().manual_seed(n * 100 + e)
-    index = torch.randint(0, n, (2, e), generator=generator)
-    x = torch.randn(n, 2, generator=generator)
-    return kind(**{"x": x, "edge_index": index, **more})
-
-
-def batch_of(dataset, **options):
-    """All graphs in one batch, which must have been made natively."""
-    trainfast.reset_stats()
-    (batch,) = DataLoader(dataset, batch_size=len(dataset), **options)
-    assert trainfast.stats().calls == {"pyg": {"loader": 1}}, trainfast.stats()
-    return batch
 
 
 def check(keep, graphs, **options):
@@ -303,6 +285,20 @@ def test_own_rules_are_kept(keep, graphs, follow):
     assert_same_examples(got, want)
 
 
+class Doubled(Data):
+    """Its edges are between more nodes than x has."""
+
+    @property
+    def num_nodes(self):
+        return 2 * self.x.size(0)
+
+
+def test_own_number_of_nodes_is_kept(keep):
+    graphs = [graph(n, n, Doubled, my_index=torch.arange(2)) for n in (2, 3, 4)]
+    _, got, _ = check(keep, graphs)
+    assert got._inc_dict["edge_index"].tolist() == [0, 4, 10]
+
+
 def test_class_that_needs_arguments_is_kept(keep):
     graphs = [Needy(1, x=torch.ones(n, 1)) for n in (1, 2)]
     check(keep, graphs)
@@ -378,6 +374,21 @@ def test_only_what_is_missing_is_built(tmp_path):
     assert len(cached(graphs, tmp_path / "c", transform_id="edges")) == 5
 
 
+@pytest.mark.parametrize("note", [None, b"", b"[]", b'{"fingerprint": "0"}', b"\xff"])
+def test_complete_cache_is_known_without_its_note(tmp_path, note):
+    graphs = Counting([graph(n, n) for n in range(1, 21)])
+    cached(graphs, tmp_path / "c", progress=False)
+    path = tmp_path / "c/pyg.json"
+    path.unlink() if note is None else path.write_bytes(note)
+    graphs.taken = 0
+    cached(graphs, tmp_path / "c", progress=False)
+    assert graphs.taken == 1
+    assert path.read_bytes() != note
+    others = [graph(5, 1)] * 20
+    cached(others, tmp_path / "c", transform_id=2, progress=False)
+    assert_same_graph(cached(graphs, tmp_path / "c", progress=False)[3], graphs[3])
+
+
 def test_dataset_that_grew_is_completed(tmp_path):
     graphs = [graph(n, n, a=1.0) for n in range(1, 13)]
     cached(graphs[:10], tmp_path / "c", progress=False)
@@ -418,170 +429,3 @@ def test_damaged_cache_is_not_served(tmp_path):
     segment.write_bytes(data)
     with pytest.raises((ValueError, OSError)):
         cached([graph()] * 3, tmp_path / "c", progress=False)
-
-
-# ---- As a dataset --------------------------------------------------------------------
-
-
-class Small(InMemoryDataset):
-    def __init__(self, graphs, transform=None):
-        super().__init__(transform=transform)
-        self.data, self.slices = self.collate(graphs)
-
-
-@pytest.fixture(scope="module")
-def ten():
-    return [graph(n, 2 * n, y=n % 3, name=str(n)) for n in range(1, 11)]
-
-
-@pytest.fixture(scope="module")
-def dataset(ten, tmp_path_factory):
-    return cached(ten, tmp_path_factory.mktemp("ten") / "c", progress=False)
-
-
-SELECTIONS = [
-    slice(2, 5),
-    slice(None, None, 3),
-    slice(0.5, None),
-    [3, 1, 1, -1],
-    (0, 2),
-    torch.tensor([4, 2]),
-    torch.arange(10) % 2 == 0,
-    np.array([0, 9]),
-    np.arange(10) > 6,
-    [],
-]
-
-
-@pytest.mark.parametrize("index", SELECTIONS, ids=str)
-def test_selection_is_pygs(dataset, ten, index):
-    got = dataset[index]
-    want = [ten[i] for i in Small(ten)[index].indices()]
-    assert isinstance(got, pyg.CachedDataset) and isinstance(got, Dataset)
-    assert len(got) == len(want)
-    for mine, other in zip(got, want):
-        assert_same_graph(mine, other)
-    if len(got):
-        assert_same_graph(batch_of(got), Batch.from_data_list(want))
-        assert_same_graph(batch_of(got[-1:]), Batch.from_data_list([want[-1]]))
-
-
-@pytest.mark.parametrize("index", [0, -1, np.int64(3), torch.tensor(2)], ids=str)
-def test_one_index_gives_a_graph(dataset, ten, index):
-    assert_same_graph(dataset[index], ten[int(index)])
-
-
-def test_wrong_index_is_refused(dataset):
-    for index in ("a", 1.5, None):
-        with pytest.raises((IndexError, TypeError)):
-            dataset[index]
-    for index in (10, -11):
-        with pytest.raises(IndexError):
-            dataset[index]
-
-
-def test_dataset_tells_what_pygs_tells(dataset, ten):
-    other = Small(ten)
-    assert dataset.num_features == other.num_features == 2
-    assert dataset.num_edge_features == other.num_edge_features
-    assert dataset.num_classes == other.num_classes == 3
-    mine, summary = dataset.get_summary(), other.get_summary()
-    mine.name = summary.name
-    assert mine == summary
-    assert repr(dataset) == "CachedDataset(10)"
-    torch.manual_seed(3)
-    shuffled, perm = dataset.shuffle(return_perm=True)
-    assert_same_graph(shuffled[0], ten[perm[0]])
-
-
-def test_graphs_own_their_memory(dataset):
-    dataset[0].x.zero_()
-    first = dataset[0]
-    first.edge_index.add_(5)
-    assert dataset[0].x.any()
-    assert dataset[0].edge_index.max() < 1
-    assert not first.x.requires_grad
-
-
-def add_one(data):
-    data.x = data.x + 1
-    return data
-
-
-def test_transform_is_applied_on_access(tmp_path, ten):
-    source = Small(ten, add_one)
-    dataset = cached(source, tmp_path / "c", progress=False)
-    assert source.transform is dataset.transform is add_one
-    assert_same_graph(dataset[2], source[2])
-    assert_same_graph(dataset[1:][2], source[3])
-    (batch,) = DataLoader(dataset, batch_size=10)
-    assert_same_graph(batch, Batch.from_data_list(list(source)))
-    assert trainfast.stats().fallbacks == {"pyg": {"a transform": 1}}
-    again = cached(source, tmp_path / "c", transform=Constant(), progress=False)
-    assert_same_graph(again[0], Constant()(source[0]))
-    subset = torch.utils.data.Subset(source, [3, 1])
-    picked = cached(subset, tmp_path / "d", progress=False)
-    assert_same_graph(picked[1], source[1])
-    assert picked.transform is add_one
-
-
-def test_transform_none_stores_what_it_gives(tmp_path, ten):
-    source = Small(ten, add_one)
-    dataset = cached(source, tmp_path / "c", transform=None, progress=False)
-    assert dataset.transform is None
-    assert_same_graph(batch_of(dataset), Batch.from_data_list(list(source)))
-    plain = cached(source, tmp_path / "c", progress=False)
-    assert_same_graph(plain.get(2), source.get(2))
-
-
-@pytest.mark.parametrize(
-    "way", [copy.copy, copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))]
-)
-def test_copies_of_the_dataset_work(dataset, ten, way):
-    batch_of(dataset)
-    other = way(dataset[2:5])
-    assert_same_graph(other[1], ten[3])
-    assert_same_graph(batch_of(other), Batch.from_data_list(ten[2:5]))
-
-
-def test_batch_does_all_that_pygs_does(dataset, ten):
-    got, want = batch_of(dataset), Batch.from_data_list(ten)
-    assert_same_examples(got, want)
-    for index in (2, slice(1, 3), [0, 4], torch.tensor([1]), np.arange(10) < 2):
-        mine, other = got[index], want[index]
-        if not isinstance(mine, list):
-            mine, other = [mine], [other]
-        for pair_of in zip(mine, other, strict=True):
-            assert_same_graph(*pair_of)
-    for way in (copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))):
-        assert_same_graph(way(got), way(want))
-    assert_same_graph(got.to("cpu"), want.to("cpu"))
-    assert_same_graph(got.clone(), want.clone())
-    assert got.num_graphs == len(got) == got.batch_size == 10
-    assert repr(got) == repr(want)
-    got.x.mul_(2)
-    got.ptr.zero_()
-    assert torch.equal(got.get_example(3).edge_index, ten[3].edge_index)
-
-
-def test_batch_of_cached_batches_is_pygs(dataset, ten):
-    mine = [batch_of(dataset[:3]), batch_of(dataset[3:5])]
-    other = [Batch.from_data_list(ten[:3]), Batch.from_data_list(ten[3:5])]
-    assert_same_graph(Batch.from_data_list(mine), Batch.from_data_list(other))
-
-
-def test_default_dtype_is_that_of_pygs_floats(keep):
-    dataset = keep([graph(y=0.1), graph(y=0.2)])
-    torch.set_default_dtype(torch.float64)
-    try:
-        batch = batch_of(dataset)
-        assert batch.y.dtype == torch.float64
-        assert batch.y.tolist() == [0.1, 0.2]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_loader_of_the_cache_makes_pygs_batches(dataset, ten):
-    loader = trainfast.graph_cache.Loader(dataset.cache, batch_size=4, output="pyg")
-    for i, batch in enumerate(loader):
-        assert_same_graph(batch, Batch.from_data_list(ten[4 * i : 4 * i + 4]))

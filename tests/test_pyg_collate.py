@@ -22,6 +22,7 @@ from tests.pyg_graphs import (
     assert_same_examples,
     assert_same_graph,
     attributes,
+    graph,
     heterogeneous,
     homogeneous,
 )
@@ -53,12 +54,6 @@ def batches(graphs, **options):
     want = Batch.from_data_list(graphs, **options)
     with trainfast.patched("pyg"):
         return Batch.from_data_list(graphs, **options), want
-
-
-def graph(n=3, e=4, **more):
-    torch.manual_seed(n * 100 + e)
-    index = torch.randint(0, n, (2, e))
-    return Data(x=torch.randn(n, 2), edge_index=index, **more)
 
 
 FOLLOW = st.lists(
@@ -178,7 +173,13 @@ class Begun(Data):
         self.version = 3
 
 
-@pytest.mark.parametrize("kind", [OwnIncrement, OwnDimension])
+class Doubled(Data):
+    @property
+    def num_nodes(self):
+        return 2 * self.x.size(0)
+
+
+@pytest.mark.parametrize("kind", [OwnIncrement, OwnDimension, Doubled])
 def test_class_with_rules_of_its_own_is_left_to_pyg(kind):
     graphs = [
         kind(x=g.x, edge_index=g.edge_index, y=g.x[0]) for g in map(graph, (2, 3))
@@ -308,6 +309,13 @@ def test_patch_is_taken_back():
         assert in_memory_dataset.collate is pyg_collate.collate_dataset
     assert (batch.collate, in_memory_dataset.collate) == before
     assert before[0] is theirs
+
+
+def test_patch_without_names_leaves_pyg_alone():
+    from torch_geometric.data import batch
+
+    with trainfast.patched():
+        assert batch.collate is theirs
 
 
 def test_default_device_that_is_not_the_cpu_is_left_to_pyg():

@@ -1,7 +1,9 @@
 """The DataLoader of PyG's signature, with PyG's own as oracle."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torch_geometric.loader import DynamicBatchSampler, ImbalancedSampler
 
 import trainfast
 from tests.pyg_graphs import assert_same_graph, heterogeneous, homogeneous
-from trainfast.torch import graph_device, pyg_loader
+from trainfast.torch import graph_device, pyg_collate, pyg_loader
 from trainfast.torch.pyg import DataLoader, cached
 
 ATTRS = [("y", "int", None, ()), ("c", "str", None, ()), ("pos", "nodes", None, (3,))]
@@ -274,6 +276,42 @@ def test_several_iterations_at_once(dataset, graphs, workers):
     assert len(iter(loader)) == len(loader) == 8
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_graph_fails_its_own_batch_only(graphs, tmp_path, workers):
+    dataset = cached(graphs, tmp_path / "c", verify="always", progress=False)
+    pos = graphs[9].pos.numpy().tobytes()
+    assert len(pos) > 8
+    (segment,) = (tmp_path / "c").glob("segment-*")
+    data = segment.read_bytes()
+    with segment.open("r+b") as file:
+        file.seek(data.index(pos))
+        file.write(bytes([pos[0] ^ 1]))
+    iteration = iter(DataLoader(dataset, 1, num_workers=workers))
+    damaged = []
+    for i in range(23):
+        try:
+            want = Batch.from_data_list(graphs[i : i + 1])
+            assert_same_graph(next(iteration), want)
+        except (OSError, ValueError):
+            damaged.append(i)
+    assert damaged == [9]
+    with pytest.raises(StopIteration):
+        next(iteration)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iteration_and_batches_are_freed_when_dropped(dataset, workers):
+    loader = DataLoader(dataset, 5, num_workers=workers)
+    gc.disable()
+    try:
+        iteration = iter(loader)
+        watched = [weakref.ref(iteration), *(weakref.ref(b) for b in iteration)]
+        del iteration
+        assert [watch() for watch in watched] == [None] * 6
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.loads])
 def test_copies_of_the_loader_work(dataset, graphs, way):
     loader = DataLoader(dataset, 4, follow_batch=["x"])
@@ -335,11 +373,16 @@ def test_wrong_options_are_refused_as_in_torch(dataset):
         DataLoader(dataset, prefetch_factor=2)
 
 
-def test_patch_and_loader_go_together(dataset, graphs):
-    want = Batch.from_data_list(graphs[:4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pygs_loader_is_native_with_the_patch(dataset, graphs, workers, monkeypatch):
+    options = {"follow_batch": ["x"], "exclude_keys": ["pos"]}
+    want = [batch for batch in TheirLoader(graphs, 4, **options)]
     with trainfast.patched("pyg"):
-        assert_same_graph(next(iter(DataLoader(dataset, 4))), want)
-        assert_same_graph(next(iter(TheirLoader(dataset, 4))), want)
+        monkeypatch.setattr(pyg_collate, "_Job", None)  # not collated from graphs
+        loader = TheirLoader(dataset, 4, num_workers=workers, **options)
+        for got, other in zip(loader, want, strict=True):
+            assert_same_graph(got, other)
+    assert trainfast.stats().fallbacks == {}
 
 
 # ---- Frameworks ----------------------------------------------------------------------

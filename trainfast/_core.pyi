@@ -83,7 +83,7 @@ class GraphBatch:
     n_slots: int
     totals: tuple[int, ...]
     nbytes: int
-    fields: list[Any]
+    fields: list[Any]  # None where no graph of the batch has it
     ptrs: list[Any]
     batches: list[Any]
     arena: Any  # uint8 [nbytes], the whole of it

@@ -119,6 +119,7 @@ class Changed:
 
 
 _registry: dict[str, list[Target | Setting]] = {}
+_opt_in: set[str] = set()
 _active: dict[str, list[Replacement | Changed]] = {}
 _lock = RLock()
 
@@ -127,20 +128,27 @@ def register(
     name: str,
     targets: Iterable[tuple[str, str]],
     settings: Iterable[tuple[str, str, Any]] = (),
+    opt_in: bool = False,
 ) -> None:
     """Makes `patch(name)` replace the first name of each pair by the second.
 
     Both are dotted names of a module's attribute, looked up when `patch` needs them. So
     are the first two of each setting: what reads it, what writes it, and the value.
+    `opt_in`: not without being named, as for a package that few have.
     """
     if name in _registry:
         raise ValueError(f"name must be new, got {name!r}, which is registered")
     _registry[name] = [Target(*pair) for pair in targets]
     _registry[name] += [Setting(*setting) for setting in settings]
+    if opt_in:
+        _opt_in.add(name)
 
 
 def patch(*names: str) -> "PatchReport":
-    """Replaces a framework's names by trainfast's; without names all that there are.
+    """Replaces a framework's names by trainfast's; without names all of torch's.
+
+    Names: "adamw", "amp", "clip", "attention", and "pyg", which must be asked for: it
+    replaces what makes PyG's batches of lists of graphs in RAM.
 
     Names that modules have already imported are rebound, too. Patching twice changes
     nothing more, except that it finds what was imported around the first one. Objects
@@ -155,7 +163,7 @@ def patch(*names: str) -> "PatchReport":
         Nothing has changed when it raises.
     """
     with _lock:
-        chosen = _check(names) or list(_registry)
+        chosen = _chosen(names)
         ready = {name: _active.get(name) or _prepare(name) for name in chosen}
         report = PatchReport("patched")
         for name, replacements in ready.items():
@@ -188,7 +196,7 @@ def unpatch(*names: str) -> "PatchReport":
 def patched(*names: str) -> Iterator["PatchReport"]:
     """`patch(*names)` for a `with` block; what was patched before it stays patched."""
     with _lock:
-        fresh = [name for name in _check(names) or _registry if name not in _active]
+        fresh = [name for name in _chosen(names) if name not in _active]
         report = patch(*names)
     try:
         yield report
@@ -250,6 +258,10 @@ def _check(names: tuple[str, ...]) -> list[str]:
             known = ", ".join(sorted(_registry))
             raise ValueError(f"name must be one of {known}, got {name!r}")
     return list(dict.fromkeys(names))
+
+
+def _chosen(names: tuple[str, ...]) -> list[str]:
+    return _check(names) or [name for name in _registry if name not in _opt_in]
 
 
 def _prepare(name: str) -> list[Replacement | Changed]:
@@ -337,4 +349,5 @@ register(
             "trainfast.torch.pyg_collate.collate_dataset",
         ),
     ],
+    opt_in=True,
 )

@@ -38,8 +38,8 @@ def stats() -> "StatsReport":
     """What trainfast has done so far in this process.
 
     The report is a snapshot: `calls` and `fallbacks` are nested dicts of counts by
-    capability ("adamw", "amp", "attention", "clip") and then by backend, or by the
-    reason why the framework's own path ran or an array was copied. In a compiled
+    capability ("adamw", "amp", "attention", "clip", "pyg") and then by backend, or by
+    the reason why the framework's own path ran or an array was copied. In a compiled
     function attention's fallbacks are counted when it is traced.
     """
     return StatsReport(_nested(_calls), _nested(_fallbacks))

@@ -9,6 +9,8 @@
 /* Large arenas begin with a page, small ones need only their arrays' alignment. */
 enum { ALIGNMENT = 64, PAGE = 4096 };
 
+enum { LARGE = 64 << 20 }; /* bytes of an arena of which not many may wait */
+
 static void
 arena_free(graph_arena *arena)
 {
@@ -51,9 +53,10 @@ static void
 arena_put(graph_arena *arena)
 {
     tfast_graph_cache *cache = arena->cache;
+    const int slots = arena->room > LARGE ? 2 : GRAPH_ARENAS;
     bool kept = false;
 
-    for (int i = 0; i < GRAPH_ARENAS && !kept; i++) {
+    for (int i = 0; i < slots && !kept; i++) {
         void *none = NULL;
 
         kept = atomic_compare_exchange_strong(&cache->arenas[i], &none, arena);

@@ -12,78 +12,12 @@
  * graph for each batch of those. Where that would not be so, the round's batches are
  * made smaller. */
 #include "graph_cache.h"
-
-#include <math.h>
-
-/* ---- The permutation ------------------------------------------------------------- */
-
-/* With 16, permutations of up to 6 are equally likely as far as chi squared of 15,000
- * draws can tell; with 12 those of 6 are not, with 8 those of 5. Larger n need less. */
-enum { HALF_ROUNDS = 16, HALF_ROUNDS_OF_MANY = 8, MANY = 1024 };
-
-/* A Feistel network on pairs (row, column), of which there are a few more than n; a
- * number outside is permuted on until it falls inside (Black and Rogaway, "Ciphers with
- * arbitrary finite domains", 2002). */
-typedef struct {
-    uint64_t n, rows, columns;
-    uint64_t keys[HALF_ROUNDS];
-    int half_rounds;
-} permutation;
-
-/* SplitMix64's last step (Steele, Lea and Flood, 2014). */
-static uint64_t
-mix(uint64_t x)
-{
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
-
-static permutation
-permutation_of(const tfast_graph_order *order)
-{
-    const uint64_t golden = 0x9e3779b97f4a7c15u;
-    const uint64_t n = order->n > 1 ? (uint64_t)order->n : 1;
-    const uint64_t key = mix(mix(order->seed + golden) + golden * (order->epoch + 1));
-    permutation p = {.n = n, .rows = (uint64_t)ceil(sqrt((double)n))};
-
-    p.columns = (n + p.rows - 1) / p.rows;
-    p.half_rounds = n < MANY ? HALF_ROUNDS : HALF_ROUNDS_OF_MANY;
-    for (int i = 0; i < p.half_rounds; i++) {
-        p.keys[i] = mix(key + golden * (uint64_t)(i + 1));
-    }
-    return p;
-}
-
-/* x moved by a number in 0 .. size - 1 that depends on `other`. */
-static uint64_t
-moved(uint64_t x, uint64_t size, uint64_t key, uint64_t other)
-{
-    x += (uint64_t)((unsigned __int128)mix(key + other) * size >> 64);
-    return x < size ? x : x - size;
-}
+#include "shuffle.h"
 
 static int64_t
-permuted(const permutation *p, int64_t i)
+graph_at(const tfast_graph_order *order, const graph_shuffle *shuffle, int64_t place)
 {
-    uint64_t x = (uint64_t)i;
-
-    do {
-        uint64_t row = x / p->columns, column = x % p->columns;
-
-        for (int k = 0; k < p->half_rounds; k += 2) {
-            row = moved(row, p->rows, p->keys[k], column);
-            column = moved(column, p->columns, p->keys[k + 1], row);
-        }
-        x = row * p->columns + column;
-    } while (x >= p->n);
-    return (int64_t)x;
-}
-
-static int64_t
-graph_at(const tfast_graph_order *order, const permutation *p, int64_t place)
-{
-    const int64_t i = order->shuffle ? permuted(p, place) : place;
+    const int64_t i = order->shuffle ? graph_shuffled(shuffle, place) : place;
 
     return order->subset != NULL ? order->subset[i] : i;
 }
@@ -91,9 +25,9 @@ graph_at(const tfast_graph_order *order, const permutation *p, int64_t place)
 int64_t
 tfast_graph_order_at(const tfast_graph_order *order, int64_t i)
 {
-    const permutation p = permutation_of(order);
+    const graph_shuffle shuffle = graph_shuffle_of(order->n, order->seed, order->epoch);
 
-    return graph_at(order, &p, i);
+    return graph_at(order, &shuffle, i);
 }
 
 /* ---- Rounds of batches by number alone ------------------------------------------- */
@@ -144,7 +78,7 @@ round_by_number(const tfast_graph_order *order, int64_t place)
  * works on: `ahead` is the end of greedy batch number `ahead_batches`. */
 typedef struct {
     const tfast_graph_order *order;
-    permutation permutation;
+    graph_shuffle shuffle;
     int64_t place, batches;
     int64_t ahead, ahead_batches;
 } walk;
@@ -153,7 +87,7 @@ static walk
 walk_from(const tfast_graph_order *order, int64_t place)
 {
     return (walk){.order = order,
-                  .permutation = permutation_of(order),
+                  .shuffle = graph_shuffle_of(order->n, order->seed, order->epoch),
                   .place = place,
                   .ahead = place};
 }
@@ -180,7 +114,7 @@ fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
 
     *full = false;
     for (; n < most && !*full; n++) {
-        const int64_t graph = graph_at(order, &w->permutation, place + n);
+        const int64_t graph = graph_at(order, &w->shuffle, place + n);
 
         for (int b = 0; b < order->n_budgets; b++) {
             const int64_t size = order->sizes[b][graph], budget = order->budgets[b];
@@ -277,49 +211,61 @@ round_of_pieces(walk *w, share *round)
     return TFAST_OK;
 }
 
+/* The next batch of every rank, filled greedily: how many there are, and whether the
+ * last of them is full. */
+static tfast_status
+greedy_round(const walk *w, share *round, int64_t *batches, bool *full)
+{
+    const tfast_graph_order *order = w->order;
+
+    round->next = w->place;
+    *full = false;
+    for (*batches = 0; *batches < order->world_size && round->next < order->n;
+         ++*batches) {
+        const int64_t begin = round->next;
+        const tfast_status status = fill_batch(w, begin, &round->next, full);
+
+        if (status != TFAST_OK) {
+            return status;
+        }
+        if (*batches == order->rank) {
+            round->begin = begin;
+            round->end = round->next;
+        }
+    }
+    return TFAST_OK;
+}
+
 /* The round at w->place; the walk goes on to the next. */
 static tfast_status
 round_by_size(walk *w, share *round)
 {
     const tfast_graph_order *order = w->order;
-    int64_t place = w->place, done = 0;
-    bool full = true, fits;
-    tfast_status status = TFAST_OK;
+    int64_t batches;
+    bool full, even;
+    tfast_status status = greedy_round(w, round, &batches, &full);
 
-    *round = (share){order->n, order->n, order->n};
-    for (; done < order->world_size && place < order->n; done++) {
-        const int64_t begin = place;
-
-        if ((status = fill_batch(w, begin, &place, &full)) != TFAST_OK) {
-            return status;
-        }
-        if (done == order->rank) {
-            *round = (share){begin, place, order->n};
-        }
+    if (status != TFAST_OK) {
+        return status;
     }
-    fits = done == order->world_size;
-    if (done == 0 || order->drop_last) {
-        if (!fits || !full) { /* the end */
-            *round = (share){order->n, order->n, order->n};
-        } else {
-            round->next = place;
-        }
-    } else {
-        if (fits && order->world_size > 1) {
-            status = can_share_out(w, place, w->batches + done, &fits);
-        } else if (!fits) {
-            w->ahead = place;
-            w->ahead_batches = w->batches + done;
-        }
-        round->next = place;
-        if (status == TFAST_OK && !fits) {
-            status = round_of_pieces(w, round);
-            *w = walk_from(order, round->next);
-            return status;
-        }
+    even = batches == order->world_size;
+    if (batches == 0 || (order->drop_last && !(even && full))) {
+        *round = (share){order->n, order->n, order->n};
+        return TFAST_OK;
+    }
+    if (!even) {
+        w->ahead = order->n;
+        w->ahead_batches = w->batches + batches;
+    } else if (!order->drop_last && order->world_size > 1) {
+        status = can_share_out(w, round->next, w->batches + batches, &even);
+    }
+    if (status == TFAST_OK && !even) {
+        status = round_of_pieces(w, round);
+        *w = walk_from(order, round->next);
+        return status;
     }
     w->place = round->next;
-    w->batches += done;
+    w->batches += batches;
     return status;
 }
 
@@ -416,7 +362,7 @@ tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
         return status;
     }
     for (int64_t place = round.begin; place < round.end; place++) {
-        indices[place - round.begin] = graph_at(order, &w.permutation, place);
+        indices[place - round.begin] = graph_at(order, &w.shuffle, place);
     }
     *n = round.end - round.begin;
     *position = round.next;

@@ -2,6 +2,8 @@
 #include "batch.h"
 #include "io.h"
 
+enum { MOST_BARE = 1 << 27 };
+
 tfast_status
 graph_field_missing(const graph_arena *arena, int field)
 {
@@ -219,6 +221,24 @@ reserve(size_t *at, size_t *end, int64_t bytes)
     return TFAST_OK;
 }
 
+/* A batch vector. Nodes need not have any field: then only a count that nothing in the
+ * file has paid for says how many there are, and damage must not take all memory. */
+static tfast_status
+plan_vector(graph_arena *arena, int i, int k, int64_t frame_bytes, size_t *end)
+{
+    const int64_t real = graph_sums(arena, k)[arena->batch.n_graphs];
+    const int64_t total = arena->totals[k];
+
+    if (real > MOST_BARE && real > frame_bytes) {
+        return tfast_fail(TFAST_EINVAL,
+                          "the graphs of a batch must have at most %d nodes where "
+                          "these have no fields, got %lld",
+                          MOST_BARE, (long long)real);
+    }
+    return reserve(&arena->batch_at[i], end,
+                   total > INT64_MAX / 16 ? INT64_MAX : total * 8);
+}
+
 tfast_status
 graph_batch_plan(graph_arena *arena, const tfast_graph_selection *selection,
                  const int64_t *indices)
@@ -239,9 +259,7 @@ graph_batch_plan(graph_arena *arena, const tfast_graph_selection *selection,
         }
     }
     for (int i = 0; status == TFAST_OK && i < selection->n_batch_of; i++) {
-        bytes = arena->totals[selection->batch_of[i]];
-        status = reserve(&arena->batch_at[i], &end,
-                         bytes > INT64_MAX / 16 ? INT64_MAX : bytes * 8);
+        status = plan_vector(arena, i, selection->batch_of[i], frame_bytes, &end);
     }
     for (int k = 0; status == TFAST_OK && k < arena->cache->schema->header.n_counts;
          k++) {

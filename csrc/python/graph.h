@@ -9,6 +9,7 @@
 typedef struct {
     PyObject_HEAD
     tfast_graph_cache *cache; /* one reference; never NULL once it is made */
+    bool pread;
 } py_graph_cache;
 
 /* What the arrays of batches are. */
@@ -31,6 +32,11 @@ extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection
 
 /* Makes the types above and enters them into the module. Returns 0 or -1. */
 int py_graph_add_types(PyObject *module, py_state *state);
+
+/* Whether reading n graphs takes long enough for other threads to run meanwhile. To
+ * give the GIL away for microseconds is costly: a thread that waits for it keeps it for
+ * milliseconds. */
+bool py_graph_takes_long(const py_graph_cache *cache, int64_t n);
 
 /* A zeroed object of a type, which is tracked by the collector. */
 PyObject *py_graph_alloc(PyTypeObject *type);

@@ -429,6 +429,7 @@ py_graph_collate(PyObject *module, PyObject *args)
     py_graph_selection *selection;
     py_int64s numbers;
     tfast_graph_batch *batch = NULL;
+    PyThreadState *thread;
     tfast_status status;
 
     if (!PyArg_ParseTuple(args, "OO:graph_collate", &object, &indices)) {
@@ -438,10 +439,13 @@ py_graph_collate(PyObject *module, PyObject *args)
     if (selection == NULL || py_take_int64s(state, indices, "indices", &numbers) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
+    thread =
+        py_graph_takes_long(selection->cache, numbers.n) ? PyEval_SaveThread() : NULL;
     status = tfast_graph_collate(selection->cache->cache, &selection->selection,
                                  numbers.data, numbers.n, &batch);
-    Py_END_ALLOW_THREADS
+    if (thread != NULL) {
+        PyEval_RestoreThread(thread);
+    }
     PyMem_Free(numbers.data);
     return status == TFAST_OK ? py_graph_batch_new(selection, batch)
                               : py_result(status);

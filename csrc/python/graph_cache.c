@@ -90,6 +90,17 @@ value_of(const entry *e)
     return py_make_numpy(e->state, &made, false, e->base);
 }
 
+enum { LONG_BYTES = 1 << 20 }; /* about 0.1 ms */
+
+bool
+py_graph_takes_long(const py_graph_cache *cache, int64_t n)
+{
+    const double graphs = (double)tfast_graph_cache_len(cache->cache);
+    const double bytes = (double)tfast_graph_cache_file_bytes(cache->cache);
+
+    return cache->pread || (double)n * bytes > LONG_BYTES * graphs;
+}
+
 /* ---- Methods --------------------------------------------------------------------- */
 
 static void
@@ -140,6 +151,7 @@ cache_get(py_graph_cache *self, PyObject *number)
     const tfast_graph_schema *schema = tfast_graph_cache_schema(self->cache);
     tfast_graph_array *arrays;
     PyObject *base = NULL, *list = NULL;
+    PyThreadState *thread;
     void *owned = NULL;
     tfast_status status;
     int64_t i;
@@ -151,9 +163,11 @@ cache_get(py_graph_cache *self, PyObject *number)
     if (arrays == NULL) {
         return PyErr_NoMemory();
     }
-    Py_BEGIN_ALLOW_THREADS
+    thread = py_graph_takes_long(self, 1) ? PyEval_SaveThread() : NULL;
     status = tfast_graph_cache_get(self->cache, i, arrays, &owned);
-    Py_END_ALLOW_THREADS
+    if (thread != NULL) {
+        PyEval_RestoreThread(thread);
+    }
     if (status != TFAST_OK) {
         py_result(status);
     } else if (owned == NULL) {
@@ -386,6 +400,7 @@ cache_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         tfast_graph_cache_release(cache);
     } else {
         self->cache = cache;
+        self->pread = options.pread;
     }
     return (PyObject *)self;
 }

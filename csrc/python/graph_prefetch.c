@@ -5,10 +5,13 @@ typedef struct {
     PyObject_HEAD
     py_graph_selection *selection;  /* a reference */
     tfast_graph_prefetch *prefetch; /* NULL: closed */
+    int64_t largest;                /* number of graphs that was submitted */
     bool busy;
 } graph_prefetch;
 
-static const double SLICE = 0.05; /* seconds between two looks at signals */
+/* Seconds: how long a small batch is waited for with the GIL, and how long between two
+ * looks at signals without it. */
+static const double SHORT = 0.0002, SLICE = 0.05;
 
 static int
 begin(graph_prefetch *self)
@@ -40,17 +43,18 @@ prefetch_submit(graph_prefetch *self, PyObject *indices)
         self->busy = false;
         return NULL;
     }
+    self->largest = numbers.n > self->largest ? numbers.n : self->largest;
     status = tfast_graph_prefetch_submit(self->prefetch, numbers.data, numbers.n);
     PyMem_Free(numbers.data);
     self->busy = false;
     return py_result(status);
 }
 
-/* Waits in slices for a batch or an error. Returns 0, or -1 with an exception. */
+/* Waits for a batch or an error. Returns 0, or -1 with an exception. */
 static int
 wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
 {
-    tfast_status status;
+    tfast_status status = TFAST_OK;
 
     *batch = NULL;
     if (tfast_graph_prefetch_pending(self->prefetch) == 0) {
@@ -58,17 +62,20 @@ wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
                         "next() must follow a submit(), got none pending");
         return -1;
     }
-    while (*batch == NULL) {
+    if (!py_graph_takes_long(self->selection->cache, self->largest)) {
+        status = tfast_graph_prefetch_next(self->prefetch, SHORT, batch);
+    }
+    while (status == TFAST_OK && *batch == NULL) {
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
         Py_BEGIN_ALLOW_THREADS
         status = tfast_graph_prefetch_next(self->prefetch, SLICE, batch);
         Py_END_ALLOW_THREADS
-        if (status != TFAST_OK) {
-            py_result(status);
-            return -1;
-        }
-        if (*batch == NULL && PyErr_CheckSignals() < 0) {
-            return -1;
-        }
+    }
+    if (status != TFAST_OK) {
+        py_result(status);
+        return -1;
     }
     return 0;
 }

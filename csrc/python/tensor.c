@@ -193,6 +193,65 @@ is_plain_type(PyTypeObject *type, bool *is_torch)
             py_type_text_is(type, "__module__", "torch.nn.parameter", false));
 }
 
+/* ---- Views that are computed when they are read ---------------------------------- */
+
+/* Torch's conj() and the imaginary part of what it gives are such, and the exchange API
+ * does not say so. They are complex, or floats whose strides are twice those of complex
+ * numbers; of single floats, whose strides say nothing, only PY_ANY_DTYPE asks. */
+static bool
+may_be_lazy(const py_array *array, int how)
+{
+    if (array->dtype == PY_COMPLEX64 || array->dtype == PY_COMPLEX128) {
+        return true;
+    }
+    if (array->dtype != TFAST_F32 && array->dtype != TFAST_F64 &&
+        array->dtype != TFAST_F16) {
+        return false;
+    }
+    for (int d = array->ndim - 1; d >= 0 && array->numel > 1; d--) {
+        if (array->strides[d] % 2 != 0) {
+            return false;
+        }
+    }
+    return array->numel > 1 || (how & PY_ANY_DTYPE) != 0;
+}
+
+/* What a method answers; false where there is none. */
+static bool
+says(PyObject *object, const char *method)
+{
+    PyObject *answer = PyObject_CallMethod(object, method, NULL);
+    const bool yes = answer != NULL && PyObject_IsTrue(answer) == 1;
+
+    PyErr_Clear();
+    Py_XDECREF(answer);
+    return yes;
+}
+
+static int
+borrow_exchanged(const dlpack_exchange *exchange, PyObject *object,
+                 py_argument argument, int how, py_array *array)
+{
+    int status = py_borrow_view(exchange, object, argument, how, array);
+    PyObject *once;
+
+    if (status < 0 || !may_be_lazy(array, how) ||
+        !(says(object, "is_neg") || says(object, "is_conj"))) {
+        return status;
+    }
+    if ((how & PY_ANY_DTYPE) == 0) {
+        return py_argument_error(PyExc_NotImplementedError, argument,
+                                 "must not be a lazily negated view (resolve_neg() "
+                                 "makes a tensor of it)");
+    }
+    once = PyObject_CallMethod(object, "resolve_conj", NULL);
+    array->owner = once == NULL ? NULL : PyObject_CallMethod(once, "resolve_neg", NULL);
+    Py_XDECREF(once);
+    return array->owner == NULL
+               ? -1
+               : py_borrow_view(exchange, array->owner, argument, how, array);
+}
+
 /* ---- All of them ----------------------------------------------------------------- */
 
 /* The first array of a type: find out how it exports, and remember the fast way. */
@@ -229,7 +288,7 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
     }
     exchange = py_find_exchange(type);
     if (exchange != NULL) {
-        if (py_borrow_view(exchange, object, argument, how, array) < 0) {
+        if (borrow_exchanged(exchange, object, argument, how, array) < 0) {
             return -1;
         }
         if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
@@ -286,7 +345,7 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
     for (int i = 0; i < state->n_fast && status > 0; i++) {
         if (state->fast[i].type == Py_TYPE(object)) {
             status =
-                py_borrow_view(state->fast[i].exchange, object, argument, how, array);
+                borrow_exchanged(state->fast[i].exchange, object, argument, how, array);
         }
     }
     if (status > 0 && Py_TYPE(object) == state->numpy_type) {

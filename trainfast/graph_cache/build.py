@@ -14,6 +14,7 @@ import numpy as np
 
 from trainfast import _core
 from trainfast.graph_cache import keys
+from trainfast.graph_cache.fit import agrees
 from trainfast.graph_cache.job import BuildError, Job, Todo
 from trainfast.graph_cache.progress import Progress
 from trainfast.graph_cache.schema import Rule, Schema
@@ -53,6 +54,9 @@ def build(
     `workers`: processes that make graphs; inputs and `make` are sent to them, so with
     the start method "spawn" they must pickle. The first few graphs are made here.
     `progress`: a bar with rate and remaining time (needs tqdm). `rules`: see `Rule`.
+
+    Graphs that are made later may differ from those in the cache in their sizes only,
+    unless none of those is wanted any more.
 
     Raises BuildError where `make` failed (its cause is what it raised) or a worker
     died, ValueError or TypeError where a graph cannot be cached, OSError (disk full,
@@ -119,7 +123,8 @@ class _Build:
         have = Counter(_split(old)) if self.resume else Counter()
         total = len(inputs) if isinstance(inputs, Sized) else None
         with Progress(progress, total) as bar:
-            made = self._make(self._todo(inputs, have, bar), bar)
+            fresh = not self._may_reuse(inputs, have)
+            made = self._make(self._todo(inputs, have, bar), fresh, bar)
         wanted = bytes(self.wanted)
         if wanted != old or self.begun or not has_manifest(path):
             self._begin()
@@ -169,25 +174,50 @@ class _Build:
                 self._begin()
                 yield place, key, sequence[place] if lazy else item
 
-    def _make(self, todo: Iterator[Todo], bar: Progress) -> int:
-        """Makes and appends; returns how many."""
-        schema = schema_of(self.job.path) if has_manifest(self.job.path) else None
+    def _may_reuse(self, inputs: Iterable[Any], have: Counter[bytes]) -> bool:
+        """Whether some input may be in the cache; False is certain."""
+        if not self.has_key:
+            transform = self.key_of(0, None)[8:]
+            return any(key[8:] == transform for key in have)
+        if not have or not _is_sequence(inputs):
+            return bool(have)
+        return any(self.key_of(i, item) in have for i, item in enumerate(inputs))
+
+    def _make(self, todo: Iterator[Todo], fresh: bool, bar: Progress) -> int:
+        """Makes and appends; returns how many. `fresh`: the graphs of the cache tell
+        nothing about the new ones."""
+        old = schema_of(self.job.path) if has_manifest(self.job.path) else None
+        schema = None if fresh else old
         made = 0
         if not self.workers or schema is None:
-            made, schema = self._make_here(todo, schema, bar)
+            made, schema = self._make_here(todo, schema, old, bar)
         if not self.workers or schema is None:
             return made
         return made + make_in_processes(self.job, self.workers, schema, todo, bar)
 
     def _make_here(
-        self, todo: Iterator[Todo], schema: Schema | None, bar: Progress
+        self,
+        todo: Iterator[Todo],
+        schema: Schema | None,
+        old: Schema | None,
+        bar: Progress,
     ) -> tuple[int, Schema | None]:
         """In this process: all, or until there is a schema for the workers."""
         made = 0
         item = next(todo, None)  # first, so that nothing is written if there is none
         if item is None:
             return 0, schema
-        with self.job.writer(schema) as writer:
+
+        def make_room(new: Schema) -> None:
+            # Graphs that differ in more than sizes cannot be in one cache, and those
+            # that are there are not wanted any more.
+            if old is not None and not agrees(old, new):
+                _core.graph_build_end(self.job.path, np.zeros(0, np.uint64))
+                _core.graph_build_begin(self.job.path)
+                self.n_before = 0
+
+        on_schema = make_room if schema is None else None
+        with self.job.writer(schema, on_schema) as writer:
             while item is not None:
                 self.job.append(writer, *item)
                 made += 1

@@ -79,6 +79,41 @@ class Counter:
         return 1 + max((largest(graph[key], row) for key, row in adding), default=-1)
 
 
+def agrees(a: Schema, b: Schema) -> bool:
+    """Whether graphs of both can be in one cache: all but sizes is the same."""
+    return _frame(a) == _frame(b)
+
+
+def _frame(schema: Schema) -> tuple[Any, ...]:
+    """What two schemas must have in common."""
+    named = [count for count in schema.counts if count.role in ("nodes", "edges")]
+    fields = [
+        replace(
+            field,
+            dims=(0,) * len(field.dims),
+            add=tuple(i if i < len(named) else -1 for i in field.add),
+            optional=False,
+        ).__dict__
+        for field in schema.fields
+    ]
+    return named, fields
+
+
+def looks_like(schema: Schema, graph: Any) -> bool:
+    """Whether a graph has the schema's keys, dtypes and ranks; True if it is none."""
+    wanted = {
+        key: (field.dtype, len(field.dims))
+        for key, field in zip(schema.keys, schema.fields)
+    }
+    try:
+        found = {key: dtype_and_shape(value) for key, value in graph.items()}
+    except (AttributeError, TypeError):
+        return True
+    return all(
+        wanted.get(key) == (dtype, len(shape)) for key, (dtype, shape) in found.items()
+    )
+
+
 def check_indices(
     schema: Schema, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
 ) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from trainfast.graph_cache.fit import looks_like
 from trainfast.graph_cache.schema import Rule, Schema
 from trainfast.graph_cache.writer import REFUSED, Writer
 
@@ -19,6 +20,24 @@ class BuildError(RuntimeError):
         self.place = place
 
 
+class _FreshWriter(Writer):
+    """Looks at no schema that is in the cache; says when it has made its own."""
+
+    def __init__(
+        self, path: str, *, on_schema: Callable[[Schema], None], **options: Any
+    ) -> None:
+        self._on_schema = on_schema
+        super().__init__(path, **options)
+
+    def _schema_before(self) -> None:
+        return None
+
+    def _open(self, schema: Schema) -> None:
+        if self.schema is None:
+            self._on_schema(schema)
+        super()._open(schema)
+
+
 @dataclass
 class Job:
     """What makes graphs, and where they go."""
@@ -30,20 +49,33 @@ class Job:
     commit_seconds: float
 
     @contextmanager
-    def writer(self, schema: Schema | None) -> Iterator[Writer]:
-        """A writer that keeps what was made, whatever happens, if the disk can."""
-        writer = Writer(
-            self.path,
-            schema,
-            rules=self.rules,
-            commit_every=self.commit_every,
-            commit_seconds=self.commit_seconds,
-        )
+    def writer(
+        self,
+        schema: Schema | None = None,
+        on_schema: Callable[[Schema], None] | None = None,
+    ) -> Iterator[Writer]:
+        """A writer that keeps what was made, whatever happens, if the disk can.
+
+        With `on_schema` it makes a schema of its own, and calls that before it writes.
+        """
+        options: dict[str, Any] = {
+            "rules": self.rules,
+            "commit_every": self.commit_every,
+            "commit_seconds": self.commit_seconds,
+        }
+        if on_schema is None:
+            writer = Writer(self.path, schema, **options)
+        else:
+            writer = _FreshWriter(self.path, on_schema=on_schema, **options)
         try:
             yield writer
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError, *REFUSED):
                 writer.close()
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(
+                    "What was made is kept; the next build goes on from there."
+                )
             raise
         writer.close()
 
@@ -59,8 +91,11 @@ class Job:
             writer.append(graph, key)
         except REFUSED as error:
             kind = next(kind for kind in REFUSED if isinstance(error, kind))
-            reason = error.__cause__ or error
-            raise kind(f"input {place}: {reason}") from error
+            reason = f"input {place}: {error.__cause__ or error}"
+            if writer.schema is not None and not looks_like(writer.schema, graph):
+                reason += "; graphs of one cache differ in sizes only: if all look so "
+                reason += "now, another transform_id makes them all again"
+            raise kind(reason) from error
 
 
 def failure(place: int, reason: str) -> BuildError:

@@ -27,6 +27,8 @@ _CHUNK_SECONDS = 0.1  # what a chunk is to take
 _CHUNK_LIMIT = 256
 _AHEAD = 2  # chunks that a worker has
 _POLL_SECONDS = 0.25  # between looks whether the parent is still there
+# What pickle raises for what it cannot pickle.
+_NOT_PICKLED = (pickle.PicklingError, AttributeError, TypeError)
 _GRACE_SECONDS = 30.0  # for a worker to end after Ctrl-C or an error, then it is killed
 
 
@@ -77,7 +79,12 @@ class _Pool:
             target=_work,
             args=(there, self.stopping, self.job, self.schema, os.getpid()),
         )
-        process.start()
+        try:
+            process.start()
+        except _NOT_PICKLED as error:
+            method = self.context.get_start_method()
+            rule = f'must pickle for workers that start by "{method}"'
+            raise TypeError(f"make {rule}, got {self.job.make!r}: {error}") from error
         there.close()
         self.workers.append(_Worker(process, here))
 
@@ -120,6 +127,11 @@ class _Pool:
     def _tell(self, worker: _Worker, message: Any) -> None:
         try:
             worker.pipe.send(message)
+        except _NOT_PICKLED as error:
+            places = worker.chunks[-1]
+            what = f"inputs {places[0]} .. {places[-1]}"
+            rule = "must pickle to be sent to workers"
+            raise TypeError(f"{what} {rule}, got {error}") from error
         except OSError:  # it has died; its pipe still tells why, or that it has
             self._hear(worker)
 
@@ -203,11 +215,10 @@ def _make_all(
             if chunk is None:
                 break
             for place, key, item in chunk:
-                if stopping.value:
-                    break
+                if stopping.value or os.getppid() != parent:
+                    return
                 job.append(writer, place, key, item)
-            else:
-                pipe.send(("done",))
+            pipe.send(("done",))
     if not stopping.value:
         pipe.send(("closed",))
 

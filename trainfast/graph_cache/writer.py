@@ -1,8 +1,10 @@
 """Appends graphs to a cache from a loop of one's own."""
 
+import sys
 import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from os import PathLike, fspath
 from pathlib import Path
 from time import monotonic
@@ -24,7 +26,8 @@ class Writer:
     A graph is a dict of arrays (NumPy's, torch's on the CPU, whatever offers DLPack),
     Python's bool, int, float, str and bytes: {"x": ..., "edge_index": ..., "y": 3}, or
     with types {("paper", "x"): ..., (("paper", "cites", "paper"), "edge_index"): ...}.
-    Also what has `to_dict()`, and `Counted`. Nothing of it is kept after `append`.
+    Also PyG's Data and HeteroData, what else has `to_dict()`, and `Counted`. Nothing of
+    it is kept after `append`.
 
     `schema`: what the graphs look like; None: that of the cache, if it has graphs, else
     made from the first `samples` graphs and `rules` (see `Rule`). A graph whose sizes
@@ -65,6 +68,7 @@ class Writer:
         self._samples = samples
         self._waiting: list[tuple[Mapping[Any, Any], bytes | None]] = []
         self._core: _core.GraphWriter | None = None
+        self._flattener: Any = None  # of PyG's graphs
         self._schema: Schema | None = None
         self._plain = False  # whether dicts go to the core as they are
         self._pending = 0
@@ -73,7 +77,7 @@ class Writer:
         self._closed = False
         if has_manifest(self._path):
             _core.graph_adopt(self._path)
-            schema = schema or schema_of(self._path)
+            schema = schema or self._schema_before()
         if schema is not None:
             self._open(schema)
 
@@ -166,6 +170,10 @@ class Writer:
         if self._closed:
             raise ValueError("the writer must be open, got a closed one")
 
+    def _schema_before(self) -> Schema | None:
+        """What graphs that are in the cache look like."""
+        return schema_of(self._path)
+
     def _open(self, schema: Schema) -> None:
         Path(self._path).absolute().parent.mkdir(parents=True, exist_ok=True)
         self._core = _core.GraphWriter(
@@ -180,7 +188,7 @@ class Writer:
         """For graphs that are no plain dicts or whose counts must be found out, and as
         long as there is no schema."""
         self._check_open()
-        graph = as_mapping(graph)
+        graph = self._flat(graph)
         if self._core is None:
             self._wait(graph, key)
             return None
@@ -193,7 +201,8 @@ class Writer:
         """Appends a refused graph if it only lacks something that none has lacked yet,
         in a new segment where that is optional. Raises the error else."""
         lacking = None
-        if isinstance(graph, Mapping) and self._schema is not None:
+        if isinstance(error, ValueError) and self._schema is not None:
+            graph = self._flat(graph)
             needed = zip(self._schema.keys, self._schema.fields)
             lacks = (k for k, f in needed if k not in graph and not f.optional)
             lacking = next(lacks, None)
@@ -212,9 +221,21 @@ class Writer:
         if len(self._waiting) >= self._samples:
             self._take_waiting()
 
+    def _flat(self, graph: Any) -> Mapping[Any, Any]:
+        """A graph as a dict; PyG's with the counts that its class says."""
+        pyg: Any = sys.modules.get("torch_geometric.data")
+        if pyg is None or not isinstance(graph, pyg.Data | pyg.HeteroData):
+            return as_mapping(graph)
+        if self._flattener is None or self._flattener.kind is not type(graph):
+            rules: Any = import_module("trainfast.torch.pyg_rules")
+            self._flattener = rules.Flattener([graph])
+        return self._flattener(graph)
+
     def _rules_of(self, graphs: list[Mapping[Any, Any]]) -> dict[Hashable, Rule]:
         known = {key for graph in graphs for key in graph}
-        return {key: rule for key, rule in self._rules.items() if key in known}
+        of_pyg = {} if self._flattener is None else self._flattener.rules
+        rules = {**of_pyg, **self._rules}
+        return {key: rule for key, rule in rules.items() if key in known}
 
     def _take_waiting(self) -> None:
         """Makes the schema of the graphs that waited for it, and appends them."""
@@ -222,8 +243,8 @@ class Writer:
             return
         graphs = [graph for graph, _ in self._waiting]
         rules = self._rules_of(graphs)
-        if len(rules) < len(self._rules):
-            unknown = ", ".join(repr(key) for key in self._rules if key not in rules)
+        unknown = ", ".join(repr(key) for key in self._rules if key not in rules)
+        if unknown:
             message = f"rules for keys that the first graphs do not have: {unknown}"
             warnings.warn(message, stacklevel=3)
         self._open(infer(graphs, rules))
@@ -241,7 +262,7 @@ class Writer:
 
     def _widen(self, graph: Any, key: bytes | None, misfit: int | None) -> None:
         """Goes on in a new segment whose schema fits `graph`, and appends it there."""
-        graph = as_mapping(graph)
+        graph = self._flat(graph)
         while misfit is not None:
             assert self._schema is not None and self._core is not None
             wider = generalise(self._schema, graph, misfit, given_counts(graph))

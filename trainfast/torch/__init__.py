@@ -1,4 +1,9 @@
-"""Adapters for torch: the same names, arguments and state as torch's own."""
+"""Adapters for torch: the same names, arguments and state as torch's own.
+
+`trainfast.torch.pyg`, for PyTorch Geometric, is loaded when it is asked for.
+"""
+
+from importlib import import_module
 
 from trainfast.torch import flash_attn, huggingface
 from trainfast.torch.accumulator import Accumulator
@@ -25,3 +30,9 @@ __all__ = [
     "register_flash_attention_impl",
     "scaled_dot_product_attention",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "pyg":
+        return import_module("trainfast.torch.pyg")
+    raise AttributeError(f"module 'trainfast.torch' has no attribute {name!r}")

@@ -22,6 +22,7 @@ from torch_geometric.data.storage import N_KEYS, EdgeStorage, NodeStorage
 
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.pyg_batch import blank
+from trainfast.torch.pyg_dataset import Picked
 
 __all__ = ["collate", "collate_dataset"]
 
@@ -33,7 +34,7 @@ _batch_and_ptr: Any = getattr(_inside, "_batch_and_ptr", None)
 # A class that has other ones is batched by its own rules.
 _RULES = (
     *("__inc__", "__cat_dim__", "__getattr__", "__getattribute__", "__getitem__"),
-    *("stores", "stores_as", "num_nodes"),
+    *("stores", "node_stores", "stores_as", "num_nodes"),
 )
 _PLAIN = {
     base: {name: getattr(base, name) for name in _RULES} for base in (Data, HeteroData)
@@ -69,8 +70,13 @@ def collate(
     Raises:
         What PyG raises for graphs that do not fit together.
     """
-    graphs = data_list if isinstance(data_list, (list, tuple)) else list(data_list)
     follow, exclude = set(follow_batch or ()), set(exclude_keys or ())
+    if type(data_list) is Picked and cls is Batch and increment and add_batch:
+        batch = data_list.batch(sorted(follow), sorted(exclude))
+        if batch is not None:
+            count_call("pyg", "collate")
+            return batch, batch._slice_dict, batch._inc_dict
+    graphs = data_list if isinstance(data_list, (list, tuple)) else list(data_list)
     try:
         job = _Job(cls, graphs, increment, add_batch, follow, exclude)
         try:

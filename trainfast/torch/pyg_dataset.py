@@ -1,7 +1,10 @@
 """PyG datasets whose graphs lie in a graph cache."""
 
 import copy
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -88,6 +91,7 @@ def cached(
                 raise NotImplementedError(str(error)) from error
             raise
         cache = Cache(path, verify)
+        _write_note(cache, transform_id)
     return CachedDataset(cache, type(first), transform)
 
 
@@ -113,6 +117,9 @@ def _split_transform(dataset: Any) -> tuple[Any, Any]:
     return dataset, None
 
 
+_NOTE = "pyg.json"  # beside the cache's own files, which leave it alone
+
+
 def _complete(
     path: str | PathLike[str], size: int, transform_id: Any, verify: str
 ) -> Cache | None:
@@ -125,9 +132,36 @@ def _complete(
         return None
     if len(cache) != size:
         return None
+    if _read_note(cache) == _note_of(cache, transform_id):
+        return cache
+    # From another build; this reads from each record.
     key_of = keys.key_maker(None, transform_id)
     wanted = b"".join(key_of(place, None) for place in range(size))
-    return cache if cache.core.keys() == wanted else None
+    if cache.core.keys() != wanted:
+        return None
+    _write_note(cache, transform_id)
+    return cache
+
+
+def _note_of(cache: Cache, transform_id: Any) -> dict[str, str]:
+    """What says that a cache, which its fingerprint names, has what is wanted."""
+    made = keys.key_maker(None, transform_id)(0, None)
+    return {"fingerprint": cache.fingerprint, "key": made.hex()}
+
+
+def _read_note(cache: Cache) -> Any:
+    try:
+        return json.loads((cache.path / _NOTE).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _write_note(cache: Cache, transform_id: Any) -> None:
+    text = json.dumps(_note_of(cache, transform_id))
+    with suppress(OSError):  # a directory that only others may write to
+        fresh = cache.path / f"{_NOTE}.{os.getpid()}"
+        fresh.write_text(text)
+        fresh.replace(cache.path / _NOTE)
 
 
 class CachedDataset(Dataset):
@@ -178,7 +212,7 @@ class CachedDataset(Dataset):
 
     def batcher(self, follow: Iterable[str], exclude: Iterable[str]) -> "Batcher":
         """What makes batches of places in the cache."""
-        what = tuple(follow or ()), tuple(exclude or ())
+        what = tuple(follow), tuple(exclude)
         return self._once(what, Batcher, self.cache, self.kind, *what)
 
     def _once(self, what: Any, make: Callable[..., Any], *given: Any) -> Any:
@@ -217,6 +251,18 @@ class Picked(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (self.dataset[i] for i in self.indices)
 
+    def batch(
+        self, follow: Iterable[str] | None, exclude: Iterable[str] | None
+    ) -> Any | None:
+        """Their batch, made natively; None where that is not possible."""
+        batcher = self.dataset.batcher(follow or (), exclude or ())
+        if batcher.reason is not None or not len(self.indices):
+            return None
+        own, places = self.dataset._indices, self.indices
+        if own is not None:
+            places = [own[i] for i in places]
+        return batcher(in_range(places, len(self.dataset.cache)))
+
 
 class Batcher:
     """Makes a cache's batches for one choice of `follow_batch` and `exclude_keys`.
@@ -246,6 +292,19 @@ class Batcher:
     def __call__(self, places: Any) -> Any:
         """The batch of these graphs of the cache."""
         return self.assemble(graph_collate(self.selection, places))
+
+
+def in_range(indices: Any, n: int) -> Any:
+    """Indices into n graphs as the core takes them; IndexError for those beyond."""
+    if type(indices) is not list or {*map(type, indices)} != {int}:
+        array = np.asarray(indices)
+        if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
+            raise IndexError(f"a batch must be a list of indices, got {indices!r}")
+        indices = array.tolist()
+    low, high = min(indices), max(indices)
+    if low < -n or high >= n:
+        raise IndexError(f"index must be in {-n} .. {n - 1}, got {low} .. {high}")
+    return [i + n if i < 0 else i for i in indices] if low < 0 else indices
 
 
 def places_in(dataset: Any) -> tuple[CachedDataset | None, np.ndarray | None]:

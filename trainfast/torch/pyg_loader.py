@@ -1,7 +1,6 @@
 """PyG's DataLoader, with batches of cached graphs made natively."""
 
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch_geometric.loader.dataloader import Collater as TheirCollater
 from trainfast._core import GraphPrefetch, graph_collate
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.graph_device import mover
-from trainfast.torch.pyg_dataset import Batcher, Picked, places_in
+from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
 
 __all__ = ["DataLoader"]
 
 _MOST_THREADS = 4
+_END: Any = object()
 
 
 class _Collater(TheirCollater):
@@ -29,14 +29,9 @@ class _Collater(TheirCollater):
 
     def __call__(self, batch: Any) -> Any:
         if type(batch) is Picked:
-            dataset = batch.dataset
-            batcher = dataset.batcher(self.follow_batch, self.exclude_keys)
-            if batcher.reason is None and len(batch):
-                own = dataset._indices
-                places = (
-                    batch.indices if own is None else [own[i] for i in batch.indices]
-                )
-                return batcher(_in_range(places, len(dataset.cache)))
+            made = batch.batch(self.follow_batch, self.exclude_keys)
+            if made is not None:
+                return made
         return super().__call__(batch)
 
 
@@ -102,7 +97,9 @@ class DataLoader(TheirLoader):
             name = type(self.dataset).__name__
             changed = getattr(self.dataset, "transform", None) is not None
             raise _UnsuitableError("a transform" if changed else f"dataset: {name}")
-        batcher = dataset.batcher(collate.follow_batch, collate.exclude_keys)
+        batcher = dataset.batcher(
+            collate.follow_batch or (), collate.exclude_keys or ()
+        )
         if batcher.reason is not None:
             raise _UnsuitableError(batcher.reason)
         return batcher, places
@@ -120,14 +117,14 @@ class _Iteration(Iterator[Any]):
     ) -> None:
         self._loader, self._batcher, self._places = loader, batcher, places
         self._n = len(loader.dataset)
-        self._source = iter(loader.batch_sampler)
+        self._source: Iterator[Any] | None = iter(loader.batch_sampler)
         # Torch's loaders draw a seed here, before the sampler draws its own.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._move = None
         if loader.pin_memory and torch.accelerator.is_available():
             self._move = mover(None, pin_memory=True)
         self._prefetch: GraphPrefetch | None = None
-        self._ends: deque[Exception | None] = deque()  # of submitted batches
+        self._error: Exception | None = None  # the sampler's, after what is pending
         threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
         if threads:
             self._prefetch = GraphPrefetch(batcher.selection, threads)
@@ -148,43 +145,35 @@ class _Iteration(Iterator[Any]):
         return len(self._loader)
 
     def _submit(self, prefetch: GraphPrefetch) -> None:
-        """The sampler's next batch; its errors and its end wait for their turn."""
-        if self._ends and self._ends[-1] is not None:
+        """The sampler's next batch; an error waits until those before it are out."""
+        if self._source is None:
             return
         try:
-            prefetch.submit(self._indices(next(self._source)))
+            batch = next(self._source, _END)
+            if batch is _END:
+                self._source = None
+            else:
+                prefetch.submit(self._indices(batch))
         except Exception as error:
-            self._ends.append(error)
-        else:
-            self._ends.append(None)
+            self._error, self._source = error, None
 
     def _take(self, prefetch: GraphPrefetch) -> Any:
-        if self._ends[0] is not None:
-            raise self._ends[0]
-        core = prefetch.next()
-        self._ends.popleft()
-        self._submit(prefetch)
-        return core
+        pending = prefetch.pending
+        if not pending:
+            error, self._error = self._error, None
+            raise error or StopIteration
+        try:
+            return prefetch.next()
+        finally:  # a damaged batch has had its turn, an interrupted wait has not
+            if prefetch.pending < pending:
+                self._submit(prefetch)
 
     def _indices(self, batch: Sequence[int]) -> Any:
         """A sampler's batch as places in the cache."""
         places = self._places
         if places is None:
-            return _in_range(batch, self._n)
+            return in_range(batch, self._n)
         array = np.asarray(batch)
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise IndexError(f"a batch must be a list of indices, got {batch!r}")
         return places[array]
-
-
-def _in_range(batch: Any, n: int) -> Any:
-    """Indices into n graphs as the core takes them; IndexError for those beyond."""
-    if type(batch) is not list or {*map(type, batch)} != {int}:
-        array = np.asarray(batch)
-        if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
-            raise IndexError(f"a batch must be a list of indices, got {batch!r}")
-        batch = array.tolist()
-    low, high = min(batch), max(batch)
-    if low < -n or high >= n:
-        raise IndexError(f"index must be in {-n} .. {n - 1}, got {low} .. {high}")
-    return [i + n if i < 0 else i for i in batch] if low < 0 else batch

@@ -22,8 +22,13 @@ __all__ = ["Flattener"]
 
 _KINDS = {Tensor, bool, int, float, str, bytes}
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_METHODS = ("__inc__", "__cat_dim__")
-_PLAIN = {base: {m: getattr(base, m) for m in _METHODS} for base in (Data, HeteroData)}
+# Of a class with another one of these, each graph is asked.
+_ASKED = ("__getattr__", "__getattribute__", "stores", "node_stores", "num_nodes")
+_ASKED_FOR = {"__inc__": ("__inc__", *_ASKED), "__cat_dim__": ("__cat_dim__", *_ASKED)}
+_PLAIN = {
+    base: {name: getattr(base, name) for name in ("__inc__", "__cat_dim__", *_ASKED)}
+    for base in (Data, HeteroData)
+}
 _LARGEST = 2**32 - 1  # of a count
 # What `__inc__` says, apart from 0: each key's number of nodes, one number, or two.
 _NODES, _ONE, _TWO = "nodes", "increment", "increments"
@@ -52,7 +57,11 @@ class Flattener:
             raise NotImplementedError(f"graphs must be Data or HeteroData, got {name}")
         self.hetero = issubclass(self.kind, HeteroData)
         plain = _PLAIN[HeteroData if self.hetero else Data]
-        self.own = [m for m in _METHODS if getattr(self.kind, m) is not plain[m]]
+        self.own = [
+            method
+            for method, names in _ASKED_FOR.items()
+            if any(getattr(self.kind, name) is not plain[name] for name in names)
+        ]
         self.rules: dict[Hashable, Rule] = {}
         for sample in samples:
             for store, key, name, value in self._attributes(sample):
