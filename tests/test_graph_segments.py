@@ -1,6 +1,8 @@
 """Several segments as one cache, the order of a build, and what damage leaves."""
 
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -257,6 +259,24 @@ def test_unclosed_cache_says_what_is_safe(left):
     assert len(gc.open(str(left), partial=True)) == 0
     assert _core.graph_adopt(str(left)) == (6, 0)
     assert numbers(left) == [0, 1, 2, 3, 4, 5]
+
+
+def test_forked_child_does_not_keep_what_its_parent_has_abandoned(tmp_path):
+    path, schema = str(tmp_path / "cache"), schema_of(4, -1, 4)
+    writer = _core.GraphWriter(path, schema.encode(), schema.keys)
+    writer.append(graph_of(7))
+    writer.commit()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        assert _core.graph_adopt(path) == (0, 0)  # its writer lives
+        writer.abandon()
+        assert _core.graph_adopt(path) == (1, 0)
+        assert numbers(path) == [7]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_damage_of_what_was_promised_is_not_cut_off(left):
