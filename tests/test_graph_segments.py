@@ -146,6 +146,28 @@ def test_wrong_order_is_refused_and_changes_nothing(tmp_path, order):
     assert numbers(path, partial=True) == [0, 1, 2]
 
 
+# ---- Verify --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pread", [False, True])
+def test_threads_of_verify_report_in_order(tmp_path, pread):
+    path = tmp_path / "cache"
+    write(path, schema_of(4, -1, 4), [graph_of(n) for n in range(4000)], commit=500)
+    (file,) = segments(path)
+    data = bytearray(file.read_bytes())
+    layout = layout_of(data)
+    damaged = [0, 7, 1024, 1999, 2000, 3999]
+    for n in damaged:
+        at, size, _ = layout.records[n]
+        data[at + size - 30] ^= 1
+    data[layout.commits[3] + 100] ^= 1
+    file.write_bytes(data)
+    found = _core.GraphCache(str(path), pread=pread).verify(0, 4000, False)
+    assert [i for i, _ in found] == [*damaged, -1]
+    assert all(f"graph {i} in " in message for i, message in found[:-1])
+    assert "must have a commit frame of 2000 records" in found[-1][1]
+
+
 # ---- Repair --------------------------------------------------------------------------
 
 
