@@ -155,7 +155,8 @@ tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
         status = graph_directory_make(path, durable, &lock);
     }
     if (status == TFAST_OK) {
-        status = make_file(w);
+        status = graph_must_agree(path, w->schema);
+        status = status == TFAST_OK ? make_file(w) : status;
         graph_unlock(lock);
     }
     if (status != TFAST_OK) {
