@@ -206,6 +206,8 @@ typedef struct tfast_graph_batch {
     const size_t *field_at; /* per selected field: its array's place in the arena */
     const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
     const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
+    const int64_t *sums;    /* [n_counts][n_slots + 1]: the ptrs again, beside the
+                               arena, for who shall not see what is written there */
     const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
     const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;
