@@ -101,11 +101,8 @@ add_source(repairing *r, const char *from, const char *prefix, const uint8_t uui
            const uint64_t *first)
 {
     source *s = &r->sources[r->n_sources];
-    char name[GRAPH_NAME_BYTES];
-    tfast_status status;
+    tfast_status status = graph_path(s->path, from, prefix, uuid, "");
 
-    graph_name(name, prefix, uuid, "");
-    status = graph_join(s->path, from, name);
     memcpy(s->uuid, uuid, sizeof s->uuid);
     s->listed = first != NULL;
     s->first = first == NULL ? 0 : *first;

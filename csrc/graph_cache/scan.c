@@ -93,6 +93,7 @@ commit_at(graph_window *window, int64_t at, graph_frame_kind *kind,
     }
     memcpy(&commit, *frame, sizeof commit);
     if (commit.crc == graph_commit_crc(window->seed, &commit) &&
+        commit.records <= (uint64_t)at / sizeof(graph_record) && /* as fit before it */
         (window->lenient ||
          graph_all_zero(*frame + sizeof commit, all - (int64_t)sizeof commit))) {
         *kind = GRAPH_COMMIT_FRAME;
@@ -242,6 +243,7 @@ take_commit(walk *w, const uint8_t *frame)
     w->committed = r->index.records;
     w->group_crc = 0;
     r->last_commit = w->at;
+    r->last_group = r->end;
     r->end = w->at + graph_commit_bytes(w->at);
     return true;
 }

@@ -63,6 +63,7 @@ typedef struct {
     int64_t begin;
     graph_index index;   /* of the committed records */
     int64_t last_commit; /* 0: none */
+    int64_t last_group;  /* what it confirms begins here */
     int64_t end;         /* after the last commit frame, or `begin` */
     int64_t lost;        /* records after it, at least */
     bool damaged;        /* what had been made durable is broken: the rest after `end`
