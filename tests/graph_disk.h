@@ -521,7 +521,7 @@ disk_list(const char *path, void (*visit)(void *context, const char *name),
     return 0;
 }
 
-/* A copy of its own, so that the sanitizer sees reads outside and maps that are left. */
+/* A copy of its own, so that the sanitizer sees reads outside and maps left behind. */
 static const void *
 disk_map(int handle, int64_t bytes, int *error)
 {

@@ -2,16 +2,25 @@
 memory: graph_crash_harness.c runs csrc/graph_cache on a disk in memory that has these
 faults at every place in turn, under AddressSanitizer and UBSan. It tries
 TRAINFAST_CRASH_VARIANTS (16) variants of each loss, chosen by TRAINFAST_CRASH_SEED.
+Also writers that are killed, on the real disk.
 """
 
 import json
 import os
 import platform
+import random
 import shutil
+import signal
 import subprocess
+import time
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import trainfast.graph_cache as gc
+from trainfast import _core
 
 TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent / "csrc"
@@ -72,3 +81,71 @@ def test_cache_shows_promised_graphs_after_every_fault(campaign, record_property
     assert counts["crash_points"] > 100
     assert counts["recoveries"] > int(variants) * 50
     assert min(counts.values()) > 0
+
+
+# ---- Killed writers ----------------------------------------------------------------
+
+
+def graph_of(number):
+    values = np.full((1 + number % 7, 3), number, np.float32)
+    return {"x": values, "y": np.array([number])}
+
+
+def write_for_ever(path, first, pipe):
+    """Appends graphs first, first + 1, ... and says after commits how many are safe."""
+    writer = gc.Writer(path, commit_every=10**9, commit_seconds=1e9)
+    for number in range(10**6):
+        writer.append(graph_of(first + number))
+        if number % 7 == 6:
+            writer.commit()
+            os.write(pipe, (number + 1).to_bytes(8, "little"))
+
+
+def started(path, first):
+    """A child that writes; its process id and the pipe on which it tells."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(ours)
+            write_for_ever(path, first, theirs)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    return child, ours
+
+
+def killed(child, pipe):
+    """Kills it; how many graphs it has said to be safe."""
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    with open(pipe, "rb") as said:
+        data = said.read()
+    return int.from_bytes(data[-8:], "little")
+
+
+def test_killed_writers_lose_nothing_that_was_safe(tmp_path, record_property):
+    path, rounds, chance = str(tmp_path / "cache"), 12, random.Random(1)
+    with gc.Writer(path) as writer:  # one schema for all
+        for number in range(8):
+            writer.append(graph_of(number))
+    safe = {0: 8}
+    for turn in range(1, rounds + 1):
+        firsts = [turn * 10**5, turn * 10**5 + 50_000]
+        children = [started(path, first) for first in firsts]
+        time.sleep(chance.uniform(0.01, 0.1))
+        for first, child in zip(firsts, children, strict=True):
+            safe[first] = killed(*child)
+        _core.graph_adopt(path)
+        cache = gc.open(path, verify="always")
+        shown = defaultdict(int)
+        for graph in cache:
+            number = int(graph["y"][0])
+            first = number // 50_000 * 50_000
+            assert number == first + shown[first], "in order and once"
+            np.testing.assert_array_equal(graph["x"], graph_of(number)["x"])
+            shown[first] += 1
+        assert all(shown[first] >= n for first, n in safe.items())
+        assert cache.verify().ok
+    record_property("killed_writers", 2 * rounds)
+    assert sum(safe.values()) > 8

@@ -384,5 +384,13 @@ def test_pyg_output_is_their_batch(cache, world):
         assert type(batch) is type(want)
         assert set(batch.keys()) == set(want.keys())
         assert batch.num_graphs == want.num_graphs
-        for key in want.keys():
+        for key in sorted(want.keys()):
             assert torch.equal(batch[key], want[key]), key
+
+
+def test_shares_that_cannot_be_are_an_error_at_once(cache):
+    with pytest.raises(ValueError, match="multiple of the ranks"):
+        gc.Loader(cache, 1, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="at least as many as ranks"):
+        gc.Loader(cache[:3], 4, rank=0, world_size=4)
+    assert flat(epoch(gc.Loader(cache, 1, world_size=2, drop_last=True)))

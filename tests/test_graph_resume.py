@@ -267,6 +267,7 @@ def test_own_assembler_gets_plan_and_core_batches(cache):
 
 def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
     iteration = iter(gc.Loader(cache, 8))
+    next(iteration)
     child = os.fork()
     if child == 0:
         code = 1
@@ -278,4 +279,54 @@ def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(list(iteration)) == 7
+    assert len(list(iteration)) == 6
+
+
+def test_iteration_that_is_never_asked_uses_up_no_epoch(cache):
+    """Lightning makes one only to see whether it can."""
+    want = epoch(gc.Loader(cache, 8, shuffle=True))
+    loader = gc.Loader(cache, 8, shuffle=True)
+    state = loader.state_dict()
+    first, second = iter(loader), iter(loader)
+    assert loader.state_dict() == state
+    assert [rows(batch) for batch in second] == want
+    assert [rows(batch) for batch in first] != want
+    assert loader.state_dict()["epoch"] == 2
+
+
+def test_threads_read_one_cache_at_once(cache, world):
+    wrong = []
+
+    def read(seed):
+        loader = gc.Loader(cache, 4, shuffle=True, seed=seed, threads=seed % 3)
+        for _ in range(3):
+            for batch in loader:
+                try:
+                    assert_is_batch_of(world, batch, rows(batch))
+                except BaseException as error:
+                    wrong.append(error)
+                    raise
+
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert wrong == []
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("keywords", [{}, {"threads": 0}, {"output": "jraph"}])
+def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
+    loader = gc.Loader(cache, 2, shuffle=True, **keywords)
+    for _ in range(20):
+        list(loader)
+    before = resident_bytes()
+    for _ in range(100):  # 2700 batches of about 2 KB
+        for _ in loader:
+            pass
+    assert resident_bytes() - before < 2 << 20

@@ -9,30 +9,6 @@
 
 /* ---- Beginning and end ----------------------------------------------------------- */
 
-static tfast_status
-set_order(graph_contents *contents, const uint64_t *order, uint64_t n)
-{
-    bool identity = n == contents->n_records;
-    uint64_t *copy = malloc(n * sizeof *copy + 1);
-
-    if (copy == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
-                          (unsigned long long)n);
-    }
-    for (uint64_t i = 0; i < n; i++) {
-        copy[i] = order == NULL ? i : order[i];
-        identity = identity && copy[i] == i;
-    }
-    free(contents->order);
-    contents->order = identity ? NULL : copy;
-    if (identity) {
-        free(copy);
-    }
-    contents->head.ordered = !identity;
-    contents->head.n_graphs = n;
-    return TFAST_OK;
-}
-
 tfast_status
 tfast_graph_build_begin(const char *path)
 {
@@ -47,29 +23,23 @@ tfast_graph_build_begin(const char *path)
     status = graph_contents_load(&contents, path);
     if (status == TFAST_OK && !contents.head.building) {
         contents.head.building = 1;
-        status = set_order(&contents, NULL, contents.n_records);
-        status =
-            status == TFAST_OK ? graph_contents_store(&contents, path, true) : status;
+        status = graph_contents_store(&contents, path, true);
     }
     graph_contents_free(&contents);
     graph_unlock(lock);
     return status;
 }
 
-/* Each record at most once; `used` says of each segment whether it has one of them. */
+/* *records: what each graph of the new order is, each at most once. `used` says of each
+ * segment whether it has one of them. */
 static tfast_status
-check_order(const graph_contents *contents, const uint64_t *order, uint64_t n,
-            bool *used)
+find_records(const graph_contents *contents, const uint64_t *order, uint64_t n,
+             uint64_t *records, bool *used)
 {
-    uint64_t *segment_of;
+    uint64_t n_graphs = contents->head.n_graphs;
+    uint64_t *segment_of = malloc(contents->n_records * sizeof *segment_of + 1);
     tfast_status status = TFAST_OK;
 
-    if (n > contents->n_records) {
-        return tfast_fail(
-            TFAST_EINVAL, "order must have at most %llu records, got %llu",
-            (unsigned long long)contents->n_records, (unsigned long long)n);
-    }
-    segment_of = malloc(contents->n_records * sizeof *segment_of + 1);
     if (segment_of == NULL) {
         return tfast_fail(TFAST_ENOMEM, "no memory for %llu records",
                           (unsigned long long)contents->n_records);
@@ -80,19 +50,46 @@ check_order(const graph_contents *contents, const uint64_t *order, uint64_t n,
         }
     }
     for (uint64_t i = 0; i < n && status == TFAST_OK; i++) {
-        if (order[i] >= contents->n_records || segment_of[order[i]] == UINT64_MAX) {
+        uint64_t graph = order == NULL ? i : order[i];
+        uint64_t record = graph >= n_graphs         ? UINT64_MAX
+                          : contents->order == NULL ? graph
+                                                    : contents->order[graph];
+
+        if (record == UINT64_MAX || segment_of[record] == UINT64_MAX) {
             status = tfast_fail(TFAST_EINVAL,
-                                "order must have each of %llu records at most once, "
-                                "got %llu at %llu",
-                                (unsigned long long)contents->n_records,
-                                (unsigned long long)order[i], (unsigned long long)i);
+                                "order must have each of %llu graphs at most once, got "
+                                "%llu at %llu",
+                                (unsigned long long)n_graphs, (unsigned long long)graph,
+                                (unsigned long long)i);
         } else {
-            used[segment_of[order[i]]] = true;
-            segment_of[order[i]] = UINT64_MAX;
+            records[i] = record;
+            used[segment_of[record]] = true;
+            segment_of[record] = UINT64_MAX;
         }
     }
     free(segment_of);
     return status;
+}
+
+/* Takes over `records`, which is NULL or in the order that they lie: no order. */
+static void
+set_order(graph_contents *contents, uint64_t *records, uint64_t n)
+{
+    bool identity = n == contents->n_records;
+
+    for (uint64_t i = 0; i < n && identity; i++) {
+        identity = records == NULL || records[i] == i;
+    }
+    if (contents->order != records) {
+        free(contents->order);
+    }
+    if (identity) {
+        free(records);
+        records = NULL;
+    }
+    contents->order = records;
+    contents->head.ordered = !identity;
+    contents->head.n_graphs = n;
 }
 
 /* Takes segments that are not used out of the numbering. */
@@ -102,7 +99,6 @@ drop_unused(graph_contents *contents, const bool *used)
     graph_manifest *head = &contents->head;
     uint64_t *shift = malloc(contents->n_records * sizeof *shift + 1);
     uint64_t kept = 0, at = 0, dropped = 0, n = head->n_graphs;
-    tfast_status status = TFAST_OK;
     uint64_t *order = contents->order;
 
     if (shift == NULL) {
@@ -126,11 +122,9 @@ drop_unused(graph_contents *contents, const bool *used)
     for (uint64_t i = 0; i < n && order != NULL; i++) {
         order[i] -= shift[order[i]];
     }
-    contents->order = NULL;
-    status = set_order(contents, order, n);
-    free(order);
+    set_order(contents, order, n);
     free(shift);
-    return status;
+    return TFAST_OK;
 }
 
 /* Deletes what the order has left out. First the manifest says that it is not wanted,
@@ -166,33 +160,37 @@ delete_unused(graph_contents *contents, const char *directory, bool *used)
 static tfast_status
 end_locked(graph_contents *contents, const char *path, const uint64_t *order, int64_t n)
 {
-    uint64_t n_segments, graphs;
-    bool *used, all = order == NULL;
     tfast_status status = graph_contents_load(contents, path);
+    uint64_t graphs = order == NULL ? contents->head.n_graphs : (uint64_t)n;
+    uint64_t *records = NULL;
+    bool *used = NULL;
 
     if (status != TFAST_OK) {
         return status;
     }
-    n_segments = contents->head.n_segments;
-    graphs = all ? contents->n_records : (uint64_t)n;
-    used = calloc(1, n_segments + 1);
-    if (used == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %llu segments",
-                          (unsigned long long)n_segments);
+    if (graphs > contents->head.n_graphs) {
+        return tfast_fail(TFAST_EINVAL, "order must have at most %llu graphs, got %llu",
+                          (unsigned long long)contents->head.n_graphs,
+                          (unsigned long long)graphs);
     }
-    if (all) {
-        memset(used, 1, n_segments);
+    records = malloc(graphs * sizeof *records + 1);
+    used = calloc(1, contents->head.n_segments + 1);
+    if (records == NULL || used == NULL) {
+        status = tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
+                            (unsigned long long)graphs);
     } else {
-        status = check_order(contents, order, graphs, used);
+        status = find_records(contents, order, graphs, records, used);
     }
-    status = status == TFAST_OK ? set_order(contents, order, graphs) : status;
     if (status == TFAST_OK) {
+        set_order(contents, records, graphs);
+        records = NULL;
         contents->head.building = 0;
         status = graph_contents_store(contents, path, true);
     }
-    if (status == TFAST_OK && !all) {
+    if (status == TFAST_OK) {
         status = delete_unused(contents, path, used);
     }
+    free(records);
     free(used);
     return status;
 }

@@ -72,6 +72,10 @@
 
 #include <stdint.h>
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#    error "a graph cache is read as it lies: the machine must be little-endian"
+#endif
+
 enum {
     GRAPH_MAJOR = 1, /* a reader refuses any other */
     GRAPH_MINOR = 0, /* a reader of 1.0 can read every 1.x */

@@ -110,11 +110,10 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
  * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
-/* A build: between begin and end the cache does not open (but with `partial`). Begin
- * makes the cache where there is none, and forgets the order: with `partial`, graph i
- * is then record i. New segments come last in the manifest, always. End sets the order,
- * as numbers of records, segments in the manifest's order, and deletes segments that
- * are not in it; order NULL: all, as they lie. */
+/* A build: between begin and end the cache does not open (but with `partial`). End sets
+ * the order, as numbers of the graphs that `partial` shows at that time (so after an
+ * earlier order not of the records), and deletes segments that have none of them; order
+ * NULL: it stays as it is. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 

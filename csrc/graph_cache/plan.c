@@ -9,7 +9,8 @@ graph_field_missing(const graph_arena *arena, int field)
 {
     return tfast_fail(TFAST_EINVAL,
                       "graphs of a batch must all have field %s or all lack it, got "
-                      "some with and some without",
+                      "some with and some without, or with sizes that do not fit "
+                      "together",
                       arena->cache->schema->field_names[field]);
 }
 
@@ -182,9 +183,10 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
             continue;
         }
         status = common_size(arena, field, d, &shape[d + stacked]);
-        if (status != TFAST_OK) {
+        if (status != TFAST_OK && (schema->flags & GRAPH_OPTIONAL) == 0) {
             return status;
         }
+        f->lacking = f->lacking || status != TFAST_OK;
         if (d == cat) {
             f->steps = shape[d];
             f->total = f->steps * arena->batch.n_slots;
@@ -197,7 +199,7 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
     if (!multiply(bytes, f->total) || !multiply(bytes, f->inner)) {
         return too_many_bytes(arena, field);
     }
-    if (!frames_hold(arena, f, frame_bytes)) {
+    if (f->lacking || !frames_hold(arena, f, frame_bytes)) {
         f->lacking = true;
         *bytes = 0;
         return schema->flags & GRAPH_OPTIONAL

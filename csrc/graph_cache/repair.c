@@ -3,7 +3,6 @@
 #include "salvage.h"
 #include "writer.h"
 
-#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -178,17 +177,9 @@ find_sources(repairing *r, const char *from, const graph_listing *listing)
 static tfast_status
 read_schema(source *s)
 {
-    int file = graph_io_table->open(s->path, O_RDONLY);
     graph_header header;
-    int64_t bytes, begin;
-    tfast_status status;
+    tfast_status status = graph_segment_schema(s->path, &header, &s->schema);
 
-    if (file < 0) {
-        return graph_io_error("open", s->path, file);
-    }
-    bytes = graph_io_table->size(file);
-    status = graph_segment_header(file, s->path, bytes, &header, &s->schema, &begin);
-    graph_io_table->close(file);
     s->has_schema = status == TFAST_OK;
     if (s->has_schema) { /* the name may have been changed */
         memcpy(s->uuid, header.uuid, sizeof s->uuid);

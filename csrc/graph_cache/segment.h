@@ -37,6 +37,10 @@ tfast_status graph_segment_header(int file, const char *path, int64_t file_bytes
                                   graph_header *header, tfast_graph_schema **schema,
                                   int64_t *begin);
 
+/* The same, of the file at `path`. */
+tfast_status graph_segment_schema(const char *path, graph_header *header,
+                                  tfast_graph_schema **schema);
+
 /* Bytes of a commit frame at `at`, zeros included. */
 static inline int64_t
 graph_commit_bytes(int64_t at)

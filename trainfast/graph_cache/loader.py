@@ -42,7 +42,9 @@ class Loader:
     is enough unless graphs are large; where all cores are busy 0 can be faster, as a
     thread that takes a core from the training step costs more than it gives.
     output: "dict" (see batch.dict_assembler), "pyg" (a DataBatch or HeteroDataBatch),
-    "jraph" (a GraphsTuple); or a function that makes an assembler of a BatchPlan.
+    "jraph" (a GraphsTuple); or a function that makes of a BatchPlan one that makes
+    what you get of a GraphBatch (its attribute array_type, if it has one, says what the
+    arrays are: torch.Tensor; otherwise they are NumPy's).
     pad_to: static shapes, (graphs, nodes, edges), a dict with these keys (in
     heterogeneous graphs with dicts by type), "max" (room for any batch), or a list, of
     which each batch takes the smallest that it fits in. It is filled up with one graph
@@ -52,7 +54,8 @@ class Loader:
     fields, exclude: keys to have or to leave out. follow_batch: keys for which it is
     wanted which graph each entry is of.
 
-    Each iteration is the next epoch; `set_epoch` says which. `state_dict()` is where
+    Each iteration is the next epoch, from its first batch on (one that is never asked
+    for a batch counts for nothing); `set_epoch` says which. `state_dict()` is where
     the newest iteration stands: a loader that gets it goes on after the last batch
     that was handed out, in O(1) (with a sampler of one's own, by asking it again).
     """
@@ -107,13 +110,17 @@ class Loader:
     # ---- Iterating -------------------------------------------------------------------
 
     def __iter__(self) -> "Iteration":
+        return Iteration(self)
+
+    def begin(self) -> "_Place":
+        """Where an iteration begins that asks for its first batch."""
         position = 0
         if self._resume is not None and self._resume[0] == self.epoch:
             position = self._resume[1]
         self._resume = None
         self._place = _Place(self.epoch, position)
         self.epoch += 1
-        return Iteration(self, self._place)
+        return self._place
 
     def __len__(self) -> int:
         """Batches of the running epoch, or else of the next one."""
@@ -267,16 +274,17 @@ class Loader:
 
     def _plan_budgets(self) -> None:
         """The budgets, what counts against them, and how many graphs fit at most."""
-        sizes = self._cache.sizes
         self._sizes: list[np.ndarray] = []
         self._budgets: list[int] = []
         for name, budget in (("nodes", self.max_nodes), ("edges", self.max_edges)):
             if budget is not None:
-                total = getattr(sizes, f"total_{name}")()
+                total = getattr(self._cache.sizes, f"total_{name}")()
                 self._sizes.append(np.ascontiguousarray(total, np.int64))
                 self._budgets.append(budget)
                 self._check_oversize(name, total, budget)
         self._batch_size = self.batch_size or self._most_graphs()
+        if self.sampler is None and self.batch_sampler is None:
+            self.order(0)  # which refuses what cannot be shared out
 
     def _most_graphs(self) -> int:
         if not self._budgets:
@@ -313,7 +321,8 @@ class Loader:
             sampled,
             {role: limit for role, limit in limits.items() if limit is not None},
         )
-        self.choose = chooser(self._buckets, self._cache)
+        if self.pad_to != "max":  # that has room for all
+            self.choose = chooser(self._buckets, self._cache)
 
     def _assembler(self) -> Assemble:
         """What makes of the core's batch what the user gets."""
@@ -379,24 +388,22 @@ class _Place:
 class Iteration(Iterator[Any]):
     """One epoch of a Loader. Its threads end with it, also when it is left early."""
 
-    def __init__(self, loader: Loader, place: _Place) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._place = place
+        self._place: _Place | None = None  # not begun
         self._queue: deque[tuple[GraphPrefetch, int]] = deque()
         self._prefetches: dict[int, GraphPrefetch] = {}
         self._error: Exception | None = None
         self._assemble = loader.assemble
-        self._source = None
-        if loader.assemble is not None:
-            self._source = loader.batches(place.epoch, place.position)
-        ahead = loader.prefetch if loader.threads else 1
-        for _ in range(max(ahead, 1)):
-            self._submit()
+        self._source: Any = None
 
     def __next__(self) -> Any:
         queue = self._queue
         if not queue:
-            return self._end()
+            if self._place is None:
+                self._begin()
+            if not queue:
+                return self._end()
         prefetch, position = queue[0]
         try:
             batch = prefetch.next()
@@ -407,8 +414,18 @@ class Iteration(Iterator[Any]):
         if self._source is not None:
             self._submit()
         made = self._assemble(batch)  # type: ignore[misc]
-        self._place.position = position
+        self._place.position = position  # type: ignore[union-attr]
         return made
+
+    def _begin(self) -> None:
+        loader = self._loader
+        place = loader.begin()
+        if self._assemble is not None:
+            self._source = loader.batches(place.epoch, place.position)
+        self._place = place
+        ahead = loader.prefetch if loader.threads else 1
+        for _ in range(max(ahead, 1)):
+            self._submit()
 
     def _submit(self) -> None:
         """Hands the next batch to the threads.
@@ -449,7 +466,8 @@ class Iteration(Iterator[Any]):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._place.done = True
+        if self._place is not None:
+            self._place.done = True
         self._prefetches.clear()
         raise StopIteration
 
