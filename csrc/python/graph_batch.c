@@ -194,9 +194,9 @@ release_batch(void *batch)
     tfast_graph_batch_release(batch);
 }
 
-/* An array over the batch's memory. NumPy's keep this object, others the batch itself, because
- * they may be dropped by a thread without the GIL. Nothing here keeps them: that would
- * be a cycle that the collector cannot see. */
+/* An array over the batch's memory. NumPy's keep this object, others the batch itself,
+ * because they may be dropped by a thread without the GIL. Nothing here keeps them: that
+ * would be a cycle that the collector cannot see. */
 static PyObject *
 make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
               const int64_t *shape)
