@@ -68,7 +68,7 @@ write_header(tfast_graph_writer *w)
 static tfast_status
 schema_before(const tfast_graph_writer *w, tfast_graph_schema **schema)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
     graph_contents contents;
     graph_header header;
     tfast_status status = graph_contents_load(&contents, w->directory);
@@ -78,9 +78,9 @@ schema_before(const tfast_graph_writer *w, tfast_graph_schema **schema)
         return status;
     }
     for (uint64_t i = 0; i < contents.head.n_segments && *schema == NULL; i++) {
-        graph_name(name, "segment", contents.segments[i].uuid, "");
         if (contents.head.n_graphs > 0 &&
-            graph_join(path, w->directory, name) == TFAST_OK &&
+            graph_path(path, w->directory, "segment", contents.segments[i].uuid, "") ==
+                TFAST_OK &&
             graph_segment_schema(path, &header, schema) == TFAST_ENOMEM) {
             status = TFAST_ENOMEM;
         }
