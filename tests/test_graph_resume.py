@@ -370,3 +370,12 @@ def test_damaged_graph_is_an_error_of_its_batch_alone(world, tmp_path, threads):
         next(iteration)
     assert loader.state_dict()["position"] == position
     assert [rows(batch)[0] for batch in iteration] == [24, 32, 40, 48]
+
+
+@pytest.mark.parametrize("name", ["epoch", "position", "fingerprint"])
+def test_state_of_something_else_is_error(cache, name):
+    loader = gc.Loader(cache, 8)
+    state = loader.state_dict()
+    del state[name]
+    with pytest.raises(ValueError, match=f"state must be of a Loader, .*'{name}'"):
+        loader.load_state_dict(state)
