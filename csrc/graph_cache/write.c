@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 enum { BUFFER_BYTES = 1 << 18, PAGE = 4096 }; /* a share of the L2 cache */
@@ -69,13 +70,14 @@ static tfast_status
 make_file(tfast_graph_writer *w)
 {
     tfast_status status;
+    int error;
 
     w->file = graph_io_table->open(w->path, O_RDWR | O_CREAT | O_EXCL);
     if (w->file < 0) {
         return graph_io_error("create", w->path, w->file);
     }
-    status = graph_lock_file(w->file, w->path); /* a reader may be trying it */
-    status = status == TFAST_OK ? write_header(w) : status;
+    error = graph_io_table->lock(w->file, LOCK_EX | LOCK_NB);
+    status = error < 0 ? graph_io_error("lock", w->path, error) : write_header(w);
     if (status == TFAST_OK && w->durable) {
         status = graph_directory_sync(w->directory);
     }
@@ -88,14 +90,15 @@ make_file(tfast_graph_writer *w)
 static tfast_status
 set_names(tfast_graph_writer *w, const char *directory)
 {
-    char path[GRAPH_PATH_BYTES];
+    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
     int error = graph_io_table->random(w->uuid, sizeof w->uuid);
     tfast_status status;
 
     if (error < 0) {
         return graph_io_error("draw a name in", directory, error);
     }
-    status = graph_path(path, directory, "open", w->uuid, "");
+    graph_name(name, "open", w->uuid, "");
+    status = graph_join(path, directory, name);
     if (status != TFAST_OK) {
         return status;
     }
@@ -171,10 +174,7 @@ static tfast_status
 die(tfast_graph_writer *w, tfast_status status)
 {
     w->dead = true;
-    w->error = status == TFAST_EIO      ? graph_errno()
-               : status == TFAST_ENOMEM ? ENOMEM
-                                        : 0;
-    w->error = w->error == 0 ? EIO : w->error; /* no error of the system's */
+    w->error = graph_errno();
     return status;
 }
 
@@ -342,13 +342,11 @@ tfast_graph_writer_free(tfast_graph_writer *w)
     if (w == NULL) {
         return;
     }
-    if (w->file >= 0 && w->process == getpid()) {
-        if (!w->closed && !w->dead && w->committed == 0) {
+    if (w->file >= 0) {
+        if (!w->closed && !w->dead && w->committed == 0 && w->process == getpid()) {
             graph_io_table->unlink(w->path); /* nothing in it was ever promised */
         }
-        graph_unlock(w->file);
-    } else if (w->file >= 0) {
-        graph_io_table->close(w->file); /* the lock is the parent's */
+        graph_io_table->close(w->file);
     }
     graph_index_free(&w->index);
     tfast_graph_schema_free(w->schema);
