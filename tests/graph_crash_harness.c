@@ -12,56 +12,7 @@
 #include "graph_power.h"
 
 #include "graph_crash_graphs.h"
-#include "graph_kernels.h"
-#include "kernels/crc32c.h"
-#include "kernels/graph_cache.h"
-
-static const tfast_backend backend = {.graph_cache = &graph_kernels};
-
-const tfast_backend *
-tfast_backend_for(int32_t device)
-{
-    (void)device;
-    return &backend;
-}
-
-/* ---- Memory that runs out -------------------------------------------------------- */
-
-/* The sources under test call these (see the -D of the build). */
-static int64_t allocations, allocation_fails;
-static bool and_all_after;
-
-static bool
-no_memory(void)
-{
-    allocations++;
-    return allocation_fails > 0 && (and_all_after ? allocations >= allocation_fails
-                                                  : allocations == allocation_fails);
-}
-
-void *
-tested_malloc(size_t bytes)
-{
-    return no_memory() ? NULL : malloc(bytes);
-}
-
-void *
-tested_calloc(size_t n, size_t bytes)
-{
-    return no_memory() ? NULL : calloc(n, bytes);
-}
-
-void *
-tested_realloc(void *data, size_t bytes)
-{
-    return no_memory() ? NULL : realloc(data, bytes);
-}
-
-int
-tested_posix_memalign(void **data, size_t alignment, size_t bytes)
-{
-    return no_memory() ? ENOMEM : posix_memalign(data, alignment, bytes);
-}
+#include "graph_harness.h"
 
 /* ---- Scripts --------------------------------------------------------------------- */
 

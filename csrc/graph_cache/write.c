@@ -384,10 +384,13 @@ tfast_graph_writer_free(tfast_graph_writer *w)
     if (w == NULL) {
         return;
     }
-    if (w->file >= 0) {
-        if (!w->closed && !w->dead && w->committed == 0 && w->process == getpid()) {
+    if (w->file >= 0 && w->process == getpid()) {
+        if (!w->dead && w->committed == 0) {
             graph_io_table->unlink(w->path); /* nothing in it was ever promised */
         }
+        graph_io_table->lock(w->file, LOCK_UN); /* a forked child may have it open */
+    }
+    if (w->file >= 0) {
         graph_io_table->close(w->file);
     }
     graph_index_free(&w->index);
