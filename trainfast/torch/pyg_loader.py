@@ -49,6 +49,9 @@ class DataLoader(TheirLoader):
     `persistent_workers` have nothing to do. 0: batches are made when asked for, which
     is as fast unless graphs are large. `pin_memory`: in one piece.
 
+    A batch's tensors lie in one block of memory, which is used again when all of them
+    are gone: a batch may be kept for ever, and keeps its block.
+
     What cannot be done natively is done by PyG's loader, and trainfast.stats() counts
     why: another dataset, a transform, `batch_size=None`, attributes that only some
     graphs have.
