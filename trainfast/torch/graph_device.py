@@ -61,6 +61,13 @@ class MovedBatch:
         self.ptrs = _views(storage, first, arena.device, batch.ptrs, ptrs)
         self.batches = _views(storage, first, arena.device, batch.batches, batches)
 
+    def dicts(self, recipe: Any, constants: Any) -> tuple[Any, Any, Any]:
+        """As of the core's batch; slices and starts stay on the CPU."""
+        names, numbers, *sliced = recipe
+        _, slices, starts = self.host.dicts(((), (), *sliced), constants)
+        arrays = [*self.fields, *self.ptrs, *self.batches]
+        return {n: arrays[i] for n, i in zip(names, numbers)}, slices, starts
+
 
 def _views(
     storage: Any, first: int, device: Any, like: list[Any], offsets: list[int]
