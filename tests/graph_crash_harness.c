@@ -351,18 +351,56 @@ fail_syncs(const script *s, uint64_t seed)
     for (int64_t n = 1;; n++) {
         bool failed = true;
 
-        for (int mode = 0; mode < N_MODES; mode++) {
-            begin(s, "sync fails", n, mode, seed);
+        for (int v = 0; v < 2 * N_MODES; v++) {
+            begin(s, "sync fails", n, v, seed);
             disk.sync_fails_at = n;
             s->run();
             failed = disk.syncs >= n;
-            lose_power(mode);
+            if (v % 2 == 1) { /* power fails only after others have gone on */
+                adopt();
+            }
+            lose_power(v / 2);
             recover(s);
         }
         if (!failed) {
             return n - 1;
         }
     }
+}
+
+static void
+must_be_whole(tfast_status status)
+{
+    MUST(status == TFAST_OK || status == TFAST_ENOMEM);
+}
+
+/* Batches of what there is, now and ahead; one is given back after the cache. */
+static void
+batch_somehow(tfast_graph_cache *cache)
+{
+    static const uint16_t fields[] = {0, 1, 2}, nodes[] = {0};
+    static const int64_t totals[] = {200, 40, -1}, first[] = {0, 0, 0};
+    const tfast_graph_selection selection = {fields, 3, nodes, 1, 5, totals};
+    tfast_graph_prefetch *prefetch;
+    tfast_graph_batch *batch = NULL, *other;
+
+    must_be_whole(tfast_graph_collate(cache, &selection, first, 3, &batch));
+    for (int threads = 0; threads < 2; threads++) {
+        tfast_status status =
+            tfast_graph_prefetch_new(&prefetch, cache, &selection, threads);
+
+        must_be_whole(status);
+        for (int i = 0; i < 3 && status == TFAST_OK; i++) {
+            must_be_whole(tfast_graph_prefetch_submit(prefetch, first, 1 + i));
+        }
+        if (status == TFAST_OK) {
+            must_be_whole(tfast_graph_prefetch_next(prefetch, 10, &other));
+            tfast_graph_batch_release(other);
+            tfast_graph_prefetch_free(prefetch);
+        }
+    }
+    tfast_graph_cache_release(cache);
+    tfast_graph_batch_release(batch);
 }
 
 /* Reading is part of it; what it returns is right, or it says what is missing. */
@@ -373,17 +411,24 @@ read_somehow(void)
     tfast_graph_cache *cache;
     tfast_graph_array a[4];
     void *owned;
+    int64_t n;
 
     if (tfast_graph_cache_open(&cache, "/c", &options) != TFAST_OK) {
         return;
     }
-    for (int64_t i = 0; i < tfast_graph_cache_len(cache); i++) {
+    n = tfast_graph_cache_len(cache);
+    for (int64_t i = 0; i < n; i++) {
         tfast_status status = tfast_graph_cache_get(cache, i, a, &owned);
 
-        MUST(status == TFAST_OK || status == TFAST_ENOMEM);
+        must_be_whole(status);
         free(status == TFAST_OK ? owned : NULL);
     }
-    tfast_graph_cache_release(cache);
+    must_be_whole(tfast_graph_cache_verify(cache, 0, n, true, no_damage, NULL));
+    if (n > 0) {
+        batch_somehow(cache);
+    } else {
+        tfast_graph_cache_release(cache);
+    }
 }
 
 static int64_t

@@ -15,18 +15,21 @@ tfast_backend_for(int32_t device)
 
 /* ---- Memory that runs out -------------------------------------------------------- */
 
-/* The sources under test call these (see the -D of the build). */
-static int64_t allocations, allocation_fails;
+/* The sources under test call these (see the -D of the build), a prefetch's threads
+ * too. */
+static _Atomic(int64_t) allocations;
+static int64_t allocation_fails;
 static bool and_all_after;
 static size_t most_bytes; /* more than this is an error of the sources; 0: any number */
 
 static bool
 no_memory(size_t bytes)
 {
+    const int64_t n = ++allocations;
+
     MUST(most_bytes == 0 || bytes <= most_bytes);
-    allocations++;
-    return allocation_fails > 0 && (and_all_after ? allocations >= allocation_fails
-                                                  : allocations == allocation_fails);
+    return allocation_fails > 0 &&
+           (and_all_after ? n >= allocation_fails : n == allocation_fails);
 }
 
 void *
@@ -51,4 +54,10 @@ int
 tested_posix_memalign(void **data, size_t alignment, size_t bytes)
 {
     return no_memory(bytes) ? ENOMEM : posix_memalign(data, alignment, bytes);
+}
+
+void *
+tested_aligned_alloc(size_t alignment, size_t bytes)
+{
+    return no_memory(bytes) ? NULL : aligned_alloc(alignment, bytes);
 }

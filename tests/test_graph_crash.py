@@ -34,7 +34,7 @@ FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
 FLAGS += ["-D_DEFAULT_SOURCE", "-D_POSIX_C_SOURCE=200809L"]
 FLAGS += ["-msse4.2"] if platform.machine() == "x86_64" else []
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ALLOCATIONS = ("malloc", "calloc", "realloc", "posix_memalign")
+ALLOCATIONS = ("malloc", "calloc", "realloc", "posix_memalign", "aligned_alloc")
 
 
 def compile_with(*arguments):

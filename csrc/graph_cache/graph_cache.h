@@ -112,6 +112,10 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
  * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
+/* The schema of a cache's segments, also of those that are being written, to be freed;
+ * NULL: there are none. A writer's must agree with it. */
+tfast_status tfast_graph_schema_find(const char *path, tfast_graph_schema **schema);
+
 /* A build: between begin and end the cache does not open (but with `partial`). End sets
  * the order, as numbers of the graphs that `partial` shows at that time (so after an
  * earlier order not of the records), and deletes segments that have none of them; order

@@ -70,11 +70,9 @@ static tfast_status
 open_part(tfast_graph_cache *cache, const graph_manifest_segment *wanted, int64_t first)
 {
     graph_part *part = &cache->parts[cache->n_parts];
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
-    tfast_status status;
+    char path[GRAPH_PATH_BYTES];
+    tfast_status status = graph_path(path, cache->path, "segment", wanted->uuid, "");
 
-    graph_name(name, "segment", wanted->uuid, "");
-    status = graph_join(path, cache->path, name);
     if (status == TFAST_OK) {
         status = graph_segment_open(&part->file, path, cache->options.pread);
     }

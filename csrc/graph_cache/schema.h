@@ -22,6 +22,7 @@ int graph_field_bounds(const tfast_graph_schema *schema, int field,
                        uint16_t bound_by[2]);
 
 bool graph_is_integer(int dtype);
+bool graph_all_zero(const void *bytes, int64_t n);
 bool graph_is_utf8(const void *text, int64_t bytes);
 
 /* Generalises schemas[n >= 1], which must agree: a dimension is fixed in *joined where
@@ -31,5 +32,9 @@ bool graph_is_utf8(const void *text, int64_t bytes);
  * The caller frees both. */
 tfast_status graph_schemas_join(tfast_graph_schema **joined, int64_t **sources,
                                 const tfast_graph_schema *const *schemas, int64_t n);
+
+/* TFAST_EINVAL unless the schema agrees with those of the segments in the directory,
+ * also of those that are being written. Under the cache's lock. */
+tfast_status graph_must_agree(const char *directory, const tfast_graph_schema *schema);
 
 #endif

@@ -50,19 +50,6 @@ graph_header_crc(const graph_header *header, const void *schema)
                           header->schema_bytes);
 }
 
-bool
-graph_all_zero(const void *bytes, int64_t n)
-{
-    const uint8_t *byte = bytes;
-
-    for (int64_t i = 0; i < n; i++) {
-        if (byte[i] != 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
 /* ---- Header ---------------------------------------------------------------------- */
 
 static tfast_status
@@ -209,6 +196,7 @@ static tfast_status
 take_index(graph_segment *s, bool pread)
 {
     const uint8_t *index;
+    tfast_status status;
     int error = 0;
 
     if (pread) {
@@ -216,9 +204,10 @@ take_index(graph_segment *s, bool pread)
         if (s->owned == NULL) {
             return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
         }
-        if (graph_read_all(s->file, s->path, s->owned, s->trailer.index_bytes,
-                           (int64_t)s->trailer.index_offset) != TFAST_OK) {
-            return TFAST_EIO;
+        status = graph_read_all(s->file, s->path, s->owned, s->trailer.index_bytes,
+                                (int64_t)s->trailer.index_offset);
+        if (status != TFAST_OK) {
+            return status;
         }
         index = s->owned;
     } else {

@@ -48,8 +48,6 @@ graph_commit_bytes(int64_t at)
     return (int64_t)graph_align((uint64_t)at + sizeof(graph_commit), GRAPH_BLOCK) - at;
 }
 
-bool graph_all_zero(const void *bytes, int64_t n);
-
 /* Bytes of the index, and where its columns lie. */
 int64_t graph_index_bytes(int64_t records, int n_counts);
 

@@ -65,48 +65,6 @@ write_header(tfast_graph_writer *w)
     return status;
 }
 
-/* Of the first segment that can be read; NULL where there is none. */
-static tfast_status
-schema_before(const tfast_graph_writer *w, tfast_graph_schema **schema)
-{
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
-    graph_contents contents;
-    graph_header header;
-    tfast_status status = graph_contents_load(&contents, w->directory);
-
-    *schema = NULL;
-    if (status != TFAST_OK) {
-        return status;
-    }
-    for (uint64_t i = 0; i < contents.head.n_segments && *schema == NULL; i++) {
-        graph_name(name, "segment", contents.segments[i].uuid, "");
-        if (contents.head.n_graphs > 0 &&
-            graph_join(path, w->directory, name) == TFAST_OK &&
-            graph_segment_schema(path, &header, schema) == TFAST_ENOMEM) {
-            status = TFAST_ENOMEM;
-        }
-    }
-    graph_contents_free(&contents);
-    return status;
-}
-
-/* A cache whose segments disagree in more than sizes would not open. */
-static tfast_status
-check_agreement(const tfast_graph_writer *w)
-{
-    tfast_graph_schema *before;
-    tfast_status status = schema_before(w, &before);
-
-    if (before != NULL && !tfast_graph_schema_agrees(before, w->schema)) {
-        status = tfast_fail(TFAST_EINVAL,
-                            "schema must agree in all but sizes with that of the "
-                            "graphs in %s",
-                            w->directory);
-    }
-    tfast_graph_schema_free(before);
-    return status;
-}
-
 /* Under the cache's lock, so that nobody takes it for what a dead writer has left. */
 static tfast_status
 make_file(tfast_graph_writer *w)
@@ -197,7 +155,7 @@ tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
         status = graph_directory_make(path, durable, &lock);
     }
     if (status == TFAST_OK) {
-        status = check_agreement(w);
+        status = graph_must_agree(path, w->schema);
         status = status == TFAST_OK ? make_file(w) : status;
         graph_unlock(lock);
     }
@@ -384,13 +342,10 @@ tfast_graph_writer_free(tfast_graph_writer *w)
     if (w == NULL) {
         return;
     }
-    if (w->file >= 0 && w->process == getpid()) {
-        if (!w->dead && w->committed == 0) {
+    if (w->file >= 0) {
+        if (!w->closed && !w->dead && w->committed == 0 && w->process == getpid()) {
             graph_io_table->unlink(w->path); /* nothing in it was ever promised */
         }
-        graph_io_table->lock(w->file, LOCK_UN); /* a forked child may have it open */
-    }
-    if (w->file >= 0) {
         graph_io_table->close(w->file);
     }
     graph_index_free(&w->index);
