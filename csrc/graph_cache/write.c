@@ -8,7 +8,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 enum { BUFFER_BYTES = 1 << 18, PAGE = 4096 }; /* a share of the L2 cache */
@@ -70,14 +69,13 @@ static tfast_status
 make_file(tfast_graph_writer *w)
 {
     tfast_status status;
-    int error;
 
     w->file = graph_io_table->open(w->path, O_RDWR | O_CREAT | O_EXCL);
     if (w->file < 0) {
         return graph_io_error("create", w->path, w->file);
     }
-    error = graph_io_table->lock(w->file, LOCK_EX | LOCK_NB);
-    status = error < 0 ? graph_io_error("lock", w->path, error) : write_header(w);
+    status = graph_lock_file(w->file, w->path); /* a reader may be trying it */
+    status = status == TFAST_OK ? write_header(w) : status;
     if (status == TFAST_OK && w->durable) {
         status = graph_directory_sync(w->directory);
     }
@@ -90,15 +88,14 @@ make_file(tfast_graph_writer *w)
 static tfast_status
 set_names(tfast_graph_writer *w, const char *directory)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
     int error = graph_io_table->random(w->uuid, sizeof w->uuid);
     tfast_status status;
 
     if (error < 0) {
         return graph_io_error("draw a name in", directory, error);
     }
-    graph_name(name, "open", w->uuid, "");
-    status = graph_join(path, directory, name);
+    status = graph_path(path, directory, "open", w->uuid, "");
     if (status != TFAST_OK) {
         return status;
     }
@@ -174,7 +171,10 @@ static tfast_status
 die(tfast_graph_writer *w, tfast_status status)
 {
     w->dead = true;
-    w->error = graph_errno();
+    w->error = status == TFAST_EIO      ? graph_errno()
+               : status == TFAST_ENOMEM ? ENOMEM
+                                        : 0;
+    w->error = w->error == 0 ? EIO : w->error; /* no error of the system's */
     return status;
 }
 
@@ -342,11 +342,13 @@ tfast_graph_writer_free(tfast_graph_writer *w)
     if (w == NULL) {
         return;
     }
-    if (w->file >= 0) {
-        if (!w->closed && !w->dead && w->committed == 0 && w->process == getpid()) {
+    if (w->file >= 0 && w->process == getpid()) {
+        if (!w->closed && !w->dead && w->committed == 0) {
             graph_io_table->unlink(w->path); /* nothing in it was ever promised */
         }
-        graph_io_table->close(w->file);
+        graph_unlock(w->file);
+    } else if (w->file >= 0) {
+        graph_io_table->close(w->file); /* the lock is the parent's */
     }
     graph_index_free(&w->index);
     tfast_graph_schema_free(w->schema);
