@@ -87,6 +87,7 @@ def counts_of(program, *arguments, record_property):
     return counts
 
 
+@pytest.mark.slow
 def test_cache_shows_promised_graphs_after_every_fault(build, record_property):
     variants = int(os.environ.get("TRAINFAST_CRASH_VARIANTS", "16"))
     seed = os.environ.get("TRAINFAST_CRASH_SEED", "1")
