@@ -93,9 +93,8 @@ def mover(device: Any, pin_memory: bool) -> Move | None:
     if device is None:
         if pin_memory and not torch.accelerator.is_available():
             # As torch's own loader: a script with a GPU in mind runs without one.
-            warnings.warn(
-                "pin_memory does nothing without an accelerator", stacklevel=5
-            )
+            message = "pin_memory does nothing without an accelerator"
+            warnings.warn(message, stacklevel=5)
             return None
         return _pinned if pin_memory else None
     device = torch.device(device)
