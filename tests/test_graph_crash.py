@@ -2,7 +2,9 @@
 memory: graph_crash_harness.c runs csrc/graph_cache on a disk in memory that has these
 faults at every place in turn, under AddressSanitizer and UBSan. It tries
 TRAINFAST_CRASH_VARIANTS (16) variants of each loss, chosen by TRAINFAST_CRASH_SEED.
-Also writers that are killed, on the real disk.
+
+Then malformed caches: graph_fuzz_harness.c, for TRAINFAST_FUZZ_SECONDS (4). Also
+writers that are killed, on the real disk.
 """
 
 import json
@@ -24,6 +26,7 @@ from trainfast import _core
 
 TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent / "csrc"
+CORPUS = TESTS / "graph_corpus"
 CORE = sorted((CSRC / "graph_cache").glob("*.c"))
 HELPERS = ("status.c", "scratch.c", "parallel.c", "openmp.c", "cpus.c", "cpuid.c")
 COMPILER = shutil.which(os.environ.get("CC", "cc").split()[0])
@@ -50,7 +53,8 @@ def has_sanitizers(folder):
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory):
+def build(tmp_path_factory):
+    """Builds a harness of this folder with the core; sanitizers where there are any."""
     if not COMPILER:
         pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("graph_crash")
@@ -60,26 +64,48 @@ def campaign(tmp_path_factory):
     for source in CORE:
         objects.append(folder / f"{source.stem}.o")
         compile_with(*sanitize, *tested, "-c", source, "-o", objects[-1])
-    sources = [TESTS / "graph_crash_harness.c", *(CSRC / name for name in HELPERS)]
-    program = folder / "campaign"
-    libraries = ["-pthread", "-ldl", "-lm"]
-    compile_with(*sanitize, *sources, *objects, "-o", program, *libraries)
-    return program
+
+    def build(name):
+        sources = [TESTS / f"{name}.c", *(CSRC / helper for helper in HELPERS)]
+        libraries = ["-pthread", "-ldl", "-lm"]
+        program = folder / name
+        compile_with(*sanitize, *sources, *objects, "-o", program, *libraries)
+        return program
+
+    return build
 
 
-def test_cache_shows_promised_graphs_after_every_fault(campaign, record_property):
-    variants = os.environ.get("TRAINFAST_CRASH_VARIANTS", "16")
-    seed = os.environ.get("TRAINFAST_CRASH_SEED", "1")
-    done = subprocess.run(
-        [str(campaign), variants, seed], capture_output=True, text=True, timeout=600
-    )
+def counts_of(program, *arguments, record_property):
+    """Runs a harness, which ends with an error at the first fault; what it counted."""
+    command = [str(program), *(str(a) for a in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     for name, count in counts.items():
         record_property(name, count)
     print(counts)
+    return counts
+
+
+@pytest.mark.slow
+def test_cache_shows_promised_graphs_after_every_fault(build, record_property):
+    variants = int(os.environ.get("TRAINFAST_CRASH_VARIANTS", "16"))
+    seed = os.environ.get("TRAINFAST_CRASH_SEED", "1")
+    program = build("graph_crash_harness")
+    counts = counts_of(program, variants, seed, record_property=record_property)
     assert counts["crash_points"] > 100
-    assert counts["recoveries"] > int(variants) * 50
+    assert counts["recoveries"] > variants * 50
+    assert min(counts.values()) > 0
+
+
+def test_fuzzed_cache_cannot_crash(build, record_property):
+    seconds = os.environ.get("TRAINFAST_FUZZ_SECONDS", "4")
+    first = os.environ.get("TRAINFAST_FUZZ_FIRST", "0")
+    corpus = sorted(path for path in CORPUS.iterdir() if path.is_dir())
+    program = build("graph_fuzz_harness")
+    counts = counts_of(
+        program, seconds, first, *corpus, record_property=record_property
+    )
     assert min(counts.values()) > 0
 
 

@@ -80,7 +80,8 @@ runs_of(const graph_batch_field *f, int64_t steps, int64_t graphs)
         const int64_t part = graphs == 0 ? 0 : elements / (2 * graphs);
         return (runs){2 * graphs, part, part * f->bytes, true};
     }
-    return (runs){f->outer, elements, f->total * f->inner, false};
+    /* Any number of empty rows is no work. */
+    return (runs){elements == 0 ? 0 : f->outer, elements, f->total * f->inner, false};
 }
 
 /* What run `i` adds for graph g. */

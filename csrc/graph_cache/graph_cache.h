@@ -1,11 +1,13 @@
 /* The graph cache's contract: what csrc/python may call, who owns what. format.h says
  * what is on disk. Nothing here is for two threads at once, except where it says so.
  *
- * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
- * fields lie), segment.c (opening a segment, scanning one that is not sealed),
- * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
- * plan.c and collate.c (batches), prefetch.c (threads), order.c and shuffle.c
- * (shuffling, sharding, batches by size). */
+ * Files: io.c (the operating system); schema.c (parsing), schema_join.c (segments that
+ * differ in sizes), layout.c (where a record's fields lie), check.c (whether one can be
+ * trusted); segment.c (a sealed segment), scan.c (frames, and recovery), seal.c;
+ * directory.c and manifest.c; append.c (a graph becomes a record), write.c, adopt.c
+ * (what dead writers left), build.c; read.c (an open cache), verify.c, salvage.c and
+ * repair.c; batch.c (arenas), plan.c and collate.c (batches), prefetch.c (threads),
+ * order.c and shuffle.c (shuffling, sharding, batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -110,6 +112,10 @@ void tfast_graph_writer_free(tfast_graph_writer *writer);
  * was kept and what followed the last commit (records, at least). Segments of living
  * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
+
+/* The schema of a cache's segments, also of those that are being written, to be freed;
+ * NULL: there are none. A writer's must agree with it. */
+tfast_status tfast_graph_schema_find(const char *path, tfast_graph_schema **schema);
 
 /* A build: between begin and end the cache does not open (but with `partial`). End sets
  * the order, as numbers of the graphs that `partial` shows at that time (so after an

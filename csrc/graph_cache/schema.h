@@ -33,4 +33,8 @@ bool graph_is_utf8(const void *text, int64_t bytes);
 tfast_status graph_schemas_join(tfast_graph_schema **joined, int64_t **sources,
                                 const tfast_graph_schema *const *schemas, int64_t n);
 
+/* TFAST_EINVAL unless the schema agrees with those of the segments in the directory,
+ * also of those that are being written. Under the cache's lock. */
+tfast_status graph_must_agree(const char *directory, const tfast_graph_schema *schema);
+
 #endif

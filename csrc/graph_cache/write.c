@@ -64,48 +64,6 @@ write_header(tfast_graph_writer *w)
     return status;
 }
 
-/* Of the first segment that can be read; NULL where there is none. */
-static tfast_status
-schema_before(const tfast_graph_writer *w, tfast_graph_schema **schema)
-{
-    char path[GRAPH_PATH_BYTES];
-    graph_contents contents;
-    graph_header header;
-    tfast_status status = graph_contents_load(&contents, w->directory);
-
-    *schema = NULL;
-    if (status != TFAST_OK) {
-        return status;
-    }
-    for (uint64_t i = 0; i < contents.head.n_segments && *schema == NULL; i++) {
-        if (contents.head.n_graphs > 0 &&
-            graph_path(path, w->directory, "segment", contents.segments[i].uuid, "") ==
-                TFAST_OK &&
-            graph_segment_schema(path, &header, schema) == TFAST_ENOMEM) {
-            status = TFAST_ENOMEM;
-        }
-    }
-    graph_contents_free(&contents);
-    return status;
-}
-
-/* A cache whose segments disagree in more than sizes would not open. */
-static tfast_status
-check_agreement(const tfast_graph_writer *w)
-{
-    tfast_graph_schema *before;
-    tfast_status status = schema_before(w, &before);
-
-    if (before != NULL && !tfast_graph_schema_agrees(before, w->schema)) {
-        status = tfast_fail(TFAST_EINVAL,
-                            "schema must agree in all but sizes with that of the "
-                            "graphs in %s",
-                            w->directory);
-    }
-    tfast_graph_schema_free(before);
-    return status;
-}
-
 /* Under the cache's lock, so that nobody takes it for what a dead writer has left. */
 static tfast_status
 make_file(tfast_graph_writer *w)
@@ -194,7 +152,7 @@ tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
         status = graph_directory_make(path, durable, &lock);
     }
     if (status == TFAST_OK) {
-        status = check_agreement(w);
+        status = graph_must_agree(path, w->schema);
         status = status == TFAST_OK ? make_file(w) : status;
         graph_unlock(lock);
     }

@@ -194,9 +194,9 @@ release_batch(void *batch)
     tfast_graph_batch_release(batch);
 }
 
-/* An array over the batch's memory. NumPy's keep this object, others the batch itself, because
- * they may be dropped by a thread without the GIL. Nothing here keeps them: that would
- * be a cycle that the collector cannot see. */
+/* An array over the batch's memory. NumPy's keep this object, others the batch itself,
+ * because they may be dropped by a thread without the GIL. Nothing here keeps them:
+ * that would be a cycle that the collector cannot see. */
 static PyObject *
 make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
               const int64_t *shape)
@@ -442,7 +442,7 @@ static PyGetSetDef batch_attributes[] = {
 
 static PyMethodDef batch_methods[] = {
     {"dicts", (PyCFunction)py_graph_batch_dicts, METH_VARARGS,
-     "dicts(recipe, constants, /)\n--\n\n"
+     "dicts($self, recipe, constants, /)\n--\n\n"
      "Three dicts, recipe = (names, arrays, sliced, slices, starts), all tuples.\n"
      "{names[i]: array number arrays[i] of fields, ptrs and batches, one after "
      "another},\n"
@@ -450,7 +450,7 @@ static PyMethodDef batch_methods[] = {
      "is\n"
      "made once, in memory of its own; numbers beyond the counts are of constants."},
     {"starts", (PyCFunction)batch_starts, METH_O,
-     "starts(count, /)\n--\n\nOne of sums, int64 [n_slots]: without the last."},
+     "starts($self, count, /)\n--\n\nOne of sums, int64 [n_slots]: without the last."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -22,20 +22,19 @@ static PyObject *
 find_array(const source *from, Py_ssize_t number)
 {
     const tfast_graph_selection *selection = &from->batch->selection->selection;
-    const int n_counts = py_graph_batch_counts(from->batch);
+    const int n_fields = selection->n_fields;
+    const int n_ptrs = n_fields + py_graph_batch_counts(from->batch);
 
-    if (number >= 0 && number < selection->n_fields) {
+    if (number < 0 || number >= n_ptrs + selection->n_batch_of) {
+        return no_array(number);
+    }
+    if (number < n_fields) {
         return py_graph_batch_field(from->batch, number);
     }
-    number -= selection->n_fields;
-    if (number >= 0 && number < n_counts) {
-        return py_graph_batch_ptr(from->batch, number);
+    if (number < n_ptrs) {
+        return py_graph_batch_ptr(from->batch, number - n_fields);
     }
-    number -= n_counts;
-    if (number >= 0 && number < selection->n_batch_of) {
-        return py_graph_batch_vector(from->batch, number);
-    }
-    return no_array(number);
+    return py_graph_batch_vector(from->batch, number - n_ptrs);
 }
 
 /* The sums of a count, made once, or a constant. */

@@ -57,7 +57,12 @@ take_text(py_graph_field *at, tfast_graph_value *value)
                                  is_string ? "str" : "bytes");
     }
     if (value->data == NULL) {
-        return -1;
+        if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "must be a str that UTF-8 can encode");
     }
     at->array.buffer[0] = bytes;
     at->array.buffer[1] = 1;
@@ -143,7 +148,9 @@ unknown_keys(const py_graph_fields *self, PyObject *graph)
     }
     if (keys != NULL && unknown != NULL) {
         PyErr_Format(PyExc_ValueError,
-                     "keys must be those of the schema, got %R besides", unknown);
+                     "keys must be those of the schema, got %R besides; one that only "
+                     "some graphs have must be in one of the first",
+                     unknown);
     }
     Py_XDECREF(keys);
     Py_XDECREF(unknown);

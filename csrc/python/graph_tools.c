@@ -23,6 +23,29 @@ py_graph_adopt(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyObject *
+py_graph_schema(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *path = NULL, *result;
+    tfast_graph_schema *schema = NULL;
+    tfast_status status;
+
+    if (!PyArg_ParseTuple(args, "O&:graph_schema", PyUnicode_FSConverter, &path)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = tfast_graph_schema_find(PyBytes_AsString(path), &schema);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    if (status != TFAST_OK || schema == NULL) {
+        return py_result(status);
+    }
+    result = PyBytes_FromStringAndSize((const char *)schema->bytes,
+                                       (Py_ssize_t)schema->n_bytes);
+    tfast_graph_schema_free(schema);
+    return result;
+}
+
+PyObject *
 py_graph_build_begin(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *path = NULL;

@@ -86,6 +86,9 @@ static PyMethodDef methods[] = {
      "graph_adopt(path, /)\n--\n\n"
      "Seals what dead writers have left; (graphs kept, graphs that never were "
      "committed)."},
+    {"graph_schema", py_graph_schema, METH_VARARGS,
+     "graph_schema(path, /)\n--\n\n"
+     "What graphs look like that are in a cache or being written to it, or None."},
     {"graph_build_begin", py_graph_build_begin, METH_VARARGS,
      "graph_build_begin(path, /)\n--\n\n"
      "Until the build ends the cache opens with `partial` only."},

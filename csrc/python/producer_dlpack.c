@@ -97,6 +97,7 @@ cannot_export(py_argument argument)
 {
     PyObject *type, *value, *traceback, *text;
     const char *reason;
+    size_t line;
 
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
         !PyErr_ExceptionMatches(PyExc_BufferError) &&
@@ -111,8 +112,10 @@ cannot_export(py_argument argument)
         PyErr_Clear();
         reason = "the producer gave no reason";
     }
+    line = strcspn(reason, "\n"); /* torch adds a page of stack */
     py_argument_error(PyExc_NotImplementedError, argument,
-                      "must be a dense array that DLPack can export: %.200s", reason);
+                      "must be a dense array that DLPack can export: %.*s",
+                      (int)(line < 200 ? line : 200), reason);
     Py_XDECREF(text);
     Py_XDECREF(type);
     Py_XDECREF(value);

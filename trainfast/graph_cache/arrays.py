@@ -14,11 +14,18 @@ def dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
     """A value's dtype, by its name in `DTYPES`, and its shape in elements.
 
     Values are arrays (NumPy's, torch's, whatever has `dtype` and `shape` or offers
-    DLPack), and Python's bool, int, float, str and bytes. Raises TypeError for others.
+    DLPack), and Python's bool, int, float, str and bytes. Raises TypeError for others,
+    ValueError for an int beyond int64 and text that UTF-8 cannot encode.
     """
     name = _OF_PYTHON.get(type(value))
     if name == "string":
-        return name, (len(value.encode()),)
+        try:
+            return name, (len(value.encode()),)
+        except UnicodeEncodeError:
+            rule = "a str must be one that UTF-8 can encode"
+            raise ValueError(f"{rule}, got {value!r}") from None
+    if name == "int64" and not -(2**63) <= value < 2**63:
+        raise ValueError(f"an int must fit int64, got {value}")
     if name is not None:
         return name, (len(value),) if name == "bytes" else ()
     dtype = getattr(value, "dtype", None)

@@ -76,10 +76,15 @@ def build(
         commit_seconds=commit_seconds,
     )
     key_of = keys.key_maker(key, transform_id)
+    if make is not None and not callable(make):
+        raise TypeError(f"make must be callable, got {type(make).__name__}")
     with _only_builder(job.path):
-        return _Build(job, key_of, key is not None, workers, resume).run(
-            inputs, progress
-        )
+        run = _Build(job, key_of, key is not None, workers, resume)
+        try:
+            return run.run(inputs, progress)
+        except KeyboardInterrupt as error:
+            error.add_note("What was made is kept; the next build goes on from there.")
+            raise
 
 
 @dataclass(repr=False)

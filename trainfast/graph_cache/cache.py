@@ -101,7 +101,7 @@ class Graphs:
 
     def get_many(self, indices: Any) -> list[dict[Any, Any]]:
         """The graphs at these indices, as a list of dicts."""
-        return [self[index] for index in np.asarray(indices, np.int64).tolist()]
+        return [self[index] for index in self._places(indices).tolist()]
 
     def _places(self, index: Any) -> np.ndarray:
         """What a slice, mask or array of indices selects, int64."""
@@ -109,7 +109,9 @@ class Graphs:
             return np.arange(len(self), dtype=np.int64)[index]
         index = np.asarray(index)
         if index.ndim != 1:
-            raise IndexError(f"index must have one dimension, got {index.ndim}")
+            kinds = "an integer, a slice, a mask, or one row of integers"
+            got = f"shape {index.shape}" if index.ndim else repr(index.item())
+            raise IndexError(f"index must be {kinds}, got {got}")
         if index.dtype == bool:
             if len(index) != len(self):
                 raise IndexError(
@@ -118,13 +120,13 @@ class Graphs:
             return np.flatnonzero(index)
         if index.size and index.dtype.kind not in "iu":
             raise IndexError(f"indices must be integers, got {index.dtype}")
-        index = index.astype(np.int64)
         wrong = (index < -len(self)) | (index >= len(self))
         if wrong.any():
             raise IndexError(
                 f"index must be in {-len(self)} .. {len(self) - 1}, got "
                 f"{index[wrong][0]}"
             )
+        index = index.astype(np.int64)  # not before: uint64 would wrap
         return np.where(index < 0, index + len(self), index)
 
 

@@ -107,7 +107,7 @@ def looks_like(schema: Schema, graph: Any) -> bool:
     }
     try:
         found = {key: dtype_and_shape(value) for key, value in graph.items()}
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError):
         return True
     return all(
         wanted.get(key) == (dtype, len(shape)) for key, (dtype, shape) in found.items()

@@ -79,8 +79,8 @@ def _columns(
         for key, value in sample.items():
             try:
                 dtype, shape = dtype_and_shape(value)
-            except TypeError as error:
-                raise TypeError(f"graph {i}, {key!r}: {error}") from None
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"graph {i}, {key!r}: {error}") from None
             if key not in columns:
                 rule = rules.get(key, Rule())
                 columns[key] = _new_column(key, value, dtype, rule, hetero)
@@ -224,6 +224,9 @@ class _Inference:
 
     def _add_of_name(self, column: _Column) -> str | tuple[str, ...] | None:
         if column.rank == 0 or column.dtype.lstrip("u")[:3] != "int":
+            if column.name == "edge_index" and column.dtype not in ("string", "bytes"):
+                got = column.dtype
+                raise TypeError(f"{column.key!r} must have integers, got {got}")
             return None
         if "batch" in column.name:
             return "increment"

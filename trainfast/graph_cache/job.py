@@ -69,13 +69,9 @@ class Job:
             writer = _FreshWriter(self.path, on_schema=on_schema, **options)
         try:
             yield writer
-        except BaseException as error:
+        except BaseException:
             with suppress(OSError, *REFUSED):
                 writer.close()
-            if isinstance(error, KeyboardInterrupt):
-                error.add_note(
-                    "What was made is kept; the next build goes on from there."
-                )
             raise
         writer.close()
 

@@ -87,7 +87,7 @@ class Loader:
     ) -> None:
         self.dataset = cache
         self.batch_size = batch_size
-        self.shuffle, self.seed = bool(shuffle), _count("seed", seed, -(2**63))
+        self.shuffle, self.seed = bool(shuffle), _count("seed", seed, -(2**63), 2**64)
         self.drop_last = bool(drop_last)
         self.max_nodes, self.max_edges = max_nodes, max_edges
         self.oversize = _one_of("oversize", oversize, OVERSIZE)
@@ -165,10 +165,16 @@ class Loader:
         Raises ValueError where the cache, or what decides the order, is another. Rank
         and world_size may be others: what is left of the epoch is shared out anew.
         """
-        for name, value in self._identity().items():
-            if name not in state or state[name] != value:
+        identity = self._identity()
+        for name in ("epoch", "position", *identity):
+            if name not in state:
+                raise ValueError(f"state must be of a Loader, got one without {name!r}")
+        for name, value in identity.items():
+            if state[name] != value:
                 got = f"{value!r} here"
-                rule = f"must be {state.get(name)!r} as in the state"
+                if name == "fingerprint":
+                    got += ": another cache, or it has changed since"
+                rule = f"must be {state[name]!r} as in the state"
                 raise ValueError(f"the loader's {name} {rule}, got {got}")
         self._place = None
         self.set_epoch(state["epoch"])
@@ -419,13 +425,14 @@ class Iteration(Iterator[Any]):
 
     def _begin(self) -> None:
         loader = self._loader
-        place = loader.begin()
+        place = self._place = loader.begin()
         if self._assemble is not None:
             self._source = loader.batches(place.epoch, place.position)
-        self._place = place
         ahead = loader.prefetch if loader.threads else 1
         for _ in range(max(ahead, 1)):
             self._submit()
+            if self._source is None:
+                break
 
     def _submit(self) -> None:
         """Hands the next batch to the threads.
@@ -475,10 +482,13 @@ class Iteration(Iterator[Any]):
         raise TypeError("an iteration cannot be pickled: pickle its loader")
 
 
-def _count(name: str, value: Any, least: int) -> int:
-    if not hasattr(value, "__index__") or value.__index__() < least:
+def _count(name: str, value: Any, least: int, end: int = 2**63) -> int:
+    number = value.__index__() if hasattr(value, "__index__") else least - 1
+    if number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
-    return int(value.__index__())
+    if number >= end:
+        raise ValueError(f"{name} must be below {end}, got {value}")
+    return int(number)
 
 
 def _keys(name: str, keys: Iterable[Hashable]) -> tuple[Hashable, ...]:

@@ -14,7 +14,8 @@ class Progress:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=total, unit=f" {what}", dynamic_ncols=True)
+            bar = tqdm(total=total, unit=f" {what}", dynamic_ncols=True)
+            self._bar = None if bar.disable else bar  # by TQDM_DISABLE
 
     def reused(self) -> None:
         """One more that was there already; the rate and the remaining time are not

@@ -1,5 +1,6 @@
 """Batches of graphs from a user's own sampler, as the core's order gives them."""
 
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,7 +28,10 @@ class Sampled:
         if batch is None:
             return None
         self.position += 1
-        indices = np.asarray(batch, np.int64)
+        indices = np.asarray(batch)
+        if indices.dtype.kind not in "iu" and indices.size:
+            raise TypeError(f"a batch_sampler's batch must be integers, got {batch!r}")
+        indices = indices.astype(np.int64, copy=False)
         if self._subset is None:
             return indices
         wrong = (indices < 0) | (indices >= len(self._subset))
@@ -53,8 +57,8 @@ def cut(
     """
     batch: list[int] = []
     used = [0] * len(budgets)
-    for index in map(int, indices):
-        more = [int(size[index]) for size in sizes]
+    for index in map(operator.index, indices):
+        more = [_size_of(index, size) for size in sizes]
         over = any(a + b > c for a, b, c in zip(used, more, budgets))
         if batch and over:
             yield batch
@@ -66,3 +70,10 @@ def cut(
             batch, used = [], [0] * len(budgets)
     if batch and not drop_last:
         yield batch
+
+
+def _size_of(index: int, sizes: np.ndarray) -> int:
+    if not 0 <= index < len(sizes):
+        rule = f"must be in 0 .. {len(sizes) - 1}"
+        raise IndexError(f"sampler's indices {rule}, got {index}")
+    return int(sizes[index])

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from trainfast import _core
-from trainfast.graph_cache.fit import Counter, check_indices, generalise
+from trainfast.graph_cache.fit import Counter, agrees, check_indices, generalise
 from trainfast.graph_cache.infer import infer
 from trainfast.graph_cache.schema import Counted, Rule, Schema
 
@@ -184,6 +184,18 @@ class Writer:
         self._counter = Counter(schema)
         self._plain = not self._counter.needed
 
+    def _open_first(self, schema: Schema) -> None:
+        """Takes the schema of another writer that was faster, where they disagree:
+        graphs that do not fit that one are refused, one by one."""
+        try:
+            self._open(schema)
+        except ValueError:
+            found = _core.graph_schema(self._path) if has_manifest(self._path) else None
+            other = None if found is None else Schema.decode(found)
+            if other is None or agrees(schema, other):
+                raise
+            self._open(other)
+
     def _append_other(self, graph: Any, key: bytes | None) -> int | None:
         """For graphs that are no plain dicts or whose counts must be found out, and as
         long as there is no schema."""
@@ -214,6 +226,8 @@ class Writer:
             raise _numbered(other, self.appended) from other
 
     def _wait(self, graph: Mapping[Any, Any], key: bytes | None) -> None:
+        if key is not None and (type(key) is not bytes or len(key) != 16):
+            raise ValueError(f"key must be 16 bytes, got {key!r}")
         graphs = [*(graph for graph, _ in self._waiting), graph]
         schema = infer(graphs, self._rules_of(graphs))
         check_indices(schema, graph, given_counts(graph))
@@ -247,7 +261,7 @@ class Writer:
         if unknown:
             message = f"rules for keys that the first graphs do not have: {unknown}"
             warnings.warn(message, stacklevel=3)
-        self._open(infer(graphs, rules))
+        self._open_first(infer(graphs, rules))
         waiting, self._waiting = self._waiting, []
         failed = None
         for i, (graph, key) in enumerate(waiting):
@@ -256,7 +270,10 @@ class Writer:
                 if misfit is not None:
                     self._widen(graph, key, misfit)
             except REFUSED as error:
-                failed = failed or _numbered(error, i)
+                try:
+                    self._append_lacking(graph, key, error)
+                except REFUSED as other:
+                    failed = failed or _numbered(other, i)
         if failed is not None:
             raise failed
 

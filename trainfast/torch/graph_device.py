@@ -11,6 +11,7 @@ step gets are views of it. On CUDA:
                              the consumer's stream had at its release is done
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -90,12 +91,17 @@ def mover(device: Any, pin_memory: bool) -> Move | None:
     a plain copy.
     """
     if device is None:
+        if pin_memory and not torch.accelerator.is_available():
+            # As torch's own loader: a script with a GPU in mind runs without one.
+            message = "pin_memory does nothing without an accelerator"
+            warnings.warn(message, stacklevel=5)
+            return None
         return _pinned if pin_memory else None
     device = torch.device(device)
     if device.type == "cuda":
         return _CudaMover(device)
     if device.type == "cpu":
-        return _pinned if pin_memory else None
+        return mover(None, pin_memory)
     return lambda batch: MovedBatch(batch, _arena(batch).to(device))
 
 

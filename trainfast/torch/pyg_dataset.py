@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from os import PathLike, fspath
@@ -72,27 +73,84 @@ def cached(
     else:
         transform_id = (b"transformed", () if transform_id is None else transform_id)
     first = dataset[0]
+    known = (Path(fspath(path)) / "manifest").is_file()
     cache = _complete(path, size, transform_id, verify)
     if cache is None:
         some = [first, *(dataset[i] for i in range(1, min(8, size)))]
-        flatten = Flattener(some)
-        try:
-            build(
-                path,
-                range(size),
-                _Make(dataset, flatten),
-                transform_id=transform_id,
-                workers=workers,
-                progress=progress,
-                rules=flatten.rules,
-            )
-        except BuildError as error:
-            if isinstance(error.__cause__, NotImplementedError):
-                raise NotImplementedError(str(error)) from error
-            raise
+        _build(path, dataset, Flattener(some), transform_id, workers, progress)
         cache = Cache(path, verify)
         _write_note(cache, transform_id)
-    return CachedDataset(cache, type(first), transform)
+    made = CachedDataset(cache, type(first), transform)
+    if known:
+        _warn_of_another(made, first)
+    return made
+
+
+def _warn_of_another(made: "CachedDataset", first: Any) -> None:
+    """Warns where the cache's first graph is not the dataset's: the cache may be of
+    another dataset (the training set's, for the test set), or of older code."""
+    theirs, ours = _values(first), _values(made.get(0))
+    if theirs.keys() != ours.keys():
+        other = sorted(map(str, theirs.keys() ^ ours.keys()))[0]
+    else:
+        wrong = [name for name in theirs if not _same(theirs[name], ours[name])]
+        if not wrong:
+            return
+        other = str(wrong[0])
+    warnings.warn(
+        f"the dataset's first graph is not the one in {made.cache.path} ({other!r} "
+        "differs), and the cache's graphs are what you get: for another dataset take "
+        "another path, after a change another transform_id",
+        stacklevel=3,
+    )
+
+
+def _values(graph: Any) -> dict[Any, Any]:
+    return {
+        (store._key, name): value
+        for store in graph.stores
+        for name, value in store._mapping.items()
+        if value is not None
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and (a == b or a != a)
+    if a.device.type != "cpu":
+        return True  # not worth a wait for the device
+    # As bits: NaN is what it was.
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _build(
+    path: str | PathLike[str],
+    dataset: Any,
+    flatten: Flattener,
+    transform_id: Any,
+    workers: int,
+    progress: bool,
+) -> None:
+    """Builds what is missing; what cannot be stored is the error that it is."""
+    try:
+        build(
+            path,
+            range(len(dataset)),
+            _Make(dataset, flatten),
+            transform_id=transform_id,
+            workers=workers,
+            progress=progress,
+            rules=flatten.rules,
+        )
+    except BuildError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            raise NotImplementedError(str(error)) from error
+        raise
 
 
 class _Make:
