@@ -3,11 +3,12 @@
  *
  * Files: io.c (the operating system); schema.c (parsing), schema_join.c (segments that
  * differ in sizes), layout.c (where a record's fields lie), check.c (whether one can be
- * trusted); segment.c (a sealed segment), scan.c (frames, and recovery), seal.c;
- * directory.c and manifest.c; append.c (a graph becomes a record), write.c, adopt.c
- * (what dead writers left), build.c; read.c (an open cache), verify.c, salvage.c and
- * repair.c; batch.c (arenas), plan.c and collate.c (batches), prefetch.c (threads),
- * order.c and shuffle.c (shuffling, sharding, batches by size). */
+ * trusted), agree.c (whether a writer's schema is the cache's); segment.c (a sealed
+ * segment), scan.c (frames, and recovery), seal.c; directory.c and manifest.c; append.c
+ * (a graph becomes a record), write.c, adopt.c (what dead writers left), build.c;
+ * read.c (an open cache), verify.c, salvage.c and repair.c; batch.c (arenas), plan.c
+ * and collate.c (batches), prefetch.c (threads), order.c and shuffle.c (shuffling,
+ * sharding, batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -46,7 +47,7 @@ const char *graph_dtype_name(int dtype);
 
 /* One field of one record. */
 typedef struct {
-    const void *data; /* as stored; unaligned only where the file lies */
+    const void *data; /* as stored; aligned to its elements, at most to 8 bytes */
     int stored;       /* GRAPH_ABSENT, GRAPH_AS_IS, ... */
     int rank;
     int64_t shape[GRAPH_MAX_RANK];

@@ -20,20 +20,14 @@ widen(void *out, int bytes, const tfast_graph_array *array)
                                                      array->stored, array->numel, 0);
 }
 
-/* A field of integers that is stored narrow, or lies at an odd address. */
+/* A field of integers that is stored narrow. */
 static PyObject *
 widened(const entry *e, py_made *made)
 {
-    const int bytes = (int)py_dtype_size(made->dtype);
     PyObject *array = py_new_numpy(e->state, made);
 
-    if (array == NULL || e->array->numel == 0) {
-        return array;
-    }
-    if (e->array->stored == GRAPH_AS_IS) {
-        memcpy(made->data, e->array->data, (size_t)(e->array->numel * bytes));
-    } else {
-        widen(made->data, bytes, e->array);
+    if (array != NULL && e->array->numel > 0) {
+        widen(made->data, (int)py_dtype_size(made->dtype), e->array);
     }
     return array;
 }
@@ -84,7 +78,7 @@ value_of(const entry *e)
     }
     made = (py_made){(void *)(uintptr_t)array->data, py_dtype_of_graph(dtype),
                      array->rank, array->shape};
-    if (array->stored != GRAPH_AS_IS || (uintptr_t)array->data % 8 != 0) {
+    if (array->stored != GRAPH_AS_IS) {
         return widened(e, &made);
     }
     return py_make_numpy(e->state, &made, false, e->base);
