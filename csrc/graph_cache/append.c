@@ -170,20 +170,8 @@ gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
     }
 }
 
-/* A view may repeat its elements, and have more of them than any memory. */
-static bool
-count_elements(const tfast_graph_value *value, int bytes, int64_t *numel)
-{
-    *numel = 1;
-    for (int d = 0; d < value->rank; d++) {
-        if (__builtin_mul_overflow(*numel, value->shape[d], numel)) {
-            return false;
-        }
-    }
-    return *numel <= MOST_BYTES / bytes;
-}
-
-/* Points every plan at dense data. */
+/* Points every plan at dense data. A view may repeat its elements, and have more of them
+ * than any memory. */
 static tfast_status
 take_data(tfast_graph_writer *w, const tfast_graph_value *values)
 {
@@ -193,11 +181,19 @@ take_data(tfast_graph_writer *w, const tfast_graph_value *values)
     for (int i = 0; i < w->schema->header.n_fields; i++) {
         graph_field_plan *plan = &w->fields[i];
         int bytes = graph_dtype_bytes(w->schema->fields[i].dtype);
+        tfast_graph_array array;
+        int64_t all;
 
-        plan->stored = values[i].present ? GRAPH_AS_IS : GRAPH_ABSENT;
+        plan->stored = GRAPH_ABSENT;
         plan->numel = 0;
+        if (!values[i].present) {
+            continue;
+        }
+        all = graph_field_shape(&w->schema->fields[i], w->counts, bytes, &array);
+        plan->stored = GRAPH_AS_IS;
+        plan->numel = array.numel;
         plan->data = values[i].data;
-        if (values[i].present && !count_elements(&values[i], bytes, &plan->numel)) {
+        if (all < 0 || all > MOST_BYTES) {
             return tfast_fail(TFAST_EINVAL, "%s must have at most %lld bytes",
                               name_of(w, i), (long long)MOST_BYTES);
         }

@@ -3,9 +3,10 @@
 
 #include <string.h>
 
-tfast_status
-graph_indices_check(const tfast_graph_schema *schema, int field,
-                    const tfast_graph_array *array, const uint32_t *counts)
+/* 0 <= value < its count, for all that are indices. */
+static tfast_status
+check_indices(const tfast_graph_schema *schema, int field,
+              const tfast_graph_array *array, const uint32_t *counts)
 {
     const graph_schema_field *f = &schema->fields[field];
     uint16_t bound_by[2];
@@ -48,8 +49,7 @@ graph_record_check(const tfast_graph_schema *schema, uint32_t seed, const void *
     for (int i = 0; i < schema->header.n_fields && status == TFAST_OK; i++) {
         if (schema->fields[i].add_mode != GRAPH_ADD_NOTHING &&
             arrays[i].stored != GRAPH_ABSENT) {
-            status = graph_indices_check(schema, i, &arrays[i],
-                                         (const uint32_t *)(head + 1));
+            status = check_indices(schema, i, &arrays[i], (const uint32_t *)(head + 1));
         }
     }
     return status;

@@ -213,14 +213,6 @@ close_window(graph_window *window)
     graph_io_table->close(window->file);
 }
 
-/* Where frames begin: after the header, or after what can only be one. */
-static int64_t
-first_frame(const graph_salvage *to)
-{
-    return (int64_t)graph_align(sizeof(graph_header) + to->schema->n_bytes,
-                                GRAPH_BLOCK);
-}
-
 tfast_status
 graph_salvage_file(graph_salvage *salvage)
 {
@@ -242,7 +234,7 @@ graph_salvage_file(graph_salvage *salvage)
     } else if (sealed) {
         status = salvage_indexed(&s, &segment);
     } else {
-        status = salvage_frames(&s, first_frame(salvage));
+        status = salvage_frames(&s, graph_first_frame(salvage->schema->n_bytes));
     }
     if (sealed) {
         graph_segment_close(&segment);

@@ -108,7 +108,7 @@ graph_segment_header(int file, const char *path, int64_t file_bytes,
     if (status != TFAST_OK) {
         return status;
     }
-    *begin = (int64_t)graph_align(sizeof *header + header->schema_bytes, GRAPH_BLOCK);
+    *begin = graph_first_frame(header->schema_bytes);
     if (*begin > file_bytes) {
         return graph_damage("%s must have %lld bytes for its schema, got %lld", path,
                             (long long)*begin, (long long)file_bytes);

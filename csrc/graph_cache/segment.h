@@ -41,6 +41,13 @@ tfast_status graph_segment_header(int file, const char *path, int64_t file_bytes
 tfast_status graph_segment_schema(const char *path, graph_header *header,
                                   tfast_graph_schema **schema);
 
+/* Where the first frame is. */
+static inline int64_t
+graph_first_frame(size_t schema_bytes)
+{
+    return (int64_t)graph_align(sizeof(graph_header) + schema_bytes, GRAPH_BLOCK);
+}
+
 /* Bytes of a commit frame at `at`, zeros included. */
 static inline int64_t
 graph_commit_bytes(int64_t at)
@@ -80,10 +87,5 @@ uint32_t graph_trailer_crc(const graph_trailer *trailer);
  * `arrays` are its own, as graph_record_arrays() gave them. */
 tfast_status graph_record_check(const tfast_graph_schema *schema, uint32_t seed,
                                 const void *record, const tfast_graph_array *arrays);
-
-/* The same for what a writer or a reader is given: 0 <= value < its count. */
-tfast_status graph_indices_check(const tfast_graph_schema *schema, int field,
-                                 const tfast_graph_array *array,
-                                 const uint32_t *counts);
 
 #endif

@@ -39,7 +39,7 @@ write_header(tfast_graph_writer *w)
         .schema_bytes = (uint32_t)w->schema->n_bytes,
         .endian = GRAPH_ENDIAN_PROBE,
     };
-    size_t bytes = graph_align(sizeof header + w->schema->n_bytes, GRAPH_BLOCK);
+    size_t bytes = (size_t)graph_first_frame(w->schema->n_bytes);
     tfast_status status;
     int error;
 
