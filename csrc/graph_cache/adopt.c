@@ -133,6 +133,7 @@ adopt_sealed(adoption *a, const uint8_t uuid[16])
     graph_manifest_segment entry = {.records = 0};
     graph_segment segment;
     tfast_status status = graph_path(path, a->directory, "segment", uuid, "");
+    int error;
 
     if (status == TFAST_OK) {
         status = graph_segment_open(&segment, path, true);
@@ -140,11 +141,14 @@ adopt_sealed(adoption *a, const uint8_t uuid[16])
     if (status != TFAST_OK) {
         return status;
     }
+    error = graph_io_table->datasync(segment.file); /* it may have been for scratch */
     memcpy(entry.uuid, uuid, sizeof entry.uuid);
     entry.records = (uint64_t)segment.records;
     entry.bytes = (uint64_t)segment.bytes;
     entry.trailer_crc = segment.trailer.crc;
-    if (memcmp(segment.uuid, uuid, 16) == 0) {
+    if (error < 0) {
+        status = graph_io_error("sync", path, error);
+    } else if (memcmp(segment.uuid, uuid, 16) == 0) {
         note(a, &entry);
     } else {
         status = graph_damage("%s must have the name of its own uuid", path);

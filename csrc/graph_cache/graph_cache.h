@@ -75,7 +75,8 @@ typedef struct {
 
 /* A new segment in the cache at `path`; makes the directory and an empty manifest where
  * there is none. `path` of something else (a file, a directory with other things and no
- * manifest) is refused. With `durable` false nothing is synced: for scratch. */
+ * manifest) is refused. With `durable` false nothing is synced, for scratch, but that a
+ * cache with other segments is left as safe as it was. */
 tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
                                      const void *schema, size_t schema_bytes,
                                      bool durable);

@@ -263,47 +263,47 @@ tfast_graph_writer_commit(tfast_graph_writer *w)
 
 /* ---- Closing --------------------------------------------------------------------- */
 
+/* Under the cache's lock. A cache that has other segments must open after a loss of
+ * power, so only where it is alone may a segment be entered that is not durable. */
 static tfast_status
-enter(const tfast_graph_writer *w, const graph_manifest_segment *entry)
+enter(const tfast_graph_writer *w, graph_contents *contents)
 {
-    graph_contents contents = {0};
-    tfast_status status;
-    int lock;
+    const bool durable = w->durable || contents->head.n_segments > 0;
+    graph_manifest_segment entry = {.records = 0};
+    tfast_status status = graph_seal(w->file, w->path, &w->index, w->written,
+                                     w->last_commit, durable, &entry);
 
-    status = graph_lock(w->directory, &lock);
-    if (status != TFAST_OK) {
-        return status;
-    }
-    status = graph_contents_load(&contents, w->directory);
+    memcpy(entry.uuid, w->uuid, sizeof entry.uuid);
     if (status == TFAST_OK) {
-        status = graph_contents_add(&contents, entry);
+        status = graph_seal_name(w->directory, w->uuid, durable);
     }
     if (status == TFAST_OK) {
-        status = graph_contents_store(&contents, w->directory, w->durable);
+        status = graph_contents_add(contents, &entry);
     }
-    graph_contents_free(&contents);
-    graph_unlock(lock);
-    return status;
+    return status == TFAST_OK ? graph_contents_store(contents, w->directory, durable)
+                              : status;
 }
 
 static tfast_status
 finish(tfast_graph_writer *w)
 {
-    graph_manifest_segment entry = {.records = 0};
+    graph_contents contents = {0};
     tfast_status status;
-    int error;
+    int error, lock;
 
-    memcpy(entry.uuid, w->uuid, sizeof entry.uuid);
     if (w->committed == 0) {
         error = graph_io_table->unlink(w->path);
         return error < 0 ? graph_io_error("delete", w->path, error) : TFAST_OK;
     }
-    status = graph_seal(w->file, w->path, &w->index, w->written, w->last_commit,
-                        w->durable, &entry);
-    if (status == TFAST_OK) {
-        status = graph_seal_name(w->directory, w->uuid, w->durable);
+    status = graph_lock(w->directory, &lock);
+    if (status != TFAST_OK) {
+        return status;
     }
-    return status == TFAST_OK ? enter(w, &entry) : status;
+    status = graph_contents_load(&contents, w->directory);
+    status = status == TFAST_OK ? enter(w, &contents) : status;
+    graph_contents_free(&contents);
+    graph_unlock(lock);
+    return status;
 }
 
 tfast_status
