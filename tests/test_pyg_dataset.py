@@ -204,3 +204,16 @@ def test_on_disk_dataset_is_cached(tmp_path, ten):
     for got, want in zip(dataset, ten[:5], strict=True):
         assert_same_graph(got, want)
     assert_same_graph(batch_of(dataset[[4, 0]]), Batch.from_data_list([ten[4], ten[0]]))
+
+
+@pytest.mark.parametrize("other", [slice(5, 10), slice(5, 8)])
+def test_cache_of_another_dataset_is_said(tmp_path, ten, other):
+    cached(ten[:5], tmp_path / "c", progress=False)
+    with pytest.warns(UserWarning, match="first graph is not the one in .* another"):
+        cached(ten[other], tmp_path / "c", progress=False)
+
+
+def test_cache_of_the_same_dataset_is_used_without_a_word(tmp_path, ten, recwarn):
+    for part in (ten[:5], ten[:5], ten, ten[:3]):
+        cached(part, tmp_path / "c", progress=False)
+    assert not [w for w in recwarn if "first graph" in str(w.message)]

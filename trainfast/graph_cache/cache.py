@@ -110,7 +110,8 @@ class Graphs:
         index = np.asarray(index)
         if index.ndim != 1:
             kinds = "an integer, a slice, a mask, or one row of integers"
-            raise IndexError(f"index must be {kinds}, got {index!r}")
+            got = f"shape {index.shape}" if index.ndim else repr(index.item())
+            raise IndexError(f"index must be {kinds}, got {got}")
         if index.dtype == bool:
             if len(index) != len(self):
                 raise IndexError(

@@ -73,15 +73,16 @@ def cached(
     else:
         transform_id = (b"transformed", () if transform_id is None else transform_id)
     first = dataset[0]
+    known = (Path(fspath(path)) / "manifest").is_file()
     cache = _complete(path, size, transform_id, verify)
     if cache is None:
         some = [first, *(dataset[i] for i in range(1, min(8, size)))]
         _build(path, dataset, Flattener(some), transform_id, workers, progress)
         cache = Cache(path, verify)
         _write_note(cache, transform_id)
-        return CachedDataset(cache, type(first), transform)
     made = CachedDataset(cache, type(first), transform)
-    _warn_of_another(made, first)
+    if known:
+        _warn_of_another(made, first)
     return made
 
 
