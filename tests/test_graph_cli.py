@@ -236,18 +236,18 @@ def test_import_reads_a_directory_in_natural_order(tmp_path, path):
         torch.save(tensors(n), folder / f"graph_{n}.pt")
     np.savez(folder / "graph_2.npz", **graph(2))
     (folder / "notes.txt").write_text("")
-    assert run("import", path, folder, "--quiet") == 0
+    assert run("import", folder, path, "--quiet") == 0
     assert_same(read(path), [graph(n) for n in (1, 2, 9, 10)])
 
 
 def test_import_makes_only_what_is_missing(tmp_path, path, capsys):
     torch.save([tensors(1), tensors(2)], tmp_path / "a.pt")
     for reused in (0, 2):
-        facts = run_json(capsys, "import", path, tmp_path / "a.pt", "--quiet")
+        facts = run_json(capsys, "import", tmp_path / "a.pt", path, "--quiet")
         assert (facts["graphs"], facts["reused"]) == (2, reused)
     torch.save([tensors(1), tensors(3)], tmp_path / "a.pt")
     os.utime(tmp_path / "a.pt", (1, 1))
-    assert run_json(capsys, "import", path, tmp_path / "a.pt", "--quiet")["made"] == 2
+    assert run_json(capsys, "import", tmp_path / "a.pt", path, "--quiet")["made"] == 2
     assert numbers(path) == [1, 3]
 
 
@@ -261,17 +261,17 @@ def test_import_refuses_pickles_unless_they_are_trusted(
 ):
     monkeypatch.chdir(tmp_path)
     torch.save({"x": torch.ones(2), "y": Harmful()}, "a.pt")
-    assert run("import", path, "a.pt", "--quiet") == 1
+    assert run("import", "a.pt", path, "--quiet") == 1
     error = capsys.readouterr().err
     assert "a.pt must have only tensors, containers and PyG's graphs" in error
     assert not (tmp_path / "harm").exists()
-    run("import", path, "a.pt", "--quiet", "--trust")
+    run("import", "a.pt", path, "--quiet", "--trust")
     assert (tmp_path / "harm").exists()
 
 
 def test_import_refuses_pickles_in_npz(tmp_path, path, capsys):
     np.savez(tmp_path / "a.npz", x=np.array([Harmful()], object))
-    assert run("import", path, tmp_path / "a.npz", "--quiet") == 1
+    assert run("import", tmp_path / "a.npz", path, "--quiet") == 1
     assert "allow_pickle" in capsys.readouterr().err
 
 
@@ -279,7 +279,7 @@ def test_import_refuses_pickles_in_npz(tmp_path, path, capsys):
 def test_import_of_nothing_is_an_error(tmp_path, path, what, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("")
-    assert run("import", path, tmp_path / what) == 1
+    assert run("import", tmp_path / what, path) == 1
     assert "source must" in capsys.readouterr().err
     assert not path.exists()
 
@@ -293,7 +293,7 @@ def test_import_reads_pygs_graphs_and_processed_datasets(tmp_path, path):
     pyg.InMemoryDataset.save(data[1:], processed / "data.pt")
     torch.save("repr", processed / "pre_filter.pt")
     assert (
-        run("import", path, tmp_path / "one.pt", tmp_path / "dataset", "--quiet") == 0
+        run("import", tmp_path / "one.pt", tmp_path / "dataset", path, "--quiet") == 0
     )
     wanted = [graph(n) | {"name": f"graph {n}"} for n in (1, 2, 3)]
     assert_same(read(path), wanted)
@@ -306,7 +306,7 @@ def test_import_reads_pygs_hetero_graphs(tmp_path, path):
     data["paper", "cites", "paper"].edge_index = torch.tensor([[0, 1], [1, 1]])
     data.y = torch.tensor([1.0])
     pyg.InMemoryDataset.save([data, data], tmp_path / "data.pt")
-    assert run("import", path, tmp_path / "data.pt", "--quiet") == 0
+    assert run("import", tmp_path / "data.pt", path, "--quiet") == 0
     found = read(path)
     assert len(found) == 2 and set(found[0]) == {*list(HETERO)[:2], "y"}
 
@@ -322,7 +322,7 @@ def test_exported_npz_files_import_as_the_same_graphs(tmp_path, path, capsys):
     files = sorted((tmp_path / "out").iterdir())
     assert [file.name for file in files] == ["000000.npz", "000001.npz"]
     assert facts["bytes"] == sum(file.stat().st_size for file in files)
-    assert run("import", tmp_path / "again", tmp_path / "out", "--quiet") == 0
+    assert run("import", tmp_path / "out", tmp_path / "again", "--quiet") == 0
     assert_same(read(tmp_path / "again"), graphs)
 
 

@@ -14,11 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = shutil.which(os.environ.get("CC", "cc").split()[0])
 FLAGS = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
-FLAGS += ["-D_GNU_SOURCE"]
+FLAGS += ["-D_DEFAULT_SOURCE", "-D_POSIX_C_SOURCE=200809L"]
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread", "-fno-sanitize-recover=all"],
 }
+HELPERS = ("status.c", "scratch.c", "parallel.c", "openmp.c", "cpus.c", "cpuid.c")
 ROUNDS = os.environ.get("TRAINFAST_LOCK_ROUNDS", "12")
 
 
@@ -28,11 +29,10 @@ def test_writers_adopter_and_readers_at_once_lose_nothing(tmp_path, sanitizer):
         pytest.skip("needs a C compiler")
     sources = [ROOT / "tests/graph_lock_harness.c"]
     sources += sorted((ROOT / "csrc/graph_cache").glob("*.c"))
-    names = ("status", "scratch", "cpuid", "parallel", "openmp", "cpus")
-    sources += [ROOT / f"csrc/{name}.c" for name in names]
+    sources += [ROOT / "csrc" / name for name in HELPERS]
     program = str(tmp_path / "harness")
     command = [COMPILER, *FLAGS, *SANITIZERS[sanitizer], f"-I{ROOT / 'csrc'}"]
-    command += [*map(str, sources), "-o", program, "-pthread", "-ldl", "-lm"]
+    command += [*map(str, sources), "-o", program, "-pthread", "-lm", "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and "cannot find" in done.stderr:
         pytest.skip(f"the compiler has no sanitizer for {sanitizer}")

@@ -1,5 +1,6 @@
 """Every Python snippet of README.md runs, and its shell lines name what exists."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from trainfast.tools import cache as cache_tool
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -60,3 +63,13 @@ def test_shell_line_names_what_exists(line):
                 assert done.returncode == 0
             else:
                 assert (ROOT / (words[2].replace(".", "/") + ".py")).exists()
+
+
+def test_shell_lines_of_the_cache_parse_and_name_the_cache():
+    parser = argparse.ArgumentParser()
+    cache_tool.add_arguments(parser)
+    paths = set()
+    for line in "".join(SHELL).splitlines():
+        if line.startswith("trainfast cache "):
+            paths.add(parser.parse_args(line.split("#")[0].split()[2:]).path)
+    assert paths == {"my.cache"}

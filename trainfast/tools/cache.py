@@ -275,9 +275,9 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
-    _add_path(parser)
     text = "a file, or a directory of them (sorted by name)"
     parser.add_argument("sources", nargs="+", metavar="source", help=text)
+    parser.add_argument("path", help="the cache, last as with cp")
     text = "load any pickle: this runs what is in the files"
     parser.add_argument("--trust", action="store_true", help=text)
     _add_quiet(parser)
