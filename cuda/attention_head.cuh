@@ -28,7 +28,7 @@ packed_rows(int64_t *first, int64_t *n, const int64_t *cu_seqlens, int64_t batch
             int64_t total, int64_t longest)
 {
     *first = clamped(cu_seqlens[batch], 0, total);
-    *n = clamped(cu_seqlens[batch + 1] - *first, 0, total - *first);
+    *n = clamped(cu_seqlens[batch + 1], *first, total) - *first;
     *n = *n < longest ? *n : longest;
 }
 

@@ -10,7 +10,7 @@
 
 /* ---- Rows' numbers --------------------------------------------------------------- */
 
-/* dout . out - dlse of one query, by the 2^n threads that have `part` 0 .. parts - 1. */
+/* dout . out - dlse of one query, by `parts` threads: a power of two. */
 template <typename REAL>
 DEVICE REAL
 delta_of(const tfast_attention_args &args, const attention_head &h, int64_t query,
@@ -120,6 +120,19 @@ bend_gradients(plain_gradients<REAL> *g)
     }
 }
 
+/* sums += weights . streamed, of this thread's weights and all others'. */
+template <typename REAL>
+DEVICE void
+add_own_tile(plain_sums<REAL> *sums, const REAL weights[4][4],
+             const plain_shared<REAL> &shared, const plain_rows &streamed)
+{
+    const REAL one[4] = {1, 1, 1, 1};
+
+    __syncthreads(); /* add_products reads what lies there */
+    put_weights(shared.weights, weights);
+    add_tile(sums, one, shared.weights, shared.chunk, streamed);
+}
+
 /* ---- dq -------------------------------------------------------------------------- */
 
 template <typename REAL>
@@ -130,8 +143,7 @@ plain_dq_tile(const tfast_attention_args &args, const attention_head &h, int64_t
     const plain_rows dq = plain_queries(args, h, args.dq, args.dim, first);
     const int64_t begin = first_key(args, h, first) / TILE * TILE;
     const int64_t end = end_key(args, h, first + dq.n - 1);
-    const REAL one[4] = {1, 1, 1, 1}, scale = (REAL)args.scale;
-    const REAL scales[4] = {scale, scale, scale, scale};
+    const REAL scale = (REAL)args.scale, scales[4] = {scale, scale, scale, scale};
     plain_sums<REAL> sums;
 
     clear_sums(&sums);
@@ -141,9 +153,7 @@ plain_dq_tile(const tfast_attention_args &args, const attention_head &h, int64_t
         plain_gradients<REAL> g;
         tile_gradients<false>(&g, args, h, {first, key}, shared);
         bend_gradients(&g);
-        __syncthreads(); /* the products are done with what lies there */
-        put_weights(shared.weights, g.score);
-        add_tile(&sums, one, shared.weights, shared.chunk, k);
+        add_own_tile(&sums, g.score, shared, k);
     }
     store_sums(dq, sums, scales);
 }
@@ -182,7 +192,6 @@ add_head(plain_key_sums<REAL> *sums, const tfast_attention_args &args,
     const int64_t last = first + rows_left(h.n_k, first) - 1;
     const int64_t begin = first_query(args, h, first) / TILE * TILE;
     const int64_t end = last < first ? 0 : end_query(args, h, last);
-    const REAL one[4] = {1, 1, 1, 1};
 
     for (int64_t query = begin; query < end; query += TILE) {
         const plain_rows q = plain_queries(args, h, args.q, args.dim, query);
@@ -191,12 +200,8 @@ add_head(plain_key_sums<REAL> *sums, const tfast_attention_args &args,
         load_numbers(shared.numbers, args, h, query);
         tile_gradients<true>(&g, args, h, {query, first}, shared);
         bend_gradients(&g);
-        __syncthreads(); /* the products are done with what lies there */
-        put_weights(shared.weights, g.weight);
-        add_tile(&sums->dv, one, shared.weights, shared.chunk, dout);
-        __syncthreads();
-        put_weights(shared.weights, g.score);
-        add_tile(&sums->dk, one, shared.weights, shared.chunk, q);
+        add_own_tile(&sums->dv, g.weight, shared, dout);
+        add_own_tile(&sums->dk, g.score, shared, q);
     }
 }
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference_attention
 from arrays import DTYPES
-from attention_calls import Problem, call, on_device, to_float64
+from attention_calls import Problem, on_device, to_float64
 
 import trainfast
 
@@ -397,7 +397,7 @@ def test_packed_items_equal_separate_calls(rng, device):
             on_device(x[None, first:last].copy(), device)
             for x in (problem.q, problem.k, problem.v)
         )
-        one = call(trainfast.attention, q, k, v, is_causal=True, layout="bnhd")
+        one = trainfast.attention(q, k, v, is_causal=True, layout="bnhd")
         np.testing.assert_allclose(packed[first:last], to_float64(one)[0], atol=1e-6)
 
 
@@ -425,10 +425,10 @@ def test_more_keys_than_32_bits_count_are_found(rng, device):
     k, v = (np.broadcast_to(x, (1, 1, n_k, 8)) for x in (k, v))
     q = rng.standard_normal((1, 1, 2, 8)).astype("f")
     options = dict(window=(3, 0), causal_align="bottom_right", return_lse=True)
-    out, lse = call(trainfast.attention, q, k, v, **options)
+    out, lse = trainfast.attention(q, k, v, **options)
     np.testing.assert_allclose(out, np.broadcast_to(v[:, :, :2], out.shape), rtol=1e-6)
-    few, few_lse = call(
-        trainfast.attention, q, k[:, :, :9].copy(), v[:, :, :9].copy(), **options
+    few, few_lse = trainfast.attention(
+        q, k[:, :, :9].copy(), v[:, :, :9].copy(), **options
     )
     np.testing.assert_array_equal(lse, few_lse)
     np.testing.assert_array_equal(out, few)

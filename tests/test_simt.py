@@ -1,5 +1,5 @@
 """The SIMT runner runs what is right and finds what it promises to find: in kernels
-made for that and in AdamW's and AMP's, which pass under every check as they are."""
+made for that and in the library's own, which pass under every check as they are."""
 
 import importlib.util
 import os
@@ -103,23 +103,27 @@ def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
     assert execute(program("selftest.cu", mode), case, 0)[0] == 1
 
 
-# ---- AdamW and AMP under the sanitizers ----------------------------------------------
+# ---- The library's kernels under the sanitizers --------------------------------------
 
-LARGEST = {("adamw", "thread"): 5000, ("amp", "thread"): 600}  # 70001 elsewhere
+# The largest tensor's elements, or attention's problems: as many as take seconds.
+AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 40}
+FEW = {"adamw": 5000, "amp": 600, "attention": 12}  # under ThreadSanitizer
+MUTANTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 12}
 
 
 @pytest.mark.parametrize("mode", ["address", "thread"])
-@pytest.mark.parametrize("name", ["adamw", "amp"])
-def test_kernel_is_bit_equal_and_clean_under(name, mode):
+@pytest.mark.parametrize("name", AMOUNTS)
+def test_kernel_is_right_and_clean_under(name, mode):
     exe = program(f"{name}_harness.cpp", mode)
-    assert execute(exe, 1, LARGEST.get((name, mode), 70001)) == (0, "")
+    amount = (FEW if mode == "thread" else AMOUNTS)[name]
+    assert execute(exe, 1, amount) == (0, "")
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["adamw", "amp"])
-def test_kernel_is_bit_equal_in_any_order(name, seed):
+@pytest.mark.parametrize("name", AMOUNTS)
+def test_kernel_is_right_in_any_order(name, seed):
     exe = program(f"{name}_harness.cpp", "plain")
-    assert execute(exe, seed, 70001) == (0, "")
+    assert execute(exe, seed, AMOUNTS[name]) == (0, "")
 
 
 # Faults planted in the kernels: (the harness that runs, the file, text, replacement,
@@ -251,6 +255,62 @@ MUTANTS = {
         "plain",
         "differs",
     ),
+    "chunk overwritten while it is multiplied": (
+        *("attention", "attention_plain.cuh"),
+        "__syncthreads(); /* nobody reads any more what was there */",
+        "",
+        "thread",
+        RACE,
+    ),
+    "weights read before they are there": (
+        *("attention", "attention_plain.cuh"),
+        "__syncthreads(); /* the weights are there, and the chunk is free */",
+        "",
+        "thread",
+        RACE,
+    ),
+    "weights written where products are still made": (
+        *("attention", "attention_plain_backward.cuh"),
+        "__syncthreads(); /* add_products reads what lies there */\n    put_weights",
+        "put_weights",
+        "thread",
+        RACE,
+    ),
+    "rows' numbers overwritten while they are used": (
+        *("attention", "attention_plain_backward.cuh"),
+        "__syncthreads(); /* nobody reads the last tile's any more */",
+        "",
+        "thread",
+        RACE,
+    ),
+    "row past the end read": (
+        *("attention", "attention_plain.cuh"),
+        "row < rows.n && dim + column",
+        "row <= rows.n && dim + column",
+        "address",
+        BOUNDS,
+    ),
+    "dropout of the block's other half": (
+        *("attention", "attention_head.cuh"),
+        "(j & 8) != 0 ? word[1] : word[0]",
+        "(j & 8) != 0 ? word[0] : word[1]",
+        "plain",
+        "differs",
+    ),
+    "last tile of keys left out": (
+        *("attention", "attention_plain_forward.cuh"),
+        "key < end; key += TILE",
+        "key + TILE < end; key += TILE",
+        "plain",
+        "differs",
+    ),
+    "heads that share keys left out": (
+        *("attention", "attention_plain_backward.cuh"),
+        "kv_head * group + i",
+        "kv_head * group",
+        "plain",
+        "differs",
+    ),
 }
 
 
@@ -267,7 +327,7 @@ def test_planted_fault_in_a_kernel_is_seen(name, tmp_path):
     others = [path for path in build.kernels() if path.name not in names]
     sources = [build.HERE / f"{harness}_harness.cpp", *own, *others]
     exe = compiled(mode, sources, tmp_path / "harness")
-    status, said = execute(exe, 1, 5000 if harness == "adamw" else 9000)
+    status, said = execute(exe, 1, MUTANTS_NEED[harness])
     assert status != 0
     assert words in said
 
