@@ -7,6 +7,7 @@ import pytest
 import reference_attention as reference
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -288,6 +289,13 @@ def test_backend_without_attention_leaves_it_to_torch(monkeypatch):
     grads = [torch.autograd.grad(x.sum(), q) for x in (out, theirs)]
     torch.testing.assert_close(*grads)
     assert reasons() == {"this backend has no attention": 2} and calls() == 0
+
+
+def test_sdpa_leaves_a_gpu_to_torch_while_its_kernels_are_faster():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 5, 8, dtype=torch.float16, device="cuda")
+        assert scaled_dot_product_attention(q, q, q).shape == q.shape
+    assert reasons() == {"CUDA: no kernel with tensor cores": 1} and calls() == 0
 
 
 def test_sdpa_scale_is_keyword_only_as_in_torch():

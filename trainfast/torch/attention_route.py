@@ -83,6 +83,16 @@ def _refusal_when_compiling() -> str | None:
     return None
 
 
+def torchs_are_faster(q: Tensor) -> str | None:
+    """Why torch's own function is the better choice where it computes the same.
+
+    On a GPU so far every case runs kernels that multiply without tensor cores; torch's
+    fused ones use them, or cuBLAS does for its plain operations. What torch has no
+    function for (windows, ALiBi, sinks, lengths, gradients of lse) stays with us.
+    """
+    return "CUDA: no kernel with tensor cores" if q.device.type == "cuda" else None
+
+
 def is_watched(q: Tensor) -> bool:
     """Whether somebody looks at operators rather than results."""
     return (
