@@ -1,4 +1,6 @@
-/* Attention's host side: which kernels a call needs. All of them are plain so far. */
+/* Attention's host side: by tensor cores where there are kernels for the case, otherwise
+ * by the plain ones, which do everything. */
+#include "attention_mma.cuh"
 #include "attention_plain_backward.cuh"
 #include "attention_plain_forward.cuh"
 
@@ -34,9 +36,13 @@ tfast_status
 tfast_cuda_attention(const tfast_attention_args *args)
 {
     tfast_device_scope scope;
-    const tfast_status status = scope.enter(args->device.index);
+    tfast_status status = scope.enter(args->device.index);
+    bool taken = false;
 
-    if (status != TFAST_OK) {
+    if (status == TFAST_OK) {
+        status = tfast_mma_attention(&taken, args);
+    }
+    if (status != TFAST_OK || taken) {
         return status;
     }
     return args->dtype == TFAST_F64 ? forward<double>(args) : forward<float>(args);

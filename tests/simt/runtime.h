@@ -37,6 +37,11 @@ typedef enum {
     cudaStreamCaptureModeRelaxed = 2
 } cudaStreamCaptureMode;
 typedef enum { cudaDevAttrMultiProcessorCount = 16 } cudaDeviceAttr;
+typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
+
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
 
 enum { cudaEventDisableTiming = 2, cudaHostAllocDefault = 0 };
 
@@ -76,6 +81,23 @@ cudaError_t
 cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t)
 {
     *blocks = 2;
+    return cudaSuccess;
+}
+
+/* Kernels are for what TRAINFAST_SIMT_PTX says, 80 by default. */
+cudaError_t simt_function_attributes(cudaFuncAttributes *attributes);
+
+template <typename Kernel>
+cudaError_t
+cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel)
+{
+    return simt_function_attributes(attributes);
+}
+
+template <typename Kernel>
+cudaError_t
+cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int)
+{
     return cudaSuccess;
 }
 
