@@ -95,7 +95,7 @@ tfast_mma_attention(bool *taken, const tfast_attention_args *args)
     *taken = false;
     if ((args->dtype != TFAST_F16 && args->dtype != TFAST_BF16) ||
         args->dim > MMA_MAX_DIM || args->dim_v > MMA_MAX_DIM ||
-        rows > MMA_MAX_BLOCKS / args->heads / args->batch) {
+        args->n_k > MMA_MAX_KEYS || rows > MMA_MAX_BLOCKS / args->heads / args->batch) {
         return TFAST_OK;
     }
     const tfast_status status = compiled_for(&version);

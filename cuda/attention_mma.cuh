@@ -19,8 +19,9 @@ struct mma_call {
     bool pairs;  /* all rows that are written, of 4 bytes */
 };
 
-/* A grid's x has 31 bits. */
+/* A grid's x has 31 bits, as the number of a tile of keys has. */
 static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
+static const int64_t MMA_MAX_KEYS = (int64_t)1 << 35;
 
 /* In attention_mma.cu: does the call if there are kernels for it. */
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
@@ -228,6 +229,12 @@ struct mma_tile {
     }
 };
 
+/* A block's head and rows. Kept in shared memory, where they take no registers. */
+struct mma_block {
+    attention_head h;
+    int64_t first, last; /* its own rows: the last one too */
+};
+
 /* Whether the tile's elements that this thread has landed are finite. `tile` is where it
  * landed, as a pointer. */
 template <typename T, typename TILE>
@@ -249,10 +256,11 @@ is_finite(const TILE &tile, const char *at)
     return (seen & 0x80008000) == 0;
 }
 
-/* A lane's part of the addresses with which one ldmatrix.x4 reads 16 x 16 elements. */
-template <int ROWS, int D>
+/* A lane's part of the addresses with which one ldmatrix.x4 reads 16 x 16 elements of a
+ * tile of D columns. `chunk` is even. */
+template <int D>
 struct mma_reader {
-    typedef mma_layout<ROWS, D> layout;
+    typedef mma_layout<8, D> layout; /* of any number of rows, but for its panels */
     int left_row, left_chunk, right_row, right_chunk;
 
     __device__ __forceinline__ mma_reader()
@@ -265,18 +273,20 @@ struct mma_reader {
     }
 
     /* Left operand of 16 rows from `row` on; also, transposed, the right operand whose
-     * depth runs over the rows. `chunk` is even. */
+     * depth runs over the rows. */
+    template <int ROWS>
     __device__ __forceinline__ smem left(smem tile, int row, int chunk) const
     {
-        return tile + layout::panel(chunk) + row * layout::ROW_BYTES + left_row +
-               (chunk % layout::CHUNKS * 16 ^ left_chunk);
+        return tile + mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES +
+               left_row + (chunk % layout::CHUNKS * 16 ^ left_chunk);
     }
 
     /* Right operand whose columns are the rows: two of 8 columns. */
+    template <int ROWS>
     __device__ __forceinline__ smem right(smem tile, int row, int chunk) const
     {
-        return tile + layout::panel(chunk) + row * layout::ROW_BYTES + right_row +
-               (chunk % layout::CHUNKS * 16 ^ right_chunk);
+        return tile + mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES +
+               right_row + (chunk % layout::CHUNKS * 16 ^ right_chunk);
     }
 };
 
@@ -300,9 +310,8 @@ struct mma_own {
     }
 
     template <int ROWS>
-    __device__ __forceinline__ void get(uint32_t a[4],
-                                        const mma_reader<ROWS, D> &reader, smem tile,
-                                        int row, int k) const
+    __device__ __forceinline__ void get(uint32_t a[4], const mma_reader<D> &reader,
+                                        smem tile, int row, int k) const
     {
         if constexpr (REGISTERS) {
 #pragma unroll
@@ -310,7 +319,7 @@ struct mma_own {
                 a[i] = piece[k][i];
             }
         } else {
-            ldmatrix_x4(a, reader.left(tile, row, 2 * k));
+            ldmatrix_x4(a, reader.template left<ROWS>(tile, row, 2 * k));
         }
     }
 };

@@ -23,9 +23,9 @@ struct mma_forward_shape {
                                  : WIDE && !(PATH::ASYNC && D == 128) ? 8
                                                                       : 4;
     static constexpr int PIECES = OPTIONS || WARPS == 8 ? 1 : 2;
-    static constexpr int KEYS = OPTIONS                              ? 64
-                                : (PATH::ASYNC ? D == 128 : D == 64) ? 48
-                                                                     : 64;
+    static constexpr int KEYS = D == 128 && PATH::ASYNC != OPTIONS    ? 32
+                                : !PATH::ASYNC && D == 64 && !OPTIONS ? 48
+                                                                      : 64;
     static constexpr bool OWN = OPTIONS || !(PATH::ASYNC && WIDE); /* q in registers */
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
 
@@ -221,7 +221,7 @@ add_values_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &va
 template <typename PATH, typename T, typename S>
 DEVICE void
 add_values(mma_softmax<S> *state, const mma_scores<S> s[S::PIECES],
-           const mma_reader<S::KEYS, S::D> &reader, smem values)
+           const mma_reader<S::D> &reader, smem values)
 {
     uint32_t w[S::PIECES][S::KEYS / 16][4];
 
@@ -234,7 +234,8 @@ add_values(mma_softmax<S> *state, const mma_scores<S> s[S::PIECES],
 #pragma unroll
         for (int n = 0; n < S::D / 16; n++) {
             uint32_t right[4];
-            ldmatrix_x4_trans(right, reader.left(values, k * 16, 2 * n));
+            ldmatrix_x4_trans(right,
+                              reader.template left<S::KEYS>(values, k * 16, 2 * n));
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 PATH::template mma<T>(state->out[p][2 * n], w[p][k], right);
@@ -246,16 +247,33 @@ add_values(mma_softmax<S> *state, const mma_scores<S> s[S::PIECES],
 
 /* ---- A block --------------------------------------------------------------------- */
 
-/* What stays the same for all tiles of keys. */
-template <typename PATH, typename S>
-struct mma_forward_block {
-    attention_head h;
-    int64_t first, last; /* its queries: the last one too */
+/* What a thread keeps for all tiles of keys. */
+template <typename S>
+struct mma_forward_thread {
     mma_own<S::D, S::OWN> own[S::PIECES];
-    mma_reader<S::ROWS, S::D> own_reader;
-    mma_reader<S::KEYS, S::D> reader;
+    mma_reader<S::D> reader;
     smem q;
 };
+
+/* Tile number `tile` of an array's rows. */
+template <typename S>
+DEVICE mma_rows
+keys_of(const tfast_attention_args &args, const attention_head &h,
+        const tfast_attention_rows &rows, int64_t dims, int tile)
+{
+    return mma_keys(args, h, rows, dims, (int64_t)tile * S::KEYS, S::KEYS);
+}
+
+/* Whether any of the block's queries may not look at all of a tile's keys. */
+template <typename S>
+DEVICE bool
+is_bounded(const tfast_attention_args &args, const mma_block &block, int tile)
+{
+    const int64_t key = (int64_t)tile * S::KEYS;
+
+    return key < first_key(args, block.h, block.last) ||
+           key + S::KEYS > end_key(args, block.h, block.first);
+}
 
 /* The first row of a warp's piece, from the block's first. */
 template <typename S>
@@ -268,20 +286,20 @@ piece_row(int piece)
 /* Products of queries and keys. */
 template <typename PATH, typename T, typename S>
 DEVICE void
-multiply_keys(mma_scores<S> s[S::PIECES], const mma_forward_block<PATH, S> &block,
-              smem keys)
+multiply_keys(mma_scores<S> s[S::PIECES], const mma_forward_thread<S> &own, smem keys)
 {
 #pragma unroll
     for (int k = 0; k < S::D / 16; k++) {
         uint32_t left[S::PIECES][4];
 #pragma unroll
         for (int p = 0; p < S::PIECES; p++) {
-            block.own[p].get(left[p], block.own_reader, block.q, piece_row<S>(p), k);
+            own.own[p].template get<S::ROWS>(left[p], own.reader, own.q,
+                                             piece_row<S>(p), k);
         }
 #pragma unroll
         for (int n = 0; n < S::KEYS / 16; n++) {
             uint32_t right[4];
-            ldmatrix_x4(right, block.reader.right(keys, n * 16, 2 * k));
+            ldmatrix_x4(right, own.reader.template right<S::KEYS>(keys, n * 16, 2 * k));
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 PATH::template mma<T>(s[p].at[2 * n], left[p], right);
@@ -292,11 +310,11 @@ multiply_keys(mma_scores<S> s[S::PIECES], const mma_forward_block<PATH, S> &bloc
 }
 
 /* From products to weights, for all pieces. */
-template <typename PATH, typename S>
+template <typename S>
 DEVICE void
 weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
-           const tfast_attention_args &args, const mma_forward_block<PATH, S> &block,
-           int64_t key, bool bounded)
+           const tfast_attention_args &args, const mma_block &block, int64_t key,
+           bool bounded)
 {
     const float unit = (float)(args.scale * 1.4426950408889634);
 
@@ -320,10 +338,9 @@ weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
 }
 
 /* Writes the outputs and lse, sinks included. */
-template <typename PATH, typename T, typename S>
+template <typename T, typename S>
 DEVICE void
-finish_mma_rows(mma_softmax<S> *state, const mma_call &call,
-                const mma_forward_block<PATH, S> &block)
+finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &block)
 {
     const tfast_attention_args &args = call.args;
     const attention_head &h = block.h;
@@ -359,16 +376,14 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call,
 
 template <typename PATH, typename T, typename S>
 DEVICE void
-forward_block(const mma_call &call, const mma_forward_block<PATH, S> &block, char *base)
+walk_keys(const mma_call &call, const mma_block &block,
+          const mma_forward_thread<S> &own, char *base)
 {
     const tfast_attention_args &args = call.args;
     const attention_head &h = block.h;
-    const smem k_at = block.q + S::OWN_BYTES, v_at = k_at + S::STAGES * S::TILE_BYTES;
-    const char *v_pointer = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
-    const int64_t begin = first_key(args, h, block.first) / S::KEYS;
-    const int64_t low = first_key(args, h, block.last);
-    const int64_t high = end_key(args, h, block.first);
-    int64_t tile = (end_key(args, h, block.last) + S::KEYS - 1) / S::KEYS - 1;
+    const smem k_at = own.q + S::OWN_BYTES, v_at = k_at + S::STAGES * S::TILE_BYTES;
+    const int begin = (int)(first_key(args, h, block.first) / S::KEYS);
+    int tile = (int)((end_key(args, h, block.last) + S::KEYS - 1) / S::KEYS) - 1;
     mma_tile<PATH, S::KEYS, S::D, S::THREADS> k_tile, v_tile;
     mma_softmax<S> state = {};
     int stage = 0;
@@ -378,40 +393,38 @@ forward_block(const mma_call &call, const mma_forward_block<PATH, S> &block, cha
         state.top[i / 2][i % 2] = -INFINITY;
     }
     if (tile >= begin) {
-        k_tile.fetch(k_at, mma_keys(args, h, args.k, args.dim, tile * S::KEYS, S::KEYS),
-                     call.chunks);
+        k_tile.fetch(k_at, keys_of<S>(args, h, args.k, args.dim, tile), call.chunks);
     }
     for (; tile >= begin; tile--) {
-        const int64_t key = tile * S::KEYS;
-        const mma_rows v = mma_keys(args, h, args.v, args.dim_v, key, S::KEYS);
-        const bool bounded = S::OPTIONS || key < low || key + S::KEYS > high;
+        const bool bounded = S::OPTIONS || is_bounded<S>(args, block, tile);
         const smem keys = k_at + stage * S::TILE_BYTES;
         mma_scores<S> s[S::PIECES] = {};
         k_tile.template land<0>(keys);
         __syncthreads(); /* keys are there, and nobody reads the old values any more */
-        v_tile.fetch(v_at, v, call.chunks);
+        v_tile.fetch(v_at, keys_of<S>(args, h, args.v, args.dim_v, tile), call.chunks);
         stage ^= PATH::ASYNC;
         if (tile > begin) {
             k_tile.fetch(k_at + stage * S::TILE_BYTES,
-                         mma_keys(args, h, args.k, args.dim, key - S::KEYS, S::KEYS),
-                         call.chunks);
+                         keys_of<S>(args, h, args.k, args.dim, tile - 1), call.chunks);
         } else if constexpr (PATH::ASYNC) {
             cp_async_commit(); /* an empty group: as many as ever are later */
         }
-        multiply_keys<PATH, T>(s, block, keys);
-        weigh_keys(s, &state, args, block, key, bounded);
+        multiply_keys<PATH, T>(s, own, keys);
+        weigh_keys(s, &state, args, block, (int64_t)tile * S::KEYS, bounded);
         v_tile.template land<1>(v_at);
+        const char *landed = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
         /* values are there, and nobody reads these keys any more */
-        if (__syncthreads_or(bounded && !is_finite<T>(v_tile, v_pointer)) != 0) {
+        if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
-                add_values_carefully<T>(state.out[p], s[p], v);
+                add_values_carefully<T>(state.out[p], s[p],
+                                        keys_of<S>(args, h, args.v, args.dim_v, tile));
             }
         } else {
-            add_values<PATH, T>(&state, s, block.reader, v_at);
+            add_values<PATH, T>(&state, s, own.reader, v_at);
         }
     }
-    finish_mma_rows<PATH, T>(&state, call, block);
+    finish_mma_rows<T>(&state, call, block);
 }
 
 template <typename PATH, typename T, typename S>
@@ -420,30 +433,35 @@ attention_mma_forward(const __grid_constant__ mma_call call)
 {
     if constexpr (PATH::HERE) {
         SHARED_DYNAMIC(base);
+        SHARED(mma_block, block, 1);
         const tfast_attention_args &args = call.args;
         const int64_t tiles = (args.n_q + S::ROWS - 1) / S::ROWS;
         const int64_t head = blockIdx.x / tiles;
-        mma_forward_block<PATH, S> block;
+        mma_forward_thread<S> own;
 
-        block.h = attention_head_of(args, head / args.heads, head % args.heads);
-        block.first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long rows first */
-        block.q = smem_address(base);
-        if (block.first >= block.h.n_q) {
+        if (threadIdx.x == 0) {
+            block->h = attention_head_of(args, head / args.heads, head % args.heads);
+            block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
+            block->last =
+                block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
+        }
+        __syncthreads();
+        if (block->last < block->first) {
             return;
         }
         const mma_rows q =
-            mma_queries(args, block.h, args.q, args.dim, block.first, S::ROWS);
-        block.last = block.first + q.n - 1;
+            mma_queries(args, block->h, args.q, args.dim, block->first, S::ROWS);
+        own.q = smem_address(base);
 #pragma unroll
         for (int p = 0; p < S::PIECES; p++) {
-            block.own[p].read(q, piece_row<S>(p), call.chunks);
+            own.own[p].read(q, piece_row<S>(p), call.chunks);
         }
         if constexpr (!S::OWN) { /* a barrier follows before it is read */
             mma_tile<PATH, S::ROWS, S::D, S::THREADS> q_tile;
-            q_tile.fetch(block.q, q, call.chunks);
-            q_tile.template land<0>(block.q);
+            q_tile.fetch(own.q, q, call.chunks);
+            q_tile.template land<0>(own.q);
         }
-        forward_block<PATH, T>(call, block, base);
+        walk_keys<PATH, T>(call, *block, own, base);
     }
 }
 

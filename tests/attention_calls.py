@@ -6,6 +6,7 @@ import reference_attention
 from arrays import DTYPES
 
 import trainfast
+from trainfast import _core
 
 # Half a unit in the last place, relative.
 ROUNDING = {"float64": 1.2e-16, "float32": 6e-8, "float16": 5e-4, "bfloat16": 4e-3}
@@ -119,6 +120,14 @@ class Problem:
 
     # ---- Checks ----------------------------------------------------------------------
 
+    def noise_of_rounded_weights(self):
+        """Tensor cores take weights in the dtype of the values."""
+        on_tensor_cores = "cuda" in (self.device, _core.backend_in_use())
+        on_tensor_cores |= _core.backend_in_use() == "simt"
+        if not on_tensor_cores or self.dtype not in ("float16", "bfloat16"):
+            return 0
+        return ROUNDING[self.dtype] / 4 / (1 - self.options.get("dropout_p", 0))
+
     def check_forward(self, factor=1.0, expected=None):
         out, lse = (to_float64(x) for x in self.forward())
         true_out, true_lse = expected or self.expected()
@@ -131,7 +140,8 @@ class Problem:
             empty = empty.swapaxes(1, 2)
         assert (out[empty] == 0).all(), "a row without a key must have output 0"
         noise = factor * NOISE[self.dtype]
-        close(out, rows, self.dtype, noise * largest(self.v))
+        rounded = self.noise_of_rounded_weights()
+        close(out, rows, self.dtype, (noise + rounded) * largest(self.v))
         finite = np.isfinite(true_lse)
         bound = noise * (1 + abs(true_lse[finite]))
         assert (abs(lse[finite] - true_lse[finite]) <= bound).all()

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_attention_fuzz
 from arrays import Framed
 from reference_attention import attention, attention_backward
 from simt_library import F32, AttentionArgs, AttentionRows, Capture, Simt
+
+import trainfast
 
 HERE = Path(__file__).parent
 SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
@@ -136,6 +139,28 @@ def test_whatever_boundaries_say_nothing_outside_is_written(simt, rng, at_q, at_
     call.backward()
     for name in call.frames:
         call.get(name)
+
+
+# ---- Instruction paths ---------------------------------------------------------------
+
+
+@pytest.fixture
+def backend_simt():
+    trainfast.use_backend("simt")
+    yield
+    trainfast.use_backend(None)
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("ptx", [75, 80])
+@pytest.mark.parametrize("seed", range(60))
+def test_tensor_cores_agree_with_the_reference(monkeypatch, seed, ptx):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    dtypes = ["float16"] if ptx < 80 else ["float16", "bfloat16"]
+    rng = np.random.default_rng(seed)
+    test_attention_fuzz.check(
+        test_attention_fuzz.any_problem(rng, "cpu", dtypes, max_dim=128)
+    )
 
 
 # ---- What a call asks of the runtime -------------------------------------------------

@@ -417,6 +417,15 @@ agree(problem *p, const expected &e)
     return true;
 }
 
+/* Runs the problem on the instruction path for this version of PTX. */
+bool
+is_right(const tfast_backend *backend, problem *p, const expected &e, const char *ptx)
+{
+    setenv("TRAINFAST_SIMT_PTX", ptx, 1);
+    return backend->attention(&p->a) == TFAST_OK &&
+           backend->attention_backward(&p->a) == TFAST_OK && agree(p, e);
+}
+
 } // namespace
 
 int
@@ -433,10 +442,12 @@ main(int argc, char **argv)
         problem p;
         fill_problem(&p);
         const expected e = expect(&p);
-        if (backend->attention(&p.a) != TFAST_OK ||
-            backend->attention_backward(&p.a) != TFAST_OK || !agree(&p, e)) {
-            fprintf(stderr, "in problem %d\n", i);
-            return 1;
+        for (const char *ptx : {"75", "80"}) {
+            const bool same = p.a.dtype == TFAST_F32 || p.a.dtype == TFAST_F64;
+            if (!(same && ptx[0] == '8') && !is_right(backend, &p, e, ptx)) {
+                fprintf(stderr, "in problem %d with PTX %s\n", i, ptx);
+                return 1;
+            }
         }
     }
     return 0;
