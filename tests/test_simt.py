@@ -311,6 +311,34 @@ MUTANTS = {
         "plain",
         "differs",
     ),
+    "keys multiplied before they are there": (
+        *("attention", "attention_mma_forward.cuh"),
+        "__syncthreads(); /* keys are there, and nobody reads the old values any more */",
+        "",
+        "thread",
+        RACE,
+    ),
+    "copies not waited for": (
+        *("attention", "attention_mma.cuh"),
+        "cp_async_wait<LATER>();",
+        "cp_async_wait<LATER + 1>();",
+        "plain",
+        "differs",
+    ),
+    "row of a tile past the end copied": (
+        *("attention", "attention_mma.cuh"),
+        "const int left = row(i) < rows.n ?",
+        "const int left = row(i) <= rows.n ?",
+        "address",
+        BOUNDS,
+    ),
+    "fragment's halves dropped for one another": (
+        *("attention", "attention_mma_forward.cuh"),
+        "word[i / 2 % 2 * 2 + i / 4]",
+        "word[i / 4 * 2 + i / 2 % 2]",
+        "plain",
+        "differs",
+    ),
 }
 
 
