@@ -119,9 +119,13 @@ backward(const tfast_attention_args *args)
     const plain_term bias = {
         args->dbias, {stride[0], stride[1], stride[2], stride[3]}, false};
     const plain_term alibi = {args->dalibi, {args->alibi_batch, 1, 0, 0}, true};
-    tfast_status status = launch_dq<REAL>(args);
+    bool taken;
+    tfast_status status = tfast_mma_attention_backward(&taken, args);
 
-    if (status == TFAST_OK) {
+    if (status == TFAST_OK && !taken) {
+        status = launch_dq<REAL>(args);
+    }
+    if (status == TFAST_OK && !taken) {
         status = launch_dkv<REAL>(args);
     }
     if (status == TFAST_OK) {

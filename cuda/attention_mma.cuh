@@ -19,12 +19,15 @@ struct mma_call {
     bool pairs;  /* all rows that are written, of 4 bytes */
 };
 
-/* A grid's x has 31 bits, as the number of a tile of keys has. */
+/* A grid's x has 31 bits, as the number of a tile has. */
 static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
-static const int64_t MMA_MAX_KEYS = (int64_t)1 << 35;
+static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
 
-/* In attention_mma.cu: does the call if there are kernels for it. */
+/* In attention_mma.cu: these do the call if there are kernels for it. The backward does
+ * not make the gradients of options. */
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
+tfast_status tfast_mma_attention_backward(bool *taken,
+                                          const tfast_attention_args *args);
 
 /* ---- Element types --------------------------------------------------------------- */
 
@@ -323,6 +326,71 @@ struct mma_own {
         }
     }
 };
+
+/* ---- Scores ---------------------------------------------------------------------- */
+
+/* 16 x STREAMED scores of a warp, and what becomes of them. */
+template <typename S>
+struct mma_scores {
+    float at[S::STREAMED / 8][4];
+};
+
+/* The column of element i of fragment n of a tile of scores; its row is i / 2. */
+DEVICE int
+fragment_column(int n, int i)
+{
+    return n * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
+}
+
+/* Weights, rounded, as left operands. */
+template <typename T, typename S>
+DEVICE void
+pack_weights(uint32_t w[S::STREAMED / 16][4], const mma_scores<S> &s)
+{
+#pragma unroll
+    for (int n = 0; n < S::STREAMED / 8; n++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            w[n / 2][n % 2 * 2 + r] = T::pack(s.at[n][2 * r], s.at[n][2 * r + 1]);
+        }
+    }
+}
+
+/* out += weights . rows for a tile with elements that are not finite: those of weight 0
+ * are left out. Reads global memory, in float32. Fragments take turns to be the first,
+ * so that the loop need not be unrolled. */
+template <typename T, typename S>
+DEVICE void
+add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows)
+{
+    const int t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4 * 4;
+
+#pragma unroll 1
+    for (int pair = 0; pair < S::STREAMED / 2; pair++) {
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int j = pair * 2 + odd;
+            const float w0 = __shfl_sync(~0u, s.at[0][odd], quad + pair % 4);
+            const float w8 = __shfl_sync(~0u, s.at[0][2 + odd], quad + pair % 4);
+#pragma unroll
+            for (int i = 0; i < S::D / 4; i++) {
+                const int column = i / 2 * 8 + t * 2 + i % 2;
+                if (j < rows.n && column < rows.dims) {
+                    const uint16_t x = rows.data[j * rows.stride + column];
+                    float *o0 = &out[i / 2][i % 2], *o8 = &out[i / 2][2 + i % 2];
+                    *o0 = w0 == 0 ? *o0 : fused(w0, from_half(x, T::DTYPE), *o0);
+                    *o8 = w8 == 0 ? *o8 : fused(w8, from_half(x, T::DTYPE), *o8);
+                }
+            }
+        }
+        if (pair % 4 == 3) {
+#pragma unroll
+            for (int i = 0; i < S::STREAMED / 2 - 4; i++) {
+                s.at[i / 4][i % 4] = s.at[i / 4 + 1][i % 4];
+            }
+        }
+    }
+}
 
 /* ---- Rows of a fragment ---------------------------------------------------------- */
 

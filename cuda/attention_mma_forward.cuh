@@ -23,16 +23,16 @@ struct mma_forward_shape {
                                  : WIDE && !(PATH::ASYNC && D == 128) ? 8
                                                                       : 4;
     static constexpr int PIECES = OPTIONS || WARPS == 8 ? 1 : 2;
-    static constexpr int KEYS = D == 128 && PATH::ASYNC != OPTIONS    ? 32
-                                : !PATH::ASYNC && D == 64 && !OPTIONS ? 48
-                                                                      : 64;
+    static constexpr int STREAMED = D == 128 && PATH::ASYNC != OPTIONS    ? 32
+                                    : !PATH::ASYNC && D == 64 && !OPTIONS ? 48
+                                                                          : 64;
     static constexpr bool OWN = OPTIONS || !(PATH::ASYNC && WIDE); /* q in registers */
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
 
     static constexpr int THREADS = WARPS * 32, ROWS = WARPS * PIECES * 16;
     static constexpr int STAGES = PATH::ASYNC ? 2 : 1; /* tiles of keys */
     static constexpr int OWN_BYTES = OWN ? 0 : ROWS * D * 2;
-    static constexpr int TILE_BYTES = KEYS * D * 2;
+    static constexpr int TILE_BYTES = STREAMED * D * 2;
     static constexpr int BYTES = OWN_BYTES + (STAGES + 1) * TILE_BYTES;
     static_assert(PATH::ASYNC ? BYTES <= 101376 : BYTES <= 65536,
                   "what sm_86, or sm_75, has for a block");
@@ -46,24 +46,11 @@ struct mma_softmax {
     float top[S::PIECES][2], sum[S::PIECES][2]; /* sum: of this thread's keys */
 };
 
-/* The scores of one piece, then its weights. */
-template <typename S>
-struct mma_scores {
-    float at[S::KEYS / 8][4];
-};
-
 /* Where a thread's piece of a tile of scores is. */
 struct mma_place {
     int64_t query; /* of fragment rows g; the other is 8 further */
     int64_t key;   /* the tile's first */
 };
-
-/* The key, from the tile's first, of element i of fragment n; the row is i / 2. */
-DEVICE int
-fragment_key(int n, int i)
-{
-    return n * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
-}
 
 /* ---- Scores ---------------------------------------------------------------------- */
 
@@ -76,10 +63,10 @@ bound_scores(mma_scores<S> *s, const tfast_attention_args &args,
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const attention_reach reach =
-            reach_of(args, h, place.query + r * 8, place.key, S::KEYS);
+            reach_of(args, h, place.query + r * 8, place.key, S::STREAMED);
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 4; i++) {
-            const int key = fragment_key(i / 2, i % 2);
+        for (int i = 0; i < S::STREAMED / 4; i++) {
+            const int key = fragment_column(i / 2, i % 2);
             if (key < reach.first || key >= reach.end) {
                 s->at[i / 2][r * 2 + i % 2] = -INFINITY;
             }
@@ -97,10 +84,10 @@ finish_mma_scores(mma_scores<S> *s, const tfast_attention_args &args,
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int64_t query = place.query + r * 8;
-        const attention_reach reach = reach_of(args, h, query, place.key, S::KEYS);
+        const attention_reach reach = reach_of(args, h, query, place.key, S::STREAMED);
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 4; i++) {
-            const int key = fragment_key(i / 2, i % 2);
+        for (int i = 0; i < S::STREAMED / 4; i++) {
+            const int key = fragment_column(i / 2, i % 2);
             float *score = &s->at[i / 2][r * 2 + i % 2], slope;
             if (reach.first <= key && key < reach.end) {
                 *score =
@@ -121,7 +108,7 @@ soften_piece(mma_scores<S> *s, mma_softmax<S> *state, int piece, float unit)
     for (int r = 0; r < 2; r++) {
         float top = -INFINITY, sum = 0;
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 4; i++) {
+        for (int i = 0; i < S::STREAMED / 4; i++) {
             top = fmaxf(top, s->at[i / 2][r * 2 + i % 2]);
         }
         top = fmaxf(state->top[piece][r], quad_max(top) * (S::OPTIONS ? 1 : unit));
@@ -130,7 +117,7 @@ soften_piece(mma_scores<S> *s, mma_softmax<S> *state, int piece, float unit)
         const float fade = S::OPTIONS ? exponential(back) : ex2_approx(back);
         state->top[piece][r] = top;
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 4; i++) {
+        for (int i = 0; i < S::STREAMED / 4; i++) {
             float *x = &s->at[i / 2][r * 2 + i % 2];
             *x = S::OPTIONS ? exponential(*x - base)
                             : ex2_approx(fused(*x, unit, -base));
@@ -150,9 +137,9 @@ DEVICE void
 drop_weights(mma_scores<S> *s, const attention_dropout &dropout, const mma_place &place)
 {
 #pragma unroll
-    for (int block = 0; block < S::KEYS / 16; block++) {
+    for (int block = 0; block < S::STREAMED / 16; block++) {
         uint32_t word[4];
-        const int first = fragment_key(block * 2, 0);
+        const int first = fragment_column(block * 2, 0);
         dropout_words(word, dropout, place.query, place.key + first);
 #pragma unroll
         for (int i = 0; i < 8; i++) { /* of two fragments: each word has a row's pair */
@@ -167,75 +154,25 @@ drop_weights(mma_scores<S> *s, const attention_dropout &dropout, const mma_place
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-/* Weights, rounded, as left operands. */
-template <typename T, typename S>
-DEVICE void
-pack_weights(uint32_t w[S::KEYS / 16][4], const mma_scores<S> &s)
-{
-#pragma unroll
-    for (int n = 0; n < S::KEYS / 8; n++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            w[n / 2][n % 2 * 2 + r] = T::pack(s.at[n][2 * r], s.at[n][2 * r + 1]);
-        }
-    }
-}
-
-/* out += weights . values for a tile with values that are not finite: those of weight 0
- * are left out. Reads global memory, in float32. Fragments take turns to be the first,
- * so that the loop need not be unrolled. */
-template <typename T, typename S>
-DEVICE void
-add_values_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &values)
-{
-    const int t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4 * 4;
-
-#pragma unroll 1
-    for (int pair = 0; pair < S::KEYS / 2; pair++) {
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            const int j = pair * 2 + odd;
-            const float w0 = __shfl_sync(~0u, s.at[0][odd], quad + pair % 4);
-            const float w8 = __shfl_sync(~0u, s.at[0][2 + odd], quad + pair % 4);
-#pragma unroll
-            for (int i = 0; i < S::D / 4; i++) {
-                const int column = i / 2 * 8 + t * 2 + i % 2;
-                if (j < values.n && column < values.dims) {
-                    const uint16_t x = values.data[j * values.stride + column];
-                    float *o0 = &out[i / 2][i % 2], *o8 = &out[i / 2][2 + i % 2];
-                    *o0 = w0 == 0 ? *o0 : fused(w0, from_half(x, T::DTYPE), *o0);
-                    *o8 = w8 == 0 ? *o8 : fused(w8, from_half(x, T::DTYPE), *o8);
-                }
-            }
-        }
-        if (pair % 4 == 3) {
-#pragma unroll
-            for (int i = 0; i < S::KEYS / 2 - 4; i++) {
-                s.at[i / 4][i % 4] = s.at[i / 4 + 1][i % 4];
-            }
-        }
-    }
-}
-
 /* out += weights . values */
 template <typename PATH, typename T, typename S>
 DEVICE void
 add_values(mma_softmax<S> *state, const mma_scores<S> s[S::PIECES],
            const mma_reader<S::D> &reader, smem values)
 {
-    uint32_t w[S::PIECES][S::KEYS / 16][4];
+    uint32_t w[S::PIECES][S::STREAMED / 16][4];
 
 #pragma unroll
     for (int p = 0; p < S::PIECES; p++) {
         pack_weights<T>(w[p], s[p]);
     }
 #pragma unroll
-    for (int k = 0; k < S::KEYS / 16; k++) {
+    for (int k = 0; k < S::STREAMED / 16; k++) {
 #pragma unroll
         for (int n = 0; n < S::D / 16; n++) {
             uint32_t right[4];
             ldmatrix_x4_trans(right,
-                              reader.template left<S::KEYS>(values, k * 16, 2 * n));
+                              reader.template left<S::STREAMED>(values, k * 16, 2 * n));
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 PATH::template mma<T>(state->out[p][2 * n], w[p][k], right);
@@ -261,7 +198,7 @@ DEVICE mma_rows
 keys_of(const tfast_attention_args &args, const attention_head &h,
         const tfast_attention_rows &rows, int64_t dims, int tile)
 {
-    return mma_keys(args, h, rows, dims, (int64_t)tile * S::KEYS, S::KEYS);
+    return mma_keys(args, h, rows, dims, (int64_t)tile * S::STREAMED, S::STREAMED);
 }
 
 /* Whether any of the block's queries may not look at all of a tile's keys. */
@@ -269,10 +206,10 @@ template <typename S>
 DEVICE bool
 is_bounded(const tfast_attention_args &args, const mma_block &block, int tile)
 {
-    const int64_t key = (int64_t)tile * S::KEYS;
+    const int64_t key = (int64_t)tile * S::STREAMED;
 
     return key < first_key(args, block.h, block.last) ||
-           key + S::KEYS > end_key(args, block.h, block.first);
+           key + S::STREAMED > end_key(args, block.h, block.first);
 }
 
 /* The first row of a warp's piece, from the block's first. */
@@ -297,9 +234,10 @@ multiply_keys(mma_scores<S> s[S::PIECES], const mma_forward_thread<S> &own, smem
                                              piece_row<S>(p), k);
         }
 #pragma unroll
-        for (int n = 0; n < S::KEYS / 16; n++) {
+        for (int n = 0; n < S::STREAMED / 16; n++) {
             uint32_t right[4];
-            ldmatrix_x4(right, own.reader.template right<S::KEYS>(keys, n * 16, 2 * k));
+            ldmatrix_x4(right,
+                        own.reader.template right<S::STREAMED>(keys, n * 16, 2 * k));
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 PATH::template mma<T>(s[p].at[2 * n], left[p], right);
@@ -382,9 +320,10 @@ walk_keys(const mma_call &call, const mma_block &block,
     const tfast_attention_args &args = call.args;
     const attention_head &h = block.h;
     const smem k_at = own.q + S::OWN_BYTES, v_at = k_at + S::STAGES * S::TILE_BYTES;
-    const int begin = (int)(first_key(args, h, block.first) / S::KEYS);
-    int tile = (int)((end_key(args, h, block.last) + S::KEYS - 1) / S::KEYS) - 1;
-    mma_tile<PATH, S::KEYS, S::D, S::THREADS> k_tile, v_tile;
+    const int begin = (int)(first_key(args, h, block.first) / S::STREAMED);
+    int tile =
+        (int)((end_key(args, h, block.last) + S::STREAMED - 1) / S::STREAMED) - 1;
+    mma_tile<PATH, S::STREAMED, S::D, S::THREADS> k_tile, v_tile;
     mma_softmax<S> state = {};
     int stage = 0;
 
@@ -410,15 +349,15 @@ walk_keys(const mma_call &call, const mma_block &block,
             cp_async_commit(); /* an empty group: as many as ever are later */
         }
         multiply_keys<PATH, T>(s, own, keys);
-        weigh_keys(s, &state, args, block, (int64_t)tile * S::KEYS, bounded);
+        weigh_keys(s, &state, args, block, (int64_t)tile * S::STREAMED, bounded);
         v_tile.template land<1>(v_at);
         const char *landed = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
         /* values are there, and nobody reads these keys any more */
         if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
-                add_values_carefully<T>(state.out[p], s[p],
-                                        keys_of<S>(args, h, args.v, args.dim_v, tile));
+                add_carefully<T>(state.out[p], s[p],
+                                 keys_of<S>(args, h, args.v, args.dim_v, tile));
             }
         } else {
             add_values<PATH, T>(&state, s, own.reader, v_at);
