@@ -107,8 +107,8 @@ def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
 
 # The largest tensor's elements, or attention's problems: as many as take seconds.
 AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 40}
-FEW = {"adamw": 5000, "amp": 600, "attention": 12}  # under ThreadSanitizer
-MUTANTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 12}
+FEW = {"adamw": 5000, "amp": 600, "attention": 20}  # under ThreadSanitizer
+MUTANTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 20}
 
 
 @pytest.mark.parametrize("mode", ["address", "thread"])
@@ -313,8 +313,8 @@ MUTANTS = {
     ),
     "keys multiplied before they are there": (
         *("attention", "attention_mma_forward.cuh"),
-        "__syncthreads(); /* keys are there, and nobody reads the old values any more */",
-        "",
+        "__syncthreads(); /* keys are there, and nobody reads the old values",
+        "/*",
         "thread",
         RACE,
     ),
@@ -336,6 +336,41 @@ MUTANTS = {
         *("attention", "attention_mma_forward.cuh"),
         "word[i / 2 % 2 * 2 + i / 4]",
         "word[i / 4 * 2 + i / 2 % 2]",
+        "plain",
+        "differs",
+    ),
+    "step taken before its tiles are there": (
+        *("attention", "attention_mma_backward.cuh"),
+        "careful = __syncthreads_or(!finite) != 0",
+        "careful = false",
+        "thread",
+        RACE,
+    ),
+    "step's numbers from the other stage": (
+        *("attention", "attention_mma_backward.cuh"),
+        "(stage * 2 + second) * S::STREAMED + fragment",
+        "((stage ^ 1) * 2 + second) * S::STREAMED + fragment",
+        "plain",
+        "differs",
+    ),
+    "step's head always the first": (
+        *("attention", "attention_mma_backward.cuh"),
+        "h.head += S::KEYS ? step.head : 0;",
+        "h.head += 0 * step.head;",
+        "plain",
+        "differs",
+    ),
+    "step's bounds ignored": (
+        *("attention", "attention_mma_backward.cuh"),
+        "return key < first_key(args, h, last) ||",
+        "return last < 0 &&",
+        "plain",
+        "differs",
+    ),
+    "slope of the softcap left out": (
+        *("attention", "attention_mma_backward.cuh"),
+        "x != 0 ? x * slope.at[n][i] : x",
+        "x != 0 ? x : slope.at[n][i] * 0",
         "plain",
         "differs",
     ),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_attention_fuzz
 from arrays import Framed
+from attention_calls import Problem
 from reference_attention import attention, attention_backward
 from simt_library import F32, AttentionArgs, AttentionRows, Capture, Simt
 
@@ -161,6 +162,45 @@ def test_tensor_cores_agree_with_the_reference(monkeypatch, seed, ptx):
     test_attention_fuzz.check(
         test_attention_fuzz.any_problem(rng, "cpu", dtypes, max_dim=128)
     )
+
+
+@pytest.mark.usefixtures("backend_simt")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("ptx", [75, 80])
+def test_any_order_of_threads_gives_the_same_bits(monkeypatch, simt, rng, dtype, ptx):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    bias = rng.standard_normal((1, 4, 70, 1)).astype("f")
+    results = []
+    for order in range(3):
+        simt.library.tfast_simt_seed(ctypes.c_uint64(order))
+        problem = Problem(
+            np.random.default_rng(5),
+            (2, 4, 70, 90, 40),
+            kv_heads=2,
+            dtype=dtype,
+            bias=bias,
+            dropout_p=0.1,
+            seed=3,
+        )
+        made = [*problem.forward(), *problem.backward()[:4]]
+        results.append([array.tobytes() for array in made])
+    simt.library.tfast_simt_seed(ctypes.c_uint64(0))
+    assert results[1:] == results[:1] * 2
+
+
+def test_gradients_without_room_in_dq_are_right_too(monkeypatch, rng):
+    """dq holds numbers of the rows for a while, where it is wanted and aligned."""
+    trainfast.use_backend("simt")
+    problem = Problem(rng, (1, 2, 70, 90, 40), dtype="float16", is_causal=True)
+    everything = problem.backward()
+    wanted = ["k", "v"]
+    arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
+    few = trainfast.attention_backward(
+        *arrays, dlse=problem.dlse, wanted=wanted, **problem.options
+    )
+    trainfast.use_backend(None)
+    for mine, theirs in zip(few[1:3], everything[1:3]):
+        np.testing.assert_allclose(mine, theirs, atol=2e-2)
 
 
 # ---- What a call asks of the runtime -------------------------------------------------
