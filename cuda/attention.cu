@@ -1,5 +1,5 @@
-/* Attention's host side: by tensor cores where there are kernels for the case, otherwise
- * by the plain ones, which do everything. */
+/* Attention's host side: by tensor cores where there are kernels for the case,
+ * otherwise by the plain ones, which do everything. */
 #include "attention_mma.cuh"
 #include "attention_plain_backward.cuh"
 #include "attention_plain_forward.cuh"

@@ -1,12 +1,40 @@
-/* Attention by tensor cores: what the kernels share. Two instruction paths give the same
- * fragments, so that one source serves both:
+/* Attention by tensor cores: what the kernels share. Two instruction paths give the
+ * same fragments, so that one source serves both:
  *
  *   path_75   m16n8k8, tiles by way of registers; float16
  *   path_80   m16n8k16, tiles by cp.async; float16 and bfloat16
  *
  * Tiles in shared memory are 16 bits an element, dims past the arrays' zero. In a
  * fragment of 16 x 8 scores lane 4 g + t has columns 2 t, 2 t + 1 of rows g and g + 8;
- * two of them side by side, rounded, are the left operand of the next product. */
+ * two of them side by side, rounded, are the left operand of the next product.
+ *
+ * Instantiations, for each path and dtype: one a tile of dims (32, 64, 96 forward only,
+ * 128: what a smaller one saves is work), each once for bounds alone and once with
+ * options (which cost registers). Registers of ptxas 13.0 and KB of shared memory:
+ *
+ *                            32        64        96       128
+ *   sm_75  forward       220  8   252 12   208 24   242 32
+ *          with options  153  8   204 16   242 24   236 16
+ *          dq            134  8   190 16             182 48
+ *          with options  184  8   214 16             193 48
+ *          dk, dv        143  8   214 16             246 48
+ *          with options  202  8   248 16             255 48, 20 bytes spilled
+ *   sm_80  forward       197 12   255 24   168 60   255 56
+ *          with options  134 12   163 24   214 36   239 48
+ *          dq            124  8   174 16             206 64
+ *          with options  178  8   202 16             177 48
+ *          dk, dv        137  8   200 16             247 64
+ *          with options  198  8   240 16             242 48
+ *
+ * Blocks have 4 warps, but for the fast forward's 8 with dims 96 and, on sm_75, 128. By
+ * registers 2 blocks of 4 warps, or 1 of 8, fit on a multiprocessor; by shared memory,
+ * of 64 KB on sm_75, 100 on sm_86 and sm_89, 164 on sm_80 and 228 on sm_90, 1 with dims
+ * 128 backward before sm_80 and on sm_86 and sm_89.
+ *
+ * What the multiply-adds bound, at 4 (forward), 10 (backward) flops a score and dim and
+ * dense float16 with float32 sums: T4 65, 3090 71, 4090 165, A100 312, H200 989
+ * TFLOP/s; the backward makes 7 products where 5 are counted, so at most 5 / 7 of it.
+ * mma.sync reaches about 60 % of H200's. None of it has been measured yet. */
 #ifndef TFAST_ATTENTION_MMA_CUH
 #define TFAST_ATTENTION_MMA_CUH
 
@@ -217,7 +245,7 @@ struct mma_tile {
         }
     }
 
-    /* Ends all but the last LATER fetches; a barrier must follow before anyone reads. */
+    /* Ends all but the last LATER fetches; a barrier must follow before a read. */
     template <int LATER>
     __device__ __forceinline__ void land(smem to)
     {
@@ -238,8 +266,8 @@ struct mma_block {
     int64_t first, last; /* its own rows: the last one too */
 };
 
-/* Whether the tile's elements that this thread has landed are finite. `tile` is where it
- * landed, as a pointer. */
+/* Whether the tile's elements that this thread has landed are finite; `at` is where
+ * they are, as a pointer. */
 template <typename T, typename TILE>
 DEVICE bool
 is_finite(const TILE &tile, const char *at)

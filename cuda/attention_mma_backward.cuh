@@ -17,9 +17,9 @@
 /* ---- Tiles ----------------------------------------------------------------------- */
 
 /* A kernel's sizes; X and Y say whether the own rows are in registers. */
-template <typename PATH, int DIM, bool KEYS_, bool OPTIONS_>
+template <typename PATH, int DIM, bool OWNS_KEYS, bool HAS_OPTIONS>
 struct mma_backward_shape {
-    static constexpr bool KEYS = KEYS_, OPTIONS = OPTIONS_;
+    static constexpr bool KEYS = OWNS_KEYS, OPTIONS = HAS_OPTIONS;
     static constexpr int D = DIM;
     static constexpr int WARPS = 4;
     static constexpr int STREAMED = D == 128 && (OPTIONS || !PATH::ASYNC) ? 16 : 32;
@@ -289,7 +289,8 @@ weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &a
     }
 }
 
-/* Which of a thread's elements dropout keeps: bit 4 n + i of element i of fragment n. */
+/* Which of a thread's elements dropout keeps: bit 4 n + i for element i of fragment n.
+ */
 template <typename S>
 DEVICE uint32_t
 kept_elements(const tfast_attention_args &args, const mma_block &block,

@@ -1,10 +1,10 @@
-/* Attention forward by tensor cores: a warp owns 16 PIECES queries, a block WARPS warps,
- * and walks over their keys from the last tile to the first with an online softmax. The
- * weights go from one product to the next in registers.
+/* Attention forward by tensor cores: a warp owns 16 PIECES queries, a block WARPS
+ * warps, and walks over their keys from the last tile to the first with an online
+ * softmax. The weights go from one product to the next in registers.
  *
  * Two kernels a tile of dims: a fast one that knows bounds alone (causal, window,
- * lengths), and one with OPTIONS (mask, bias, ALiBi, softcap, dropout, any scale), which
- * takes registers that the first needs for its larger tiles. */
+ * lengths), and one with OPTIONS (mask, bias, ALiBi, softcap, dropout, any scale),
+ * which takes registers that the first needs for its larger tiles. */
 #ifndef TFAST_ATTENTION_MMA_FORWARD_CUH
 #define TFAST_ATTENTION_MMA_FORWARD_CUH
 
@@ -14,14 +14,13 @@
 
 /* A kernel's sizes. Blocks of fewer than 8 warps are asked for twice a multiprocessor,
  * which bounds them to 255 registers a thread either way. */
-template <typename PATH, int DIM, bool OPTIONS_>
+template <typename PATH, int DIM, bool HAS_OPTIONS>
 struct mma_forward_shape {
-    static constexpr bool OPTIONS = OPTIONS_;
+    static constexpr bool OPTIONS = HAS_OPTIONS;
     static constexpr int D = DIM;
     static constexpr bool WIDE = D > 64; /* dims fill the registers */
-    static constexpr int WARPS = OPTIONS                              ? 4
-                                 : WIDE && !(PATH::ASYNC && D == 128) ? 8
-                                                                      : 4;
+    static constexpr bool EIGHT = !OPTIONS && WIDE && !(PATH::ASYNC && D == 128);
+    static constexpr int WARPS = EIGHT ? 8 : 4;
     static constexpr int PIECES = OPTIONS || WARPS == 8 ? 1 : 2;
     static constexpr int STREAMED = D == 128 && PATH::ASYNC != OPTIONS    ? 32
                                     : !PATH::ASYNC && D == 64 && !OPTIONS ? 48
@@ -34,7 +33,7 @@ struct mma_forward_shape {
     static constexpr int OWN_BYTES = OWN ? 0 : ROWS * D * 2;
     static constexpr int TILE_BYTES = STREAMED * D * 2;
     static constexpr int BYTES = OWN_BYTES + (STAGES + 1) * TILE_BYTES;
-    static_assert(PATH::ASYNC ? BYTES <= 101376 : BYTES <= 65536,
+    static_assert(BYTES + (int)sizeof(mma_block) <= (PATH::ASYNC ? 101376 : 65536),
                   "what sm_86, or sm_75, has for a block");
 };
 

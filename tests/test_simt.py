@@ -108,7 +108,7 @@ def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
 # The largest tensor's elements, or attention's problems: as many as take seconds.
 AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 40}
 FEW = {"adamw": 5000, "amp": 600, "attention": 20}  # under ThreadSanitizer
-MUTANTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 20}
+MUTANTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 60}
 
 
 @pytest.mark.parametrize("mode", ["address", "thread"])
@@ -325,6 +325,13 @@ MUTANTS = {
         "plain",
         "never waited for",
     ),
+    "chunks of a tile not permuted": (
+        *("attention", "attention_mma.cuh"),
+        "return CHUNKS == 8 ? row & 7 : row >> 1 & 3;",
+        "return row * 0;",
+        "plain",
+        "wavefronts",
+    ),
     "row of a tile past the end copied": (
         *("attention", "attention_mma.cuh"),
         "const int left = row(i) < rows.n ?",
@@ -428,21 +435,27 @@ def test_ptx_gives_the_kept_vectors_on_the_gpu(tmp_path):
     assert (done.returncode, done.stdout) == (0, "".join(right))
 
 
+# Bytes of local memory that a kernel may use. Those of attention.cu are left out: they
+# hold up to 256 dims in registers, in float64 too, and are none of the fast ones.
+LOCAL_BYTES = {"adamw": 0, "amp": 0, "attention_mma": 24}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [75, 90])
-def test_kernels_keep_nothing_in_local_memory(arch, tmp_path):
+@pytest.mark.parametrize("name", LOCAL_BYTES)
+def test_kernels_keep_nothing_in_local_memory(name, arch, tmp_path):
     """Spilled registers and a stack frame (arrays that the compiler could not keep in
     registers) are both traffic that no kernel's floor counts."""
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if not nvcc:
         pytest.skip("needs nvcc")
-    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas=-v", "-c"]
-    command += [f"-I{ROOT / 'csrc'}", "-o", tmp_path / "object"]
-    seen = 0
-    for source in [ROOT / "cuda" / "adamw.cu", ROOT / "cuda" / "amp.cu"]:
-        done = subprocess.run([*command, source], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes", done.stderr)
-        assert set(frames) == {("0", "0")}, done.stderr
-        seen += len(re.findall("Compiling entry function", done.stderr))
-    assert seen >= 6
+    command = [nvcc, "-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{arch}"]
+    command += ["-Xptxas=-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "object", "-c"]
+    source = ROOT / "cuda" / f"{name}.cu"
+    done = subprocess.run([*command, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pattern = r"entry function '(\w+)'.*?\n.*?\n\s*(\d+) bytes stack frame, (\d+) bytes"
+    frames = re.findall(pattern, done.stderr)
+    spilled = {kernel: max(int(a), int(b)) for kernel, a, b in frames if a + b != "00"}
+    assert len(frames) >= 3
+    assert len(spilled) <= 1 and all(n <= LOCAL_BYTES[name] for n in spilled.values())

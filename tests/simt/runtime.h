@@ -119,6 +119,8 @@ void
 tfast_simt_counts(int64_t counts[3]); /* synchronising calls, allocations, launches */
 int64_t tfast_simt_copies();
 void tfast_simt_reset(); /* counts from zero */
+/* 8 x 8 matrices that ldmatrix read, and the wavefronts it took: never reset. */
+void tfast_simt_matrices(uint64_t counts[2]);
 void tfast_simt_seed(uint64_t seed);
 void tfast_simt_fail_allocations(int64_t after); /* n more succeed; negative: all do */
 void tfast_simt_capture_begin();

@@ -6,7 +6,6 @@
 
 #include "half.h"
 
-
 namespace simt {
 
 /* ---- Shuffles and votes ---------------------------------------------------------- */
@@ -199,8 +198,8 @@ struct async_copy {
     int group;
 };
 
-/* Copies in flight, oldest first, in a ring: memory that is moved or freed would be seen
- * by the race check, and is no business of the kernel's. */
+/* Copies in flight, oldest first, in a ring: memory that is moved or freed would be
+ * seen by the race check, and is no business of the kernel's. */
 enum { MOST_COPIES = 128 };
 struct async_state {
     async_copy copies[MOST_COPIES];
@@ -261,3 +260,10 @@ async_end()
 }
 
 } // namespace simt
+
+extern "C" __attribute__((visibility("default"))) void
+tfast_simt_matrices(uint64_t counts[2])
+{
+    counts[0] = simt::stats.ldmatrix;
+    counts[1] = simt::stats.wavefronts;
+}
