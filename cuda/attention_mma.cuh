@@ -51,8 +51,18 @@ struct mma_call {
 static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
 static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
 
-/* In attention_mma.cu: these do the call if there are kernels for it. The backward does
- * not make the gradients of options. */
+/* In attention_mma.cu: the version of PTX, 75 or 80 and later, whose instructions take
+ * the call; 0 where there are no kernels for it. */
+tfast_status tfast_mma_path(int *version, const tfast_attention_args *args);
+
+/* Whether rows begin at multiples of so many elements, a power of two. */
+bool tfast_mma_is_aligned(const tfast_attention_rows *rows, int64_t elements);
+
+/* Whether scores are more than bounded products of a positive scale. */
+bool tfast_mma_has_options(const tfast_attention_args *args);
+
+/* In attention_mma_forward.cu and attention_mma_backward.cu: these do the call if there
+ * are kernels for it. The backward does not make the gradients of options. */
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);
