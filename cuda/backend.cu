@@ -99,8 +99,8 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_adamw,
     tfast_cuda_amp_grads,
     tfast_cuda_amp_update,
-    nullptr, /* attention: not yet */
-    nullptr,
+    tfast_cuda_attention,
+    tfast_cuda_attention_backward,
     nullptr, /* the graph cache's loops are the CPU's */
 };
 

@@ -65,9 +65,11 @@ extern const tfast_backend tfast_cuda_backend;
 /* In workspace.cu: frees what a workspace holds, of whichever kind. */
 void tfast_held_clear(void *data);
 
-/* In adamw.cu and amp.cu. */
+/* In adamw.cu, amp.cu and attention.cu. */
 tfast_status tfast_cuda_adamw(const tfast_adamw_args *args);
 tfast_status tfast_cuda_amp_grads(const tfast_amp_grads_args *args);
 tfast_status tfast_cuda_amp_update(const tfast_amp_update_args *args);
+tfast_status tfast_cuda_attention(const tfast_attention_args *args);
+tfast_status tfast_cuda_attention_backward(const tfast_attention_args *args);
 
 #endif

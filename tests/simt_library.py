@@ -93,6 +93,53 @@ class AmpUpdateArgs(ctypes.Structure):
     ]
 
 
+class AttentionRows(ctypes.Structure):
+    _fields_ = [
+        ("data", POINTER),
+        *[(name, ctypes.c_int64) for name in ("batch", "head", "row")],
+    ]
+
+
+class AttentionTerm(ctypes.Structure):
+    _fields_ = [
+        ("data", POINTER),
+        ("stride", ctypes.c_int64 * 4),
+        ("dtype", ctypes.c_uint8),
+    ]
+
+
+class AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        *[(name, AttentionRows) for name in ("q", "k", "v", "out")],
+        ("lse", POINTER),
+        *[(name, ctypes.c_int64) for name in ("lse_batch", "lse_head")],
+        *[(name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads")],
+        *[(name, ctypes.c_int64) for name in ("n_q", "n_k", "dim", "dim_v")],
+        *[(name, POINTER) for name in ("cu_seqlens_q", "cu_seqlens_k")],
+        *[(name, ctypes.c_int64) for name in ("total_q", "total_k")],
+        ("kv_lens", POINTER),
+        *[(name, AttentionTerm) for name in ("mask", "bias")],
+        ("alibi_slopes", POINTER),
+        ("alibi_batch", ctypes.c_int64),
+        ("sinks", POINTER),
+        *[(name, ctypes.c_bool) for name in ("is_causal", "bottom_right")],
+        *[(name, ctypes.c_int64) for name in ("window_left", "window_right")],
+        *[(name, ctypes.c_double) for name in ("scale", "softcap", "dropout_p")],
+        ("seed", ctypes.c_int64),
+        ("seed_at", POINTER),
+        ("dout", AttentionRows),
+        ("dlse", POINTER),
+        *[(name, AttentionRows) for name in ("dq", "dk", "dv")],
+        ("dbias", POINTER),
+        ("dbias_stride", ctypes.c_int64 * 4),
+        *[(name, POINTER) for name in ("dalibi", "dsinks")],
+        ("dtype", ctypes.c_uint8),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("stream", POINTER),
+    ]
+
+
 class Backend(ctypes.Structure):
     _fields_ = [
         ("abi", ctypes.c_uint32),
@@ -103,6 +150,8 @@ class Backend(ctypes.Structure):
         ("adamw", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Args))),
         ("amp_grads", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpGradsArgs))),
         ("amp_update", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpUpdateArgs))),
+        ("attention", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AttentionArgs))),
+        ("attention_backward", ctypes.CFUNCTYPE(ctypes.c_int, POINTER)),
     ]
 
 

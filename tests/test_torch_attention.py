@@ -7,11 +7,16 @@ import pytest
 import reference_attention as reference
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
 
 import trainfast
-from trainfast.torch import attention, scaled_dot_product_attention
+from trainfast.torch import (
+    attention,
+    attention_route,
+    scaled_dot_product_attention,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -288,6 +293,38 @@ def test_backend_without_attention_leaves_it_to_torch(monkeypatch):
     grads = [torch.autograd.grad(x.sum(), q) for x in (out, theirs)]
     torch.testing.assert_close(*grads)
     assert reasons() == {"this backend has no attention": 2} and calls() == 0
+
+
+FLASH = "CUDA: torch's flash attention, until ours is measured beside it"
+NO_TENSOR_CORES = "CUDA: no kernel with tensor cores for this dtype or dim"
+NO_MASK_GRADIENT = "CUDA: no kernel with tensor cores for the gradient of a mask"
+
+
+def test_sdpa_leaves_a_gpu_to_torch_where_its_kernels_are_faster():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 5, 8, dtype=torch.float16, device="cuda")
+        assert scaled_dot_product_attention(q, q, q).shape == q.shape
+    assert reasons() == {FLASH: 1} and calls() == 0
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, learned, expected",
+    [
+        (torch.float16, 128, False, None),
+        (torch.float16, 8, True, NO_MASK_GRADIENT),
+        (torch.float16, 129, False, NO_TENSOR_CORES),
+        (torch.bfloat16, 8, False, NO_TENSOR_CORES),
+        (torch.float32, 8, False, NO_TENSOR_CORES),
+    ],
+)
+def test_a_gpu_without_flash_attention_takes_what_tensor_cores_do(
+    monkeypatch, dtype, dim, learned, expected
+):
+    monkeypatch.setattr(attention_route, "_has_flash_attention", lambda device: False)
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 2, 5, n, dtype=dtype, device="cuda") for n in (8, dim))
+        mask = torch.empty(5, 5, dtype=dtype, device="cuda", requires_grad=learned)
+        assert attention_route.torchs_are_faster(q, v, mask) == expected
 
 
 def test_sdpa_scale_is_keyword_only_as_in_torch():

@@ -115,6 +115,7 @@ static int quantum; /* switches until a shuffled run leaves the warp */
 static unsigned block_phase, block_parity;
 static ordering *orderings;
 static char start_ordering, end_ordering;
+static bool votes[3];
 static const std::function<void()> *body;
 static std::mutex one_launch;
 
@@ -344,6 +345,7 @@ prepare_fiber(int i)
     f.index.z = i / block_size.x / block_size.y;
     f.lane = i % 32;
     f.warp = i / 32;
+    f.n_votes = 0;
     f.fenced = false;
     f.n_atomics = 0;
     f.now = READY;
@@ -423,6 +425,7 @@ run_block()
     require(orderings != nullptr, "no memory for a block");
     alive = n_threads;
     waiting = 0;
+    votes[0] = votes[1] = votes[2] = false;
     if (dynamic_bytes > 0) {
         shared_array(&dynamic_key, dynamic_bytes);
     }
@@ -499,6 +502,19 @@ sync_threads()
         yield();
     }
     __tsan_acquire(ordering);
+}
+
+/* Votes go to three slots by turns: the one of the vote before is cleared when all have
+ * read it and before anyone can use it again. */
+bool
+sync_threads_or(bool vote)
+{
+    const unsigned n = self->n_votes++;
+
+    votes[n % 3] |= vote;
+    sync_threads();
+    votes[(n + 2) % 3] = false;
+    return votes[n % 3];
 }
 
 void

@@ -191,6 +191,15 @@ cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int device)
     return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
+cudaError_t
+simt_function_attributes(cudaFuncAttributes *attributes)
+{
+    const char *version = getenv("TRAINFAST_SIMT_PTX");
+
+    attributes->ptxVersion = version == nullptr ? 80 : atoi(version);
+    return cudaSuccess;
+}
+
 /* ---- Memory ---------------------------------------------------------------------- */
 
 cudaError_t

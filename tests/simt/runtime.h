@@ -37,6 +37,11 @@ typedef enum {
     cudaStreamCaptureModeRelaxed = 2
 } cudaStreamCaptureMode;
 typedef enum { cudaDevAttrMultiProcessorCount = 16 } cudaDeviceAttr;
+typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
+
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
 
 enum { cudaEventDisableTiming = 2, cudaHostAllocDefault = 0 };
 
@@ -79,6 +84,23 @@ cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t)
     return cudaSuccess;
 }
 
+/* Kernels are for what TRAINFAST_SIMT_PTX says, 80 by default. */
+cudaError_t simt_function_attributes(cudaFuncAttributes *attributes);
+
+template <typename Kernel>
+cudaError_t
+cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel)
+{
+    return simt_function_attributes(attributes);
+}
+
+template <typename Kernel>
+cudaError_t
+cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int)
+{
+    return cudaSuccess;
+}
+
 namespace simt {
 
 /* Runs the kernel that `body` calls for every thread, or records it during a capture.
@@ -97,6 +119,8 @@ void
 tfast_simt_counts(int64_t counts[3]); /* synchronising calls, allocations, launches */
 int64_t tfast_simt_copies();
 void tfast_simt_reset(); /* counts from zero */
+/* 8 x 8 matrices that ldmatrix read, and the wavefronts it took: never reset. */
+void tfast_simt_matrices(uint64_t counts[2]);
 void tfast_simt_seed(uint64_t seed);
 void tfast_simt_fail_allocations(int64_t after); /* n more succeed; negative: all do */
 void tfast_simt_capture_begin();

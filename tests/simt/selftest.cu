@@ -53,6 +53,11 @@ vote_kernel(int *out)
     if (!odd || !__any_sync(~0u, lane == 5) || __all_sync(~0u, lane < 31)) {
         atomicAdd(out, (int)WRONG);
     }
+    for (int i = 0; i < 5; i++) {
+        if ((__syncthreads_or(threadIdx.x == 40 && i % 2 == 0) != 0) != (i % 2 == 0)) {
+            atomicAdd(out, (int)WRONG);
+        }
+    }
     if (lane < 16) {
         const int before = __shfl_up_sync(0xFFFFu, lane, 1);
         const int third = __shfl_sync(0xFFFFu, lane, 3);

@@ -74,6 +74,7 @@ namespace simt {
 struct thread {
     dim3 index;
     int lane, warp;
+    unsigned n_votes;       /* at barriers */
     bool fenced;            /* its atomics publish what it did before */
     const void *atomics[8]; /* since its last fence, the latest eight */
     unsigned n_atomics;
@@ -106,6 +107,7 @@ require(bool holds, const char *what)
 
 void set_seed(uint64_t seed);
 void sync_threads();
+bool sync_threads_or(bool vote); /* whether any thread's is true */
 void sync_warp(uint32_t mask = ~0u);
 void thread_fence();
 void note_atomic(const void *address); /* before it happens */
@@ -159,6 +161,7 @@ launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic,
 #define gridDim (simt::grid_size)
 
 #define __syncthreads() simt::sync_threads()
+#define __syncthreads_or(vote) simt::sync_threads_or(vote)
 #define __syncwarp(...) simt::sync_warp(__VA_ARGS__)
 #define __threadfence() simt::thread_fence()
 #define __shfl_sync(mask, value, lane)                                                 \

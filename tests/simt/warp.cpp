@@ -6,8 +6,6 @@
 
 #include "half.h"
 
-#include <vector>
-
 namespace simt {
 
 /* ---- Shuffles and votes ---------------------------------------------------------- */
@@ -200,8 +198,12 @@ struct async_copy {
     int group;
 };
 
+/* Copies in flight, oldest first, in a ring: memory that is moved or freed would be
+ * seen by the race check, and is no business of the kernel's. */
+enum { MOST_COPIES = 128 };
 struct async_state {
-    std::vector<async_copy> copies;
+    async_copy copies[MOST_COPIES];
+    unsigned begin, end; /* modulo MOST_COPIES */
     int group;
 };
 
@@ -220,7 +222,8 @@ async_issue(void *to, const void *from)
 {
     async_state &state = async_of_self();
 
-    state.copies.push_back({to, from, state.group});
+    require(state.end - state.begin < MOST_COPIES, "too many cp.async copies at once");
+    state.copies[state.end++ % MOST_COPIES] = {to, from, state.group};
     stats.async_copies++;
 }
 
@@ -235,12 +238,14 @@ async_next(int may_remain, void **to, const void **from)
 {
     async_state &state = async_of_self();
 
-    if (state.copies.empty() || state.copies[0].group >= state.group - may_remain) {
+    const async_copy &oldest = state.copies[state.begin % MOST_COPIES];
+
+    if (state.begin == state.end || oldest.group >= state.group - may_remain) {
         return false;
     }
-    *to = state.copies[0].to;
-    *from = state.copies[0].from;
-    state.copies.erase(state.copies.begin());
+    *to = oldest.to;
+    *from = oldest.from;
+    state.begin++;
     return true;
 }
 
@@ -249,9 +254,16 @@ async_end()
 {
     async_state &state = async_of_self();
 
-    require(state.copies.empty(),
+    require(state.begin == state.end,
             "a thread ends with cp.async copies it never waited for");
     state.group = 0;
 }
 
 } // namespace simt
+
+extern "C" __attribute__((visibility("default"))) void
+tfast_simt_matrices(uint64_t counts[2])
+{
+    counts[0] = simt::stats.ldmatrix;
+    counts[1] = simt::stats.wavefronts;
+}

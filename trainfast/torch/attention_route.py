@@ -19,6 +19,7 @@ from trainfast.torch import attention_math, attention_operators, attention_ops
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
 MAX_DIM = 256
+TENSOR_CORE_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD_MODE = "forward-mode differentiation"
 _P = ParamSpec("_P")
@@ -81,6 +82,37 @@ def _refusal_when_compiling() -> str | None:
     if _is_exporting():
         return "torch.export: its programs run without trainfast"
     return None
+
+
+def torchs_are_faster(q: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """Why torch's own function is the better choice where it computes the same.
+
+    From sm_80 on torch has flash attention, beside which our kernels have not been
+    measured yet. Before that it has none, and ours use the tensor cores for float16
+    with dims up to 128; other cases, and gradients of masks, multiply without them.
+    What torch has no function for (windows, ALiBi, sinks, lengths, gradients of lse)
+    stays with us in any case.
+    """
+    if q.device.type != "cuda":
+        return None
+    if _has_flash_attention(q.device):
+        return "CUDA: torch's flash attention, until ours is measured beside it"
+    dtype = q.dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    if dtype != torch.float16 or max(q.shape[-1], v.shape[-1]) > TENSOR_CORE_DIM:
+        return "CUDA: no kernel with tensor cores for this dtype or dim"
+    if mask is not None and mask.requires_grad:
+        return "CUDA: no kernel with tensor cores for the gradient of a mask"
+    return None
+
+
+@constant_when_compiled
+def _has_flash_attention(device: torch.device) -> bool:
+    """Whether torch's runs there, or there is no GPU to ask."""
+    return not torch.cuda.is_available() or (
+        torch.cuda.get_device_capability(device)[0] >= 8
+    )
 
 
 def is_watched(q: Tensor) -> bool:

@@ -26,6 +26,7 @@ from trainfast.torch.attention_route import (
     is_plain,
     refusal_of,
     run,
+    torchs_are_faster,
 )
 
 _by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
@@ -60,10 +61,11 @@ def scaled_dot_product_attention(
         [..., heads, n_q, dim_v], of query's dtype and order of dims in memory. A row
         without an allowed key is 0, and so are its gradients.
 
-    float64, float32, float16 and bfloat16, dims up to 256, on the CPU and CUDA. Works
-    under autocast, torch.compile and fake tensors, and may be differentiated twice.
-    Everything else runs torch's own function, which raises torch's errors;
-    trainfast.stats() counts it with the reason.
+    float64, float32, float16 and bfloat16, dims up to 256, on the CPU; on CUDA float16,
+    dims up to 128, where torch has no flash attention (sm_75). Works under autocast,
+    torch.compile and fake tensors, and may be differentiated twice. Everything else
+    runs torch's own function, which raises torch's errors; trainfast.stats() counts it
+    with the reason.
     """
     given = (query, key, value, attn_mask)
     if has_torch_function(given):
@@ -76,6 +78,8 @@ def scaled_dot_product_attention(
         refusal = shape_refusal(query, key, value, attn_mask, is_causal, enable_gqa)
     if refusal is None and not 0 <= dropout_p < 1:
         refusal = "dropout_p outside [0, 1)"
+    if refusal is None:
+        refusal = torchs_are_faster(query, value, attn_mask)
     if refusal is None:
         try:
             return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale)

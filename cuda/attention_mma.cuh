@@ -1,0 +1,449 @@
+/* Attention by tensor cores: what the kernels share. Two instruction paths give the
+ * same fragments, so that one source serves both:
+ *
+ *   path_75   m16n8k8, tiles by way of registers; float16
+ *   path_80   m16n8k16, tiles by cp.async; float16 and bfloat16
+ *
+ * Tiles in shared memory are 16 bits an element, dims past the arrays' zero. In a
+ * fragment of 16 x 8 scores lane 4 g + t has columns 2 t, 2 t + 1 of rows g and g + 8;
+ * two of them side by side, rounded, are the left operand of the next product.
+ *
+ * Instantiations, for each path and dtype: one a tile of dims (32, 64, 96 forward only,
+ * 128: what a smaller one saves is work), each once for bounds alone and once with
+ * options (which cost registers). Registers of ptxas 13.0 and KB of shared memory:
+ *
+ *                            32        64        96       128
+ *   sm_75  forward       220  8   252 12   208 24   242 32
+ *          with options  153  8   204 16   242 24   236 16
+ *          dq            134  8   190 16             182 48
+ *          with options  184  8   214 16             193 48
+ *          dk, dv        143  8   214 16             246 48
+ *          with options  202  8   248 16             255 48, 20 bytes spilled
+ *   sm_80  forward       197 12   255 24   168 60   255 56
+ *          with options  134 12   163 24   214 36   239 48
+ *          dq            124  8   174 16             206 64
+ *          with options  178  8   202 16             177 48
+ *          dk, dv        137  8   200 16             247 64
+ *          with options  198  8   240 16             242 48
+ *
+ * Blocks have 4 warps, but for the fast forward's 8 with dims 96 and, on sm_75, 128. By
+ * registers 2 blocks of 4 warps, or 1 of 8, fit on a multiprocessor; by shared memory,
+ * of 64 KB on sm_75, 100 on sm_86 and sm_89, 164 on sm_80 and 228 on sm_90, 1 with dims
+ * 128 backward before sm_80 and on sm_86 and sm_89.
+ *
+ * What the multiply-adds bound, at 4 (forward), 10 (backward) flops a score and dim and
+ * dense float16 with float32 sums: T4 65, 3090 71, 4090 165, A100 312, H200 989
+ * TFLOP/s; the backward makes 7 products where 5 are counted, so at most 5 / 7 of it.
+ * mma.sync reaches about 60 % of H200's. None of it has been measured yet. */
+#ifndef TFAST_ATTENTION_MMA_CUH
+#define TFAST_ATTENTION_MMA_CUH
+
+#include "attention_head.cuh"
+
+/* What a launch passes to its kernel. */
+struct mma_call {
+    tfast_attention_args args;
+    bool chunks; /* all rows that are read begin at multiples of 16 bytes */
+    bool pairs;  /* all rows that are written, of 4 bytes */
+};
+
+/* A grid's x has 31 bits, as the number of a tile has. */
+static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
+static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
+
+/* In attention_mma.cu: the version of PTX, 75 or 80 and later, whose instructions take
+ * the call; 0 where there are no kernels for it. */
+tfast_status tfast_mma_path(int *version, const tfast_attention_args *args);
+
+/* Whether rows begin at multiples of so many elements, a power of two. */
+bool tfast_mma_is_aligned(const tfast_attention_rows *rows, int64_t elements);
+
+/* Whether scores are more than bounded products of a positive scale. */
+bool tfast_mma_has_options(const tfast_attention_args *args);
+
+/* In attention_mma_forward.cu and attention_mma_backward.cu: these do the call if there
+ * are kernels for it. The backward does not make the gradients of options. */
+tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
+tfast_status tfast_mma_attention_backward(bool *taken,
+                                          const tfast_attention_args *args);
+
+/* ---- Element types --------------------------------------------------------------- */
+
+struct mma_f16 {
+    static constexpr int DTYPE = TFAST_F16;
+    DEVICE uint32_t pack(float low, float high) { return pack_f16(low, high); }
+};
+
+struct mma_bf16 {
+    static constexpr int DTYPE = TFAST_BF16;
+    DEVICE uint32_t pack(float low, float high) { return pack_bf16(low, high); }
+};
+
+/* ---- Instruction paths ----------------------------------------------------------- */
+
+/* A kernel has code only where its path is the best one: nvcc compiles all of them for
+ * every architecture. */
+#if !defined(__CUDACC__) || !defined(__CUDA_ARCH__)
+enum { HAS_75 = true, HAS_80 = true };
+#else
+enum { HAS_75 = __CUDA_ARCH__ < 800, HAS_80 = __CUDA_ARCH__ >= 800 };
+#endif
+
+/* Two products of depth 8 are one of depth 16, register for register. */
+struct path_75 {
+    static constexpr bool ASYNC = false, HERE = HAS_75;
+    template <typename T>
+    DEVICE void mma(float *c, const uint32_t *a, const uint32_t *b)
+    {
+        mma_m16n8k8_f16(c, a, b);
+        mma_m16n8k8_f16(c, a + 2, b + 1);
+    }
+};
+
+struct path_80 {
+    static constexpr bool ASYNC = true, HERE = HAS_80;
+    template <typename T>
+    DEVICE void mma(float *c, const uint32_t *a, const uint32_t *b)
+    {
+        if constexpr (T::DTYPE == TFAST_BF16) {
+            mma_m16n8k16_bf16(c, a, b);
+        } else {
+            mma_m16n8k16_f16(c, a, b);
+        }
+    }
+};
+
+/* ---- Rows in memory -------------------------------------------------------------- */
+
+/* Rows of an array from `data` on. */
+struct mma_rows {
+    uint16_t *data;
+    int64_t stride; /* in elements */
+    int n, dims;
+};
+
+/* At most this many of the rows from `first` on. */
+DEVICE int
+mma_left(int64_t n, int64_t first, int most)
+{
+    return (int)clamped(n - first, 0, most);
+}
+
+DEVICE mma_rows
+mma_queries(const tfast_attention_args &args, const attention_head &h,
+            const tfast_attention_rows &rows, int64_t dims, int64_t first, int most)
+{
+    return {(uint16_t *)rows.data + query_row(args, h, rows, first), rows.row,
+            mma_left(h.n_q, first, most), (int)dims};
+}
+
+/* Without keys past kv_lens. */
+DEVICE mma_rows
+mma_keys(const tfast_attention_args &args, const attention_head &h,
+         const tfast_attention_rows &rows, int64_t dims, int64_t first, int most)
+{
+    return {(uint16_t *)rows.data + key_row(args, h, rows, first), rows.row,
+            mma_left(h.n_k, first, most), (int)dims};
+}
+
+/* Up to 8 elements, zeros behind them. Rarely used, so it is kept small. */
+DEVICE uint4
+gather_chunk(const uint16_t *from, int n)
+{
+    uint4 all = make_uint4(0, 0, 0, 0);
+
+#pragma unroll 1
+    for (int i = n < 8 ? n - 1 : 7; i >= 0; i--) {
+        all.w = all.w << 16 | all.z >> 16;
+        all.z = all.z << 16 | all.y >> 16;
+        all.y = all.y << 16 | all.x >> 16;
+        all.x = all.x << 16 | from[i];
+    }
+    return all;
+}
+
+/* Elements `column` and the next of a row. */
+DEVICE uint32_t
+read_pair(const mma_rows &rows, int row, int column, bool pairs)
+{
+    const uint16_t *from = rows.data + row * rows.stride + column;
+    uint32_t low = 0, high = 0;
+
+    if (row < rows.n && pairs && column + 1 < rows.dims) {
+        return *(const uint32_t *)from;
+    }
+    if (row < rows.n) {
+        low = column < rows.dims ? from[0] : 0;
+        high = column + 1 < rows.dims ? from[1] : 0;
+    }
+    return low | high << 16;
+}
+
+DEVICE void
+write_pair(const mma_rows &rows, int row, int column, uint32_t pair, bool pairs)
+{
+    uint16_t *to = rows.data + row * rows.stride + column;
+
+    if (row >= rows.n) {
+        return;
+    }
+    if (pairs && column + 1 < rows.dims) {
+        *(uint32_t *)to = pair;
+        return;
+    }
+    if (column < rows.dims) {
+        to[0] = (uint16_t)pair;
+    }
+    if (column + 1 < rows.dims) {
+        to[1] = (uint16_t)(pair >> 16);
+    }
+}
+
+/* ---- Tiles in shared memory ------------------------------------------------------ */
+
+/* ROWS x D elements, in panels of 64 or 32 columns, so that a row of one is 128 or 64
+ * bytes; its chunks of 16 bytes are permuted by the row, so that the 8 rows an ldmatrix
+ * reads lie in different banks. */
+template <int ROWS, int D>
+struct mma_layout {
+    static constexpr int COLUMNS = D % 64 == 0 ? 64 : 32; /* of a panel */
+    static constexpr int CHUNKS = COLUMNS / 8, ROW_BYTES = COLUMNS * 2;
+    static constexpr int PANEL_BYTES = ROWS * ROW_BYTES, BYTES = ROWS * D * 2;
+
+    DEVICE int swizzle(int row) { return CHUNKS == 8 ? row & 7 : row >> 1 & 3; }
+
+    DEVICE int panel(int chunk) { return chunk / CHUNKS * PANEL_BYTES; }
+
+    DEVICE int at(int row, int chunk)
+    {
+        return panel(chunk) + row * ROW_BYTES + (chunk % CHUNKS ^ swizzle(row)) * 16;
+    }
+};
+
+/* Brings a tile from global memory, all threads of the block together. */
+template <typename PATH, int ROWS, int D, int THREADS>
+struct mma_tile {
+    typedef mma_layout<ROWS, D> layout;
+    static constexpr int EACH = ROWS * D / 8 / THREADS; /* chunks of a thread */
+    static_assert(ROWS * D / 8 % THREADS == 0, "all threads have the same to do");
+    uint4 staged[PATH::ASYNC ? 1 : EACH];
+
+    DEVICE int row(int i) { return (i * THREADS + (int)threadIdx.x) / (D / 8); }
+    DEVICE int chunk(int i) { return (i * THREADS + (int)threadIdx.x) % (D / 8); }
+
+    /* Begins to; rows past the end become zeros. Nobody may read `to` any more. */
+    __device__ __forceinline__ void fetch(smem to, const mma_rows &rows, bool chunks)
+    {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int left = row(i) < rows.n ? rows.dims - chunk(i) * 8 : 0;
+            const uint16_t *from = rows.data + row(i) * rows.stride + chunk(i) * 8;
+            const smem at = to + layout::at(row(i), chunk(i));
+            const bool whole = chunks && left >= 8;
+            if constexpr (PATH::ASYNC) {
+                if (chunks && (whole || left <= 0)) {
+                    cp_async_16(at, whole ? from : rows.data, whole);
+                } else {
+                    st_shared_128(at, gather_chunk(from, left));
+                }
+            } else {
+                staged[i] = whole ? *(const uint4 *)from : gather_chunk(from, left);
+            }
+        }
+        if constexpr (PATH::ASYNC) {
+            cp_async_commit();
+        }
+    }
+
+    /* Ends all but the last LATER fetches; a barrier must follow before a read. */
+    template <int LATER>
+    __device__ __forceinline__ void land(smem to)
+    {
+        if constexpr (PATH::ASYNC) {
+            cp_async_wait<LATER>();
+        } else {
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                st_shared_128(to + layout::at(row(i), chunk(i)), staged[i]);
+            }
+        }
+    }
+};
+
+/* A block's head and rows. Kept in shared memory, where they take no registers. */
+struct mma_block {
+    attention_head h;
+    int64_t first, last; /* its own rows: the last one too */
+};
+
+/* Whether the tile's elements that this thread has landed are finite; `at` is where
+ * they are, as a pointer. */
+template <typename T, typename TILE>
+DEVICE bool
+is_finite(const TILE &tile, const char *at)
+{
+    constexpr bool BF16 = T::DTYPE == TFAST_BF16;
+    constexpr uint32_t EXPONENTS = BF16 ? 0x7F807F80 : 0x7C007C00;
+    constexpr uint32_t ONES = BF16 ? 0x00800080 : 0x04000400; /* of the exponents */
+    uint32_t seen = 0; /* the sum reaches the sign where an exponent is full */
+
+#pragma unroll
+    for (int i = 0; i < TILE::EACH; i++) {
+        const uint4 x =
+            *(const uint4 *)(at + TILE::layout::at(tile.row(i), tile.chunk(i)));
+        seen |= ((x.x & EXPONENTS) + ONES) | ((x.y & EXPONENTS) + ONES) |
+                ((x.z & EXPONENTS) + ONES) | ((x.w & EXPONENTS) + ONES);
+    }
+    return (seen & 0x80008000) == 0;
+}
+
+/* A lane's part of the addresses with which one ldmatrix.x4 reads 16 x 16 elements of a
+ * tile of D columns. `chunk` is even. */
+template <int D>
+struct mma_reader {
+    typedef mma_layout<8, D> layout; /* of any number of rows, but for its panels */
+    int left_row, left_chunk, right_row, right_chunk;
+
+    __device__ __forceinline__ mma_reader()
+    {
+        const int lane = threadIdx.x % 32, r = lane % 8, i = lane / 8;
+        left_row = (i % 2 * 8 + r) * layout::ROW_BYTES;
+        left_chunk = (i / 2 ^ layout::swizzle(r)) * 16;
+        right_row = (i / 2 * 8 + r) * layout::ROW_BYTES;
+        right_chunk = (i % 2 ^ layout::swizzle(r)) * 16;
+    }
+
+    /* Left operand of 16 rows from `row` on; also, transposed, the right operand whose
+     * depth runs over the rows. */
+    template <int ROWS>
+    __device__ __forceinline__ smem left(smem tile, int row, int chunk) const
+    {
+        return tile + mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES +
+               left_row + (chunk % layout::CHUNKS * 16 ^ left_chunk);
+    }
+
+    /* Right operand whose columns are the rows: two of 8 columns. */
+    template <int ROWS>
+    __device__ __forceinline__ smem right(smem tile, int row, int chunk) const
+    {
+        return tile + mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES +
+               right_row + (chunk % layout::CHUNKS * 16 ^ right_chunk);
+    }
+};
+
+/* 16 rows of a warp as left operands: in registers, read from global memory once, or in
+ * shared memory. */
+template <int D, bool REGISTERS>
+struct mma_own {
+    uint32_t piece[REGISTERS ? D / 16 : 1][4];
+
+    __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs)
+    {
+        if constexpr (REGISTERS) {
+            const int lane = threadIdx.x % 32;
+#pragma unroll
+            for (int i = 0; i < D / 4; i++) {
+                const int at = row + lane / 4 + i % 2 * 8;
+                const int column = i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2;
+                piece[i / 4][i % 4] = read_pair(rows, at, column, pairs);
+            }
+        }
+    }
+
+    template <int ROWS>
+    __device__ __forceinline__ void get(uint32_t a[4], const mma_reader<D> &reader,
+                                        smem tile, int row, int k) const
+    {
+        if constexpr (REGISTERS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                a[i] = piece[k][i];
+            }
+        } else {
+            ldmatrix_x4(a, reader.template left<ROWS>(tile, row, 2 * k));
+        }
+    }
+};
+
+/* ---- Scores ---------------------------------------------------------------------- */
+
+/* 16 x STREAMED scores of a warp, and what becomes of them. */
+template <typename S>
+struct mma_scores {
+    float at[S::STREAMED / 8][4];
+};
+
+/* The column of element i of fragment n of a tile of scores; its row is i / 2. */
+DEVICE int
+fragment_column(int n, int i)
+{
+    return n * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
+}
+
+/* Weights, rounded, as left operands. */
+template <typename T, typename S>
+DEVICE void
+pack_weights(uint32_t w[S::STREAMED / 16][4], const mma_scores<S> &s)
+{
+#pragma unroll
+    for (int n = 0; n < S::STREAMED / 8; n++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            w[n / 2][n % 2 * 2 + r] = T::pack(s.at[n][2 * r], s.at[n][2 * r + 1]);
+        }
+    }
+}
+
+/* out += weights . rows for a tile with elements that are not finite: those of weight 0
+ * are left out. Reads global memory, in float32. Fragments take turns to be the first,
+ * so that the loop need not be unrolled. */
+template <typename T, typename S>
+DEVICE void
+add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows)
+{
+    const int t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4 * 4;
+
+#pragma unroll 1
+    for (int pair = 0; pair < S::STREAMED / 2; pair++) {
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int j = pair * 2 + odd;
+            const float w0 = __shfl_sync(~0u, s.at[0][odd], quad + pair % 4);
+            const float w8 = __shfl_sync(~0u, s.at[0][2 + odd], quad + pair % 4);
+#pragma unroll
+            for (int i = 0; i < S::D / 4; i++) {
+                const int column = i / 2 * 8 + t * 2 + i % 2;
+                if (j < rows.n && column < rows.dims) {
+                    const uint16_t x = rows.data[j * rows.stride + column];
+                    float *o0 = &out[i / 2][i % 2], *o8 = &out[i / 2][2 + i % 2];
+                    *o0 = w0 == 0 ? *o0 : fused(w0, from_half(x, T::DTYPE), *o0);
+                    *o8 = w8 == 0 ? *o8 : fused(w8, from_half(x, T::DTYPE), *o8);
+                }
+            }
+        }
+        if (pair % 4 == 3) {
+#pragma unroll
+            for (int i = 0; i < S::STREAMED / 2 - 4; i++) {
+                s.at[i / 4][i % 4] = s.at[i / 4 + 1][i % 4];
+            }
+        }
+    }
+}
+
+/* ---- Rows of a fragment ---------------------------------------------------------- */
+
+DEVICE float
+quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+DEVICE float
+quad_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+#endif

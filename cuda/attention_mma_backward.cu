@@ -1,0 +1,98 @@
+/* Launches of attention's backward by tensor cores. */
+#include "attention_mma_backward.cuh"
+
+static mma_call
+call_of(const tfast_attention_args *args)
+{
+    return {*args,
+            tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) &&
+                tfast_mma_is_aligned(&args->v, 8) &&
+                tfast_mma_is_aligned(&args->dout, 8),
+            tfast_mma_is_aligned(&args->dq, 2) && tfast_mma_is_aligned(&args->dk, 2) &&
+                tfast_mma_is_aligned(&args->dv, 2)};
+}
+
+template <typename PATH, typename T, typename S>
+static tfast_status
+launch_backward(const tfast_attention_args *args)
+{
+    constexpr auto kernel = attention_mma_backward<PATH, T, S>;
+    const int64_t rows = S::KEYS ? args->n_k : args->n_q;
+    const int64_t heads = S::KEYS ? args->kv_heads : args->heads;
+    const int64_t blocks = (rows + S::ROWS - 1) / S::ROWS * heads * args->batch;
+
+    if (blocks == 0 ||
+        (S::KEYS && args->dk.data == nullptr && args->dv.data == nullptr)) {
+        return TFAST_OK;
+    }
+    if (S::BYTES > 48 << 10) {
+        CUDA_TRY(cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    }
+    LAUNCH(kernel, (unsigned)blocks, S::THREADS, S::BYTES, (cudaStream_t)args->stream,
+           call_of(args));
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_backward");
+}
+
+static tfast_status
+launch_delta(const tfast_attention_args *args)
+{
+    const int64_t rows = (args->n_q + 3) / 4 * args->heads * args->batch;
+
+    LAUNCH(attention_mma_delta, (unsigned)(rows < 1 << 20 ? rows : 1 << 20),
+           DELTA_THREADS, 0, (cudaStream_t)args->stream, *args);
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_delta");
+}
+
+/* dq comes last: until then it holds the rows' numbers. */
+template <typename PATH, typename T, int D, bool OPTIONS>
+static tfast_status
+backward_of_shape(const tfast_attention_args *args)
+{
+    typedef mma_backward_shape<PATH, D, true, OPTIONS> keys;
+    typedef mma_backward_shape<PATH, D, false, OPTIONS> queries;
+    tfast_status status = launch_delta(args);
+
+    if (status == TFAST_OK) {
+        status = launch_backward<PATH, T, keys>(args);
+    }
+    return status == TFAST_OK ? launch_backward<PATH, T, queries>(args) : status;
+}
+
+template <typename PATH, typename T, int D>
+static tfast_status
+backward_of_dim(const tfast_attention_args *args)
+{
+    return tfast_mma_has_options(args) ? backward_of_shape<PATH, T, D, true>(args)
+                                       : backward_of_shape<PATH, T, D, false>(args);
+}
+
+template <typename PATH, typename T>
+static tfast_status
+backward_of_type(const tfast_attention_args *args)
+{
+    const int64_t dim = args->dim > args->dim_v ? args->dim : args->dim_v;
+
+    return dim <= 32   ? backward_of_dim<PATH, T, 32>(args)
+           : dim <= 64 ? backward_of_dim<PATH, T, 64>(args)
+                       : backward_of_dim<PATH, T, 128>(args);
+}
+
+tfast_status
+tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
+{
+    const bool has_room = args->dq.data != nullptr && args->dim >= 2 &&
+                          tfast_mma_is_aligned(&args->dq, 2) && args->n_q > 0;
+    int version;
+    const tfast_status status = tfast_mma_path(&version, args);
+
+    *taken = version != 0 && has_room;
+    if (status != TFAST_OK || !*taken) {
+        return status;
+    }
+    if (version < 80) {
+        return backward_of_type<path_75, mma_f16>(args);
+    }
+    return args->dtype == TFAST_F16 ? backward_of_type<path_80, mma_f16>(args)
+                                    : backward_of_type<path_80, mma_bf16>(args);
+}

@@ -1,0 +1,65 @@
+/* Launches of attention's forward by tensor cores. */
+#include "attention_mma_forward.cuh"
+
+static mma_call
+call_of(const tfast_attention_args *args)
+{
+    return {*args,
+            tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) &&
+                tfast_mma_is_aligned(&args->v, 8),
+            tfast_mma_is_aligned(&args->out, 2)};
+}
+
+template <typename PATH, typename T, typename S>
+static tfast_status
+launch_forward(const tfast_attention_args *args)
+{
+    constexpr auto kernel = attention_mma_forward<PATH, T, S>;
+    const int64_t tiles = (args->n_q + S::ROWS - 1) / S::ROWS;
+
+    if (S::BYTES > 48 << 10) {
+        CUDA_TRY(cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    }
+    LAUNCH(kernel, (unsigned)(tiles * args->heads * args->batch), S::THREADS, S::BYTES,
+           (cudaStream_t)args->stream, call_of(args));
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_forward");
+}
+
+template <typename PATH, typename T, int D>
+static tfast_status
+forward_of_dim(const tfast_attention_args *args)
+{
+    return tfast_mma_has_options(args)
+               ? launch_forward<PATH, T, mma_forward_shape<PATH, D, true>>(args)
+               : launch_forward<PATH, T, mma_forward_shape<PATH, D, false>>(args);
+}
+
+template <typename PATH, typename T>
+static tfast_status
+forward_of_type(const tfast_attention_args *args)
+{
+    const int64_t dim = args->dim > args->dim_v ? args->dim : args->dim_v;
+
+    return dim <= 32   ? forward_of_dim<PATH, T, 32>(args)
+           : dim <= 64 ? forward_of_dim<PATH, T, 64>(args)
+           : dim <= 96 ? forward_of_dim<PATH, T, 96>(args)
+                       : forward_of_dim<PATH, T, 128>(args);
+}
+
+tfast_status
+tfast_mma_attention(bool *taken, const tfast_attention_args *args)
+{
+    int version;
+    const tfast_status status = tfast_mma_path(&version, args);
+
+    *taken = version != 0;
+    if (status != TFAST_OK || !*taken) {
+        return status;
+    }
+    if (version < 80) {
+        return forward_of_type<path_75, mma_f16>(args);
+    }
+    return args->dtype == TFAST_F16 ? forward_of_type<path_80, mma_f16>(args)
+                                    : forward_of_type<path_80, mma_bf16>(args);
+}

@@ -1,0 +1,239 @@
+"""Attention of cuda/ through the SIMT library: what the core lets no caller on the CPU
+do, and what a call asks of the CUDA runtime. tests/test_attention*.py run it, too."""
+
+import ctypes
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_attention_fuzz
+from arrays import Framed
+from attention_calls import Problem
+from reference_attention import attention, attention_backward
+from simt_library import F32, AttentionArgs, AttentionRows, Capture, Simt
+
+import trainfast
+
+HERE = Path(__file__).parent
+SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
+build = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(build)
+
+
+@pytest.fixture(scope="module")
+def simt():
+    try:
+        return Simt(build.build())
+    except build.NoCompiler as reason:
+        pytest.skip(str(reason))
+
+
+class Call:
+    """Forward and backward on dense rows, [batch, heads, n, dim] or [total, heads,
+    dim]; options that are arrays go by address."""
+
+    def __init__(self, simt, rng, shape, **options):
+        self.simt, self.options = simt, options
+        self.frames = {}
+        for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+            self.frames[name] = Framed(rng.standard_normal(shape[name[-1]]))
+        rows = {name: self.rows(frame) for name, frame in self.frames.items()}
+        self.frames["lse"] = Framed(np.zeros(shape["lse"]))
+        self.args = AttentionArgs(
+            **rows,
+            lse=self.frames["lse"].array.ctypes.data,
+            dtype=F32,
+            device_type=1,
+            dim=shape["q"][-1],
+            dim_v=shape["v"][-1],
+            scale=0.25,
+            **{
+                name: value.ctypes.data if isinstance(value, np.ndarray) else value
+                for name, value in {
+                    "window_left": -1,
+                    "window_right": -1,
+                    **options,
+                }.items()
+            },
+        )
+
+    @staticmethod
+    def rows(frame):
+        strides = [stride // 4 for stride in frame.array.strides]
+        if len(strides) == 3:  # [total, heads, dim]
+            return AttentionRows(frame.array.ctypes.data, 0, strides[1], strides[0])
+        return AttentionRows(frame.array.ctypes.data, *strides[:3])
+
+    def forward(self):
+        assert self.simt.backend.attention(ctypes.byref(self.args)) == 0
+
+    def backward(self):
+        address = ctypes.addressof(self.args)
+        assert self.simt.backend.attention_backward(address) == 0
+
+    def get(self, name):
+        """The values now; fails if anything outside the array has changed."""
+        return self.frames[name].get()
+
+
+def dense(simt, rng, batch=2, heads=2, n_q=70, n_k=90, dim=8, **options):
+    q, k = (batch, heads, n_q, dim), (batch, heads, n_k, dim)
+    shape = {"q": q, "t": q, "k": k, "v": k, "lse": q[:3]}
+    sizes = dict(batch=batch, heads=heads, kv_heads=heads, n_q=n_q, n_k=n_k)
+    sizes |= dict(lse_batch=heads * n_q, lse_head=n_q)
+    return Call(simt, rng, shape, **sizes, **options)
+
+
+def packed(simt, rng, at_q, at_k, heads=2, n_q=40, n_k=50, total=(100, 120), dim=8):
+    q, k = (total[0], heads, dim), (total[1], heads, dim)
+    shape = {"q": q, "t": q, "k": k, "v": k, "lse": (heads, total[0])}
+    sizes = dict(batch=len(at_q) - 1, heads=heads, kv_heads=heads, n_q=n_q, n_k=n_k)
+    sizes |= dict(total_q=total[0], total_k=total[1], lse_head=total[0])
+    return Call(simt, rng, shape, cu_seqlens_q=at_q, cu_seqlens_k=at_k, **sizes)
+
+
+def check(call, **options):
+    """Against the reference, with these options."""
+    given = [call.get(name) for name in ("dout", "q", "k", "v")]
+    options["scale"] = call.args.scale
+    out, lse = attention(*given[1:], **options)
+    np.testing.assert_allclose(call.get("out"), out, atol=1e-5)
+    np.testing.assert_allclose(call.get("lse"), lse, rtol=1e-5)
+    gradients = attention_backward(*given, **options)
+    for name in ("dq", "dk", "dv"):
+        true = getattr(gradients, name)
+        np.testing.assert_allclose(call.get(name), true, atol=1e-4)
+
+
+# ---- Lengths that lie ----------------------------------------------------------------
+
+
+def test_lengths_of_keys_are_clamped(simt, rng):
+    call = dense(simt, rng, kv_lens=np.array([-(2**40), 2**62]))
+    call.forward()
+    call.backward()
+    check(call, kv_lens=np.array([0, 90]))
+
+
+def test_boundaries_past_the_rows_are_clamped(simt, rng):
+    at_q, at_k = (np.array([0, 30, 70, 2**62]), np.array([0, 50, 90, 2**61]))
+    call = packed(simt, rng, at_q, at_k)
+    call.forward()
+    call.backward()
+    at_q[-1], at_k[-1] = 100, 120
+    check(call, cu_seqlens_q=at_q, cu_seqlens_k=at_k)
+
+
+@pytest.mark.parametrize(
+    "at_q, at_k",
+    [
+        ([0, 30, 20, 2**62], [0, 50, -3, 2**61]),
+        ([-(2**62), 10, 90, 200], [-1, -1, 2**63 - 1, 5]),
+        ([2**63 - 1] * 4, [-(2**63)] * 4),
+        ([0, 2**63 - 1, -(2**63), 100], [0, 120, 120, 2**62]),
+    ],
+)
+def test_whatever_boundaries_say_nothing_outside_is_written(simt, rng, at_q, at_k):
+    call = packed(simt, rng, np.array(at_q), np.array(at_k))
+    call.forward()
+    call.backward()
+    for name in call.frames:
+        call.get(name)
+
+
+# ---- Instruction paths ---------------------------------------------------------------
+
+
+@pytest.fixture
+def backend_simt():
+    trainfast.use_backend("simt")
+    yield
+    trainfast.use_backend(None)
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("ptx", [75, 80])
+@pytest.mark.parametrize("seed", range(60))
+def test_tensor_cores_agree_with_the_reference(monkeypatch, seed, ptx):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    dtypes = ["float16"] if ptx < 80 else ["float16", "bfloat16"]
+    rng = np.random.default_rng(seed)
+    test_attention_fuzz.check(
+        test_attention_fuzz.any_problem(rng, "cpu", dtypes, max_dim=128)
+    )
+
+
+@pytest.mark.usefixtures("backend_simt")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("ptx", [75, 80])
+def test_any_order_of_threads_gives_the_same_bits(monkeypatch, simt, rng, dtype, ptx):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    bias = rng.standard_normal((1, 4, 70, 1)).astype("f")
+    results = []
+    for order in range(3):
+        simt.library.tfast_simt_seed(ctypes.c_uint64(order))
+        problem = Problem(
+            np.random.default_rng(5),
+            (2, 4, 70, 90, 40),
+            kv_heads=2,
+            dtype=dtype,
+            bias=bias,
+            dropout_p=0.1,
+            seed=3,
+        )
+        made = [*problem.forward(), *problem.backward()[:4]]
+        results.append([array.tobytes() for array in made])
+    simt.library.tfast_simt_seed(ctypes.c_uint64(0))
+    assert results[1:] == results[:1] * 2
+
+
+def test_gradients_without_room_in_dq_are_right_too(monkeypatch, rng):
+    """dq holds numbers of the rows for a while, where it is wanted and aligned."""
+    trainfast.use_backend("simt")
+    problem = Problem(rng, (1, 2, 70, 90, 40), dtype="float16", is_causal=True)
+    everything = problem.backward()
+    wanted = ["k", "v"]
+    arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
+    few = trainfast.attention_backward(
+        *arrays, dlse=problem.dlse, wanted=wanted, **problem.options
+    )
+    trainfast.use_backend(None)
+    for mine, theirs in zip(few[1:3], everything[1:3]):
+        np.testing.assert_allclose(mine, theirs, atol=2e-2)
+
+
+# ---- What a call asks of the runtime -------------------------------------------------
+
+QUIET = {"syncs": 0, "allocations": 0, "copies": 0}
+
+
+def test_a_call_neither_allocates_nor_waits(simt, rng):
+    call = dense(simt, rng)
+    simt.counts()
+    call.forward()
+    assert simt.counts() == QUIET | {"launches": 1}
+    call.backward()
+    assert simt.counts() == QUIET | {"launches": 2}
+
+
+def test_gradients_that_are_not_wanted_cost_no_launch(simt, rng):
+    call = dense(simt, rng)
+    call.forward()
+    before = call.get("dq")
+    call.args.dq.data = None
+    call.args.dk.data = None
+    simt.counts()
+    call.backward()
+    assert simt.counts()["launches"] == 1
+    np.testing.assert_array_equal(call.get("dq"), before)
+
+
+def test_a_captured_call_may_be_replayed(simt, rng):
+    call = dense(simt, rng, is_causal=True)
+    with Capture(simt) as capture:
+        call.forward()
+        call.backward()
+    call.frames["q"].array[...] = rng.standard_normal((2, 2, 70, 8))
+    capture.replay()
+    check(call, is_causal=True)
