@@ -62,6 +62,18 @@ slow_lock(int file, int how)
     return result;
 }
 
+/* A directory may have changed before what was listed is looked at. */
+static int
+slow_list(const char *directory, void (*visit)(void *context, const char *name),
+          void *context)
+{
+    static _Atomic(unsigned) calls;
+    int result = fast->list(directory, visit, context);
+
+    usleep(calls++ * 997 % 6000);
+    return result;
+}
+
 /* ---- Writing --------------------------------------------------------------------- */
 
 /* y [] i64 */
@@ -197,6 +209,55 @@ read_all(void *context)
     return NULL;
 }
 
+/* ---- Builds that delete what was there ------------------------------------------- */
+
+static void *
+replace_all(void *unused)
+{
+    for (int round = 0; round < rounds; round++) {
+        tfast_graph_open_options options = {TFAST_GRAPH_VERIFY_NEVER, false, true};
+        tfast_graph_writer *writer;
+        tfast_graph_cache *cache;
+        uint64_t last;
+
+        MUST(tfast_graph_build_begin(path) == TFAST_OK);
+        MUST(tfast_graph_writer_open(&writer, path, &schema, sizeof schema, false) ==
+             TFAST_OK);
+        append(writer, round);
+        MUST(tfast_graph_writer_close(writer) == TFAST_OK);
+        tfast_graph_writer_free(writer);
+        MUST(tfast_graph_cache_open(&cache, path, &options) == TFAST_OK);
+        last = (uint64_t)tfast_graph_cache_len(cache) - 1;
+        tfast_graph_cache_release(cache);
+        MUST(tfast_graph_build_end(path, &last, 1) == TFAST_OK);
+    }
+    writing--;
+    return unused;
+}
+
+/* A reader sees a build or what it has made, and nothing that is not closed. */
+static void
+look_meanwhile(void)
+{
+    const tfast_graph_open_options options = {TFAST_GRAPH_VERIFY_ALWAYS, false, false};
+    tfast_graph_cache *cache;
+    pthread_t builder;
+
+    writing = 1;
+    pthread_create(&builder, NULL, replace_all, NULL);
+    while (writing > 0) {
+        if (tfast_graph_cache_open(&cache, path, &options) == TFAST_OK) {
+            MUST(tfast_graph_cache_verify(cache, 0, tfast_graph_cache_len(cache), true,
+                                          damaged, NULL) == TFAST_OK);
+            tfast_graph_cache_release(cache);
+        } else {
+            MUST(strstr(tfast_message(), "a complete cache") != NULL);
+            MUST(strstr(tfast_message(), "without closing") == NULL);
+        }
+    }
+    pthread_join(builder, NULL);
+}
+
 int
 main(int count, char **arguments)
 {
@@ -212,6 +273,7 @@ main(int count, char **arguments)
     fast = graph_io_table;
     slow = *fast;
     slow.lock = slow_lock;
+    slow.list = slow_list;
     graph_io_table = &slow;
     MUST(tfast_graph_build_begin(path) == TFAST_OK);
     MUST(tfast_graph_build_end(path, NULL, 0) == TFAST_OK);
@@ -228,6 +290,7 @@ main(int count, char **arguments)
     MUST(tfast_graph_cache_open(&cache, path, &options) == TFAST_OK);
     check(cache, true);
     tfast_graph_cache_release(cache);
+    look_meanwhile();
     puts("passed");
     return 0;
 }

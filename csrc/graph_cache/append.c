@@ -170,8 +170,8 @@ gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
     }
 }
 
-/* Points every plan at dense data. A view may repeat its elements, and have more of them
- * than any memory. */
+/* Points every plan at dense data. A view may repeat its elements, and have more than
+ * any memory. */
 static tfast_status
 take_data(tfast_graph_writer *w, const tfast_graph_value *values)
 {
