@@ -17,8 +17,10 @@ typedef struct {
 typedef struct {
     uint8_t uuid[16];
     char path[GRAPH_PATH_BYTES];
+    bool closed;     /* by its name */
     bool listed;     /* in the manifest, */
-    uint64_t first;  /* with its first record there */
+    uint64_t first;  /* with its first record there, */
+    int64_t records; /* and so many */
     bool has_schema; /* its header is whole */
     tfast_graph_schema *schema;
 } source;
@@ -108,6 +110,7 @@ add_source(repairing *r, const char *from, const char *prefix, const uint8_t uui
     graph_name(name, prefix, uuid, "");
     status = graph_join(s->path, from, name);
     memcpy(s->uuid, uuid, sizeof s->uuid);
+    s->closed = strcmp(prefix, "segment") == 0;
     s->listed = first != NULL;
     s->first = first == NULL ? 0 : *first;
     r->n_sources++;
@@ -153,6 +156,7 @@ find_sources(repairing *r, const char *from, const graph_listing *listing)
 
         if (has(listing->sealed, listing->n_sealed, s->uuid)) {
             status = add_source(r, from, "segment", s->uuid, &first);
+            r->sources[r->n_sources - 1].records = (int64_t)s->records;
         } else if (r->contents.order == NULL) {
             r->report->damaged += (int64_t)s->records;
             say(r, "a segment of %llu graphs is missing",
@@ -298,9 +302,13 @@ repair_source(repairing *r, source *s)
         return TFAST_OK;
     }
     memcpy(salvage.uuid, s->uuid, sizeof salvage.uuid);
+    salvage.closed = s->closed;
     salvage.schema = s->schema;
     r->current = s;
     status = graph_salvage_file(&salvage);
+    if (s->listed && salvage.whole + salvage.damaged < s->records) {
+        salvage.damaged = s->records - salvage.whole; /* what is not even there */
+    }
     if (status == TFAST_OK && r->writer != NULL) {
         status = tfast_graph_writer_close(r->writer);
     }
