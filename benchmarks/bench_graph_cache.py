@@ -22,17 +22,9 @@ from pathlib import Path
 
 from benchmarks import command, machine
 from benchmarks.graph_cache import MID, SMALL
-from benchmarks.graph_cache_cases import (
-    Bench,
-    batch_case,
-    disk_sizes,
-    loader_case,
-    open_case,
-    patch_case,
-    steps_case,
-    verify_case,
-    write_case,
-)
+from benchmarks.graph_cache_cases import Bench, batch_case, patch_case
+from benchmarks.graph_cache_disk import disk_sizes, open_case, verify_case, write_case
+from benchmarks.graph_cache_loading import loader_case, steps_case
 
 PROBLEMS = (SMALL, MID)
 

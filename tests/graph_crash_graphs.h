@@ -168,7 +168,7 @@ look(const char *path)
     tfast_status status = tfast_graph_cache_open(&cache, path, &options);
 
     n_ids = 0;
-    if (status != TFAST_OK && strstr(tfast_message(), "has not ended") != NULL) {
+    if (status != TFAST_OK && strstr(tfast_message(), "a complete cache") != NULL) {
         options.partial = true;
         status = tfast_graph_cache_open(&cache, path, &options);
     }

@@ -399,21 +399,13 @@ disk_truncate(int handle, int64_t bytes)
     return 0;
 }
 
+/* Of a sync that fails some has been written, and the rest never will be, unless it is
+ * written again: the system takes it for written now. */
 static void
-make_safe(disk_file *f)
-{
-    resize(&f->safe, &f->safe_bytes, f->now_bytes);
-    copy_bytes(f->safe, f->now, f->now_bytes);
-    forget_writes(f);
-}
-
-/* A sync that fails: some of it has been written, and the rest never will be, because
- * the system takes it for written now. */
-static void
-lose_writes(disk_file *f)
+sync_file(disk_file *f, bool fails)
 {
     for (int i = 0; i < f->n_writes; i++) {
-        if (one_in(2)) {
+        if (!fails || one_in(2)) {
             apply_write(&f->safe, &f->safe_bytes, &f->writes[i]);
         }
     }
@@ -430,12 +422,12 @@ disk_sync(int handle)
     }
     if (++disk.syncs == disk.sync_fails_at) {
         if (h->file >= 0) {
-            lose_writes(&disk.files[h->file]);
+            sync_file(&disk.files[h->file], true);
         }
         return -EIO;
     }
     if (h->file >= 0) {
-        make_safe(&disk.files[h->file]);
+        sync_file(&disk.files[h->file], false);
     } else if (h->directory == N_DIRS) {
         for (int i = 0; i < N_DIRS; i++) {
             disk.directories[i].safe = disk.directories[i].now;
@@ -448,6 +440,18 @@ disk_sync(int handle)
         d->n_renames = 0;
     }
     return 0;
+}
+
+static void
+disk_forget(int handle)
+{
+    disk_file *f = file_of(handle);
+
+    resize(&f->now, &f->now_bytes, f->safe_bytes);
+    copy_bytes(f->now, f->safe, f->safe_bytes);
+    for (int i = 0; i < f->n_writes; i++) {
+        apply_write(&f->now, &f->now_bytes, &f->writes[i]);
+    }
 }
 
 static int
@@ -554,7 +558,7 @@ disk_draw(void *data, size_t bytes)
 }
 
 static const graph_io disk_table = {
-    disk_open, disk_close, disk_pread,       disk_pwrite, disk_size,  disk_truncate,
-    disk_sync, disk_sync,  disk_rename_file, disk_unlink, disk_mkdir, disk_lock,
-    disk_list, disk_map,   disk_unmap,       disk_draw,
+    disk_open, disk_close, disk_pread,  disk_pwrite,      disk_size,   disk_truncate,
+    disk_sync, disk_sync,  disk_forget, disk_rename_file, disk_unlink, disk_mkdir,
+    disk_lock, disk_list,  disk_map,    disk_unmap,       disk_draw,
 };

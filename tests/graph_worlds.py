@@ -1,6 +1,6 @@
 """Graphs for tests of the graph cache: random schemas, and graphs that fit them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -199,3 +199,24 @@ def _value(field, shape, rng, limits):
         return rng.integers(0, 2, shape).astype(bool)
     raw = rng.bytes(int(np.prod(shape)) * dtype.itemsize)
     return np.frombuffer(raw, dtype).reshape(shape)  # NaNs and all
+
+
+def widened(world, key, dim):
+    """The same graphs under a schema where a fixed size of a field is a count."""
+    old = world.schema
+    place = next(
+        (i for i, c in enumerate(old.counts) if c.role == "increment"), len(old.counts)
+    )
+    counts = (*old.counts[:place], Count("size"), *old.counts[place:])
+    fields = []
+    for name, field in zip(old.keys, old.fields):
+        dims = [d if -1 - d < place else d - 1 for d in field.dims]
+        if name == key:
+            dims[dim] = -1 - place
+        add = tuple(i + (i >= place) for i in field.add)
+        fields.append(replace(field, dims=tuple(dims), add=add))
+    rows = []
+    for graph, row in zip(world.graphs, world.counts):
+        size = np.shape(graph[key])[dim] if key in graph else 0
+        rows.append([*row[:place], size, *row[place:]])
+    return World(Schema(counts, tuple(fields)), world.graphs, rows)

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from benchmarks import (  # noqa: E402
     bench_graph_cache,
     graph_cache_cases,
+    graph_cache_loading,
     graph_cache_ours,
     graph_cache_rivals,
     harness,
@@ -196,16 +197,16 @@ def test_time_of_several_calls_is_divided():
 
 def test_block_counts_a_wait_for_every_step_but_the_first(monkeypatch):
     now = itertools.count(0, 10)
-    monkeypatch.setattr(graph_cache_cases.time, "perf_counter_ns", lambda: next(now))
+    monkeypatch.setattr(graph_cache_loading.time, "perf_counter_ns", lambda: next(now))
     steps = []
-    wait, step = graph_cache_cases.block(range(1, 5), lambda: steps.append(1))
+    wait, step = graph_cache_loading.block(range(1, 5), lambda: steps.append(1))
     assert len(steps) == 4
     assert (wait, step) == (10, 10)
 
 
 def test_steps_set_torchs_threads_and_put_them_back():
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), graph_cache_cases.torch_threads(before + 1):
+    with pytest.raises(KeyError), graph_cache_loading.torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1
         raise KeyError
     assert torch.get_num_threads() == before

@@ -15,12 +15,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "graph_syntax_trees.py"
+MODULES = ("graph_syntax_trees", "syntax_batches", "syntax_graphs", "small_gnn")
 TINY = ["--preset", "tiny", "--device", "cpu", "--steps", "25"]
 
 
 def imported(monkeypatch, name):
     monkeypatch.syspath_prepend(SCRIPT.parent)
-    for module in ("graph_syntax_trees", "syntax_graphs", "small_gnn"):
+    for module in MODULES:
         monkeypatch.delitem(sys.modules, module, raising=False)
     return importlib.import_module(name)
 
@@ -28,6 +29,11 @@ def imported(monkeypatch, name):
 @pytest.fixture
 def syntax(monkeypatch):
     return imported(monkeypatch, "syntax_graphs")
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    return imported(monkeypatch, "syntax_batches")
 
 
 @pytest.fixture
@@ -141,9 +147,10 @@ def test_library_without_source_is_an_error(syntax, monkeypatch, tmp_path):
 # ---- Training ------------------------------------------------------------------------
 
 
-def test_batch_is_its_graphs_side_by_side(example, syntax):
+def test_batch_is_its_graphs_side_by_side(batches):
+    syntax = batches.syntax_graphs
     built = [syntax.build(function) for function in syntax.functions(100)[:3]]
-    batch = example.collate([example.tensors(graph) for graph in built])
+    batch = batches.collate([batches.tensors(graph) for graph in built])
     at, edges = 0, 0
     for i, one in enumerate(built):
         n, e = len(one["x"]), one["edge_index"].shape[1]
@@ -152,25 +159,25 @@ def test_batch_is_its_graphs_side_by_side(example, syntax):
         joined = batch["edge_index"][:, edges : edges + e]
         assert np.array_equal(joined, one["edge_index"] + at)
         at, edges = at + n, edges + e
-    assert set(batch) == set(example.KEYS)
+    assert set(batch) == set(batches.KEYS)
     assert batch["edge_index"].shape == (2, edges)
 
 
-def test_network_does_not_mix_graphs_of_a_batch(example, syntax):
+def test_network_does_not_mix_graphs_of_a_batch(batches):
+    syntax = batches.syntax_graphs
     built = [syntax.build(function) for function in syntax.functions(100)[:4]]
-    graphs = [example.tensors(graph) for graph in built]
+    graphs = [batches.tensors(graph) for graph in built]
     torch.manual_seed(0)
     sizes = (len(syntax.KINDS), syntax.N_WORDS, syntax.STEPS, len(syntax.RELATIONS))
     network = importlib.import_module("small_gnn").GNN(*sizes, width=8, rounds=2)
-    together = network(example.collate(graphs))
-    alone = torch.cat([network(example.collate([graph])) for graph in graphs])
+    together = network(batches.collate(graphs))
+    alone = torch.cat([network(batches.collate([graph])) for graph in graphs])
     assert together.tolist() == pytest.approx(alone.tolist(), abs=1e-5)
     assert len(set(together.tolist())) == len(graphs)
 
 
-def test_order_has_every_graph_once_an_epoch_and_none_for_validation(example, tmp_path):
-    args = example.parse([*TINY, "--out", str(tmp_path)])
-    graphs = example.Graphs(args)
+def test_order_has_every_graph_once_an_epoch_and_none_for_validation(batches, tmp_path):
+    graphs = batches.Graphs(tmp_path, 300, 8, workers=0, fresh=False)
     order = graphs.order(2 * graphs.epoch, seed=3)
     assert {len(batch) for batch in order} == {graphs.batch}
     first, second = order[: graphs.epoch], order[graphs.epoch :]
@@ -225,10 +232,10 @@ def test_note_says_what_share_is_building_and_what_that_allows(example):
         def __init__(self, whole, waiting):
             self.speed = lambda: (whole, waiting)
 
-    note = example.note({"none": Run(0.040, 0.036), "cache": Run(0.005, 0.0001)})
-    assert "90% of an iteration is building" in note
-    assert "more than\n10.0 times faster. trainfast's makes it 8.0 times" in note
-    assert "2.0% is left for loading" in note
+    note = example.note({"none": Run(0.040, 0.036), "cache": Run(0.005, 0.001)})
+    assert "90% of an iteration is building graphs" in note
+    assert "Never waiting would make it\n10.0 times faster" in note
+    assert "cache makes it 8.0 times faster, and leaves 20.0% of it" in note
     assert "9.2 times: at least 89% of its iterations" in note
     assert example.note({"none": Run(0.040, 0.036)}) == ""
 

@@ -5,10 +5,18 @@ import tempfile
 
 import numpy as np
 import pytest
-from graph_worlds import molecules, worlds
+from graph_worlds import World, molecules, widened, worlds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference_graph import TEXT, DoNotFit, array_of, collate, same, texts
+from reference_graph import (
+    TEXT,
+    DoNotFit,
+    array_of,
+    collate,
+    counts_of,
+    same,
+    texts,
+)
 
 from trainfast import _core
 from trainfast import graph_cache as gc
@@ -425,3 +433,75 @@ def check_follow(schema, rest, key, field, want):
 def test_reference_array_of_text_is_its_utf8():
     field = Field("s", None, "string", (-1,), 0)
     assert array_of(field, "ä").tolist() == [0xC3, 0xA4]
+
+
+@given(world=worlds(), data=st.data())
+@COUNT
+def test_batch_over_segments_with_other_schemas_is_as_the_truth_says(world, data):
+    """A size that is fixed in one segment and counted in another is counted in all."""
+    fixed = [
+        (key, dim)
+        for key, field in zip(world.schema.keys, world.schema.fields)
+        for dim, size in enumerate(field.dims)
+        if size >= 0 and not (len(field.add) == 2 and dim == 0)
+    ]
+    if not fixed or not world.graphs:
+        return
+    second = widened(world, *data.draw(st.sampled_from(fixed)))
+    rows = data.draw(
+        st.lists(st.integers(0, 2 * len(world.graphs) - 1), min_size=1, max_size=6)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for part in data.draw(st.permutations([world, second])):
+            part.write(f"{folder}/cache")
+        cache = gc.open(f"{folder}/cache")
+        assert cache.schema.keys == second.schema.keys
+        assert [c.role for c in cache.schema.counts] == [
+            c.role for c in second.schema.counts
+        ]
+        counts = [cache.counts(place) for place in range(len(cache.schema.counts))]
+        both = World(
+            cache.schema,
+            world.graphs * 2,
+            np.array(counts, int).T.reshape(len(cache), -1).tolist(),
+        )
+        for graph, row in zip(both.graphs, both.counts):
+            given = dict(enumerate(row))
+            assert counts_of(both.schema, graph, given) == row
+        assert cache.core.segments == 2
+        assert cache.verify().ok
+        for graph, want in zip(cache, both.graphs):
+            assert_same_graph(both.schema, graph, want)
+        check_batch(cache, both, rows, [both.counts[row] for row in rows], 0, None)
+
+
+def test_graph_much_larger_than_those_before_fits(tmp_path):
+    small = molecules(20)
+    large = molecules(1, nodes=(5000, 5001), edges=(60000, 60001))
+    world = World(
+        small.schema,
+        [*small.graphs[:10], *large.graphs, *small.graphs[10:]],
+        [*small.counts[:10], *large.counts, *small.counts[10:]],
+    )
+    cache = gc.open(world.write(tmp_path / "c"))
+    for number, batch in enumerate(gc.Loader(cache, 3)):
+        rows = range(3 * number, min(3 * number + 3, 21))
+        want = collate(
+            world.schema,
+            [world.graphs[row] for row in rows],
+            [world.counts[row] for row in rows],
+        )
+        for key, truth in zip(world.schema.keys, want.fields):
+            assert same(batch[key], truth)
+
+
+def test_any_number_of_empty_rows_is_no_work(tmp_path):
+    shape = (2**23, 2**24, 0)  # a loop over the rows would not end
+    schema = Schema((), (Field("x", None, "uint8", shape, 2),))
+    graph = {"x": np.zeros(shape, np.uint8)}
+    cache = gc.open(World(schema, [graph] * 3, [[]] * 3).write(tmp_path / "c"))
+    assert cache[0]["x"].shape == shape
+    assert cache.verify().ok
+    assert [b["x"].shape for b in gc.Loader(cache, 2)] == [shape, shape]
+    padded = gc.Loader(cache, 2, pad_to={"graphs": 4, "nodes": 0, "edges": 0})
+    assert [b["x"].shape for b in padded] == [shape, shape]

@@ -30,10 +30,11 @@ def harness(request, tmp_path_factory):
     target = tmp_path_factory.mktemp("collate") / "harness"
     sources = [ROOT / "tests/graph_collate_harness.c"]
     sources += sorted((ROOT / "csrc/graph_cache").glob("*.c"))
-    sources += [ROOT / "csrc" / name for name in ("status.c", "scratch.c", "cpuid.c")]
+    names = ("status", "scratch", "cpuid", "parallel", "openmp", "cpus")
+    sources += [ROOT / f"csrc/{name}.c" for name in names]
     arguments = [*map(str, sources), f"-I{ROOT / 'csrc'}", "-o", str(target)]
     command = [COMPILER, *FLAGS, *SANITIZERS[request.param], *arguments]
-    command += ["-pthread", "-lm"]
+    command += ["-pthread", "-ldl", "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target

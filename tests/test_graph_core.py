@@ -572,3 +572,18 @@ def test_references_are_given_back(tmp_path, rng):
     assert sys.getrefcount(cache) == before + 2  # two views of the file
     del values
     assert sys.getrefcount(cache) == before
+
+
+def test_views_that_repeat_beyond_all_memory_are_refused(tmp_path):
+    """Four times 2^62 bytes, which no size_t counts."""
+    many = np.broadcast_to(np.float32(1), (2**30, 2**30))
+    names = "abcd"
+    schema = Schema(
+        (NODES, SIZE), tuple(Field(n, 0, "float32", (-1, -2), 0) for n in names)
+    )
+    writer = _core.GraphWriter(str(tmp_path / "c"), schema.encode(), schema.keys)
+    with pytest.raises(ValueError, match="a must have at most 549755813888 bytes"):
+        writer.append(dict.fromkeys(names, many))
+    assert writer.append(dict.fromkeys(names, many[:2, :2])) is None
+    writer.close()
+    assert same(_core.GraphCache(str(tmp_path / "c")).get(0)[3], many[:2, :2])

@@ -1,8 +1,11 @@
 """The core's functions on whole caches from Python: adopting, builds, repair."""
 
 import errno
+import fcntl
 import os
 import signal
+import struct
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +59,66 @@ def test_adopt_keeps_what_was_committed(path):
     assert _core.graph_adopt(str(path)) == (0, 0)
 
 
+def test_reader_at_the_lock_is_not_taken_for_a_writer(path):
+    """Who opens the cache shares a dead writer's lock for a moment."""
+    die_while_writing(path, 7, 0)
+    (left,) = path.glob("open-*")
+    with open(left) as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        unlock = threading.Timer(0.1, fcntl.flock, (reader, fcntl.LOCK_UN))
+        unlock.start()
+        assert _core.graph_adopt(str(path)) == (7, 0)
+        unlock.join()
+
+
+def committed_writer(path):
+    writer = _core.GraphWriter(str(path), SCHEMA.encode(), SCHEMA.keys)
+    writer.append(number_graph(0))
+    writer.commit()
+    return writer
+
+
+def test_abandoned_writer_is_adopted_while_a_child_has_its_file(path):
+    writer = committed_writer(path)
+    read, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write_end)
+        os.read(read, 1)
+        os._exit(0)
+    writer.abandon()
+    kept = _core.graph_adopt(str(path))
+    os.close(write_end)
+    os.waitpid(child, 0)
+    assert kept == (1, 0)
+
+
+def test_child_that_drops_a_writer_leaves_the_parent_its_lock(path):
+    writer = committed_writer(path)
+    child = os.fork()
+    if child == 0:
+        writer.abandon()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert _core.graph_adopt(str(path)) == (0, 0)
+    writer.append(number_graph(1))
+    writer.close()
+    assert numbers_in(path) == [0, 1]
+
+
+def test_first_error_of_adopting_is_raised(path):
+    """With its own number, whatever the files after it say."""
+    die_while_writing(path, 2, 0)
+    die_while_writing(path, 3, 0)
+    first, second = sorted(path.glob("open-*"))
+    first.unlink()
+    first.mkdir()
+    with pytest.raises(OSError) as caught:
+        _core.graph_adopt(str(path))
+    assert caught.value.errno == errno.EISDIR
+    assert not second.exists()  # it is held up by nothing
+
+
 def test_adopt_takes_a_path_and_nothing_else(path):
     write(path, SCHEMA, [number_graph(0)])
     assert _core.graph_adopt(Path(path)) == (0, 0)
@@ -102,6 +165,34 @@ def test_wrong_order_is_refused(path, order, message):
     assert numbers_in(path) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("records", [2**61, 2**62 + 1, 2**63, 10**9])
+def test_manifest_of_more_records_than_files_hold_is_refused(path, records):
+    """Eight bytes for each of 2^61 records would be no bytes at all."""
+    write(path, SCHEMA, [number_graph(0)])
+    data = bytearray((path / "manifest").read_bytes())
+    struct.pack_into("<Q", data, 32, records)  # graphs
+    struct.pack_into("<Q", data, 64 + 16, records)  # of the segment
+    struct.pack_into("<I", data, 12, _core.crc32c(bytes(data[16:])))
+    (path / "manifest").write_bytes(data)
+    for attempt in (
+        lambda: _core.graph_build_end(str(path), None),
+        lambda: _core.graph_build_end(str(path), [0]),
+        lambda: _core.GraphCache(str(path)),
+    ):
+        with pytest.raises(OSError, match="possible sizes of segments"):
+            attempt()
+
+
+@pytest.mark.parametrize("name", ["manifest", "segment"])
+def test_pipe_with_a_name_of_ours_does_not_hold_us_up(path, name):
+    write(path, SCHEMA, [number_graph(0)])
+    (file,) = path.glob(f"{name}*")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(OSError, match=r"must have .* bytes, got 0"):
+        _core.GraphCache(str(path))
+
+
 # ---- Repair ------------------------------------------------------------------------
 
 
@@ -132,6 +223,18 @@ def test_exception_in_line_comes_through(path, tmp_path):
 
     with pytest.raises(KeyError):
         _core.graph_repair(str(path), str(tmp_path / "new"), line)
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_repair_into_itself_is_refused(path, close):
+    if close:
+        damaged_cache(path)
+    else:
+        die_while_writing(path, 3, 0)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(ValueError, match="target must be a new cache"):
+        _core.graph_repair(str(path), str(path), print)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 def test_repair_wants_two_paths(path, tmp_path):

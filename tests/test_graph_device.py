@@ -154,11 +154,11 @@ def test_padding_and_followed_keys_are_tensors_on_the_device(cache):
         assert batch["y_batch"].tolist() == list(range(5))
 
 
-def test_pinned_batches_are_pinned_where_cuda_is(cache):
-    if not torch.cuda.is_available():
+def test_pinned_batches_are_pinned_where_an_accelerator_is(cache):
+    if not torch.accelerator.is_available():
         with pytest.warns(UserWarning, match="pin_memory does nothing"):
             loader = gc.Loader(cache, 4, pin_memory=True)
-        assert {type(value) for value in next(iter(loader)).values()} == {torch.Tensor}
+        assert {type(v) for v in next(iter(loader)).values()} == {torch.Tensor}
         return
     batch = next(iter(gc.Loader(cache, 4, pin_memory=True)))
     assert all(value.is_pinned() for value in batch.values())

@@ -18,6 +18,7 @@ import pytest
 from graph_files import (
     BLOCK,
     aligned,
+    folder_in_memory,
     layout_of,
     put,
     read_cache,
@@ -98,8 +99,14 @@ def outcome(path, want, **options):
 
 
 @pytest.fixture
-def small(tmp_path):
-    path = small_world().write(tmp_path / "small")
+def in_memory():
+    with folder_in_memory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def small(in_memory):
+    path = small_world().write(in_memory / "small")
     return path, snapshot(gc.open(path))
 
 
@@ -209,16 +216,6 @@ def test_missing_file_is_error(small):
         file.write_bytes(data)
     (path / "lock").unlink()
     assert outcome(path, want) == "right"  # readers do not need it
-
-
-@pytest.fixture
-def in_memory(tmp_path):
-    """A folder where fsync costs nothing, if there is one."""
-    if not os.path.isdir("/dev/shm"):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def test_no_flipped_byte_of_unclosed_segment_is_adopted_as_wrong_data(in_memory):

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from graph_files import (
+    folder_in_memory,
     layout_of,
     read_cache,
     seal_commits,
@@ -178,21 +179,27 @@ def test_checksums_of_tests_are_those_of_the_core(seed):
     assert (bytes(manifest), {k: bytes(v) for k, v in segments.items()}) == before
 
 
-def test_damage_behind_right_checksums_cannot_crash(tmp_path):
+@pytest.fixture
+def in_memory():
+    with folder_in_memory() as folder:
+        yield Path(folder)
+
+
+def test_damage_behind_right_checksums_cannot_crash(in_memory):
     code = (
         "import json, pathlib, sys; sys.path.insert(0, sys.argv[1]);"
         "import test_graph_fuzz as fuzz;"
         "print(json.dumps(fuzz.campaign(pathlib.Path(sys.argv[2]), "
         "float(sys.argv[3]))))"
     )
-    arguments = [str(Path(__file__).parent), str(tmp_path), str(SECONDS)]
+    arguments = [str(Path(__file__).parent), str(in_memory), str(SECONDS)]
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=SECONDS + 120,
     )
-    number = tmp_path / "number"
+    number = in_memory / "number"
     at = number.read_text() if number.exists() else "none"
     assert done.returncode == 0, f"input {at}: {done.stderr[-3000:]}"
     import json

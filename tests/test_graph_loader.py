@@ -394,3 +394,28 @@ def test_shares_that_cannot_be_are_an_error_at_once(cache):
     with pytest.raises(ValueError, match="at least as many as ranks"):
         gc.Loader(cache[:3], 4, rank=0, world_size=4)
     assert flat(epoch(gc.Loader(cache, 1, world_size=2, drop_last=True)))
+
+
+@pytest.mark.parametrize("batch", [[0.5], ["1"], [None]])
+def test_sampler_without_integers_is_error(cache, batch):
+    for keywords in ({"batch_sampler": [batch]}, {"batch_size": 1, "sampler": batch}):
+        with pytest.raises(TypeError, match="integer"):
+            list(gc.Loader(cache, **keywords))
+
+
+def test_prefetch_beyond_the_epoch_is_the_epoch(cache):
+    assert flat(epoch(gc.Loader(cache, 8, prefetch=2**40))) == list(range(N))
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_seed_of_more_than_64_bits_is_error(cache, seed):
+    with pytest.raises(ValueError, match="seed must be"):
+        gc.Loader(cache, 8, seed=seed)
+
+
+def test_negative_seed_is_a_seed(cache):
+    orders = {
+        tuple(flat(epoch(gc.Loader(cache, 8, shuffle=True, seed=seed))))
+        for seed in (-1, 1, 2**64 - 2)
+    }
+    assert len(orders) == 3

@@ -292,3 +292,90 @@ def test_iteration_that_is_never_asked_uses_up_no_epoch(cache):
     assert [rows(batch) for batch in second] == want
     assert [rows(batch) for batch in first] != want
     assert loader.state_dict()["epoch"] == 2
+
+
+def test_threads_read_one_cache_at_once(cache, world):
+    wrong = []
+
+    def read(seed):
+        loader = gc.Loader(cache, 4, shuffle=True, seed=seed, threads=seed % 3)
+        for _ in range(3):
+            for batch in loader:
+                try:
+                    assert_is_batch_of(world, batch, rows(batch))
+                except BaseException as error:
+                    wrong.append(error)
+                    raise
+
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert wrong == []
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("keywords", [{}, {"threads": 0}, {"output": "jraph"}])
+def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
+    loader = gc.Loader(cache, 2, shuffle=True, **keywords)
+    for _ in range(20):
+        list(loader)
+    before = resident_bytes()
+    for _ in range(100):  # 2700 batches of about 2 KB
+        for _ in loader:
+            pass
+    assert resident_bytes() - before < 2 << 20
+
+
+def test_interrupted_wait_loses_no_batch(tmp_path):
+    world = molecules(2, nodes=(2000, 2001), edges=(40000, 40001), features=64)
+    cache = gc.open(world.write(tmp_path / "large"))
+    batches = [[1], [0, 1] * 200, [0]]  # the second takes many milliseconds
+
+    def interrupt(*_):
+        raise TimeoutError("long enough")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        loader = gc.Loader(cache, batch_sampler=batches, fields=["x", "y"], prefetch=1)
+        iteration = iter(loader)
+        assert rows(next(iteration)) == [1]
+        with pytest.raises(TimeoutError):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+            next(iteration)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert loader.state_dict()["position"] == 1
+    assert [rows(batch) for batch in iteration] == batches[1:]
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_damaged_graph_is_an_error_of_its_batch_alone(world, tmp_path, threads):
+    path = world.write(tmp_path / "damaged")
+    segment = next(path.glob("segment-*"))
+    data = bytearray(segment.read_bytes())
+    data[data.index(world.graphs[20]["x"].tobytes())] ^= 1
+    segment.write_bytes(data)
+    loader = gc.Loader(gc.open(path), 8, threads=threads)
+    iteration = iter(loader)
+    assert [rows(next(iteration))[0] for _ in range(2)] == [0, 8]
+    position = loader.state_dict()["position"]
+    with pytest.raises(OSError, match="graph 20"):
+        next(iteration)
+    assert loader.state_dict()["position"] == position
+    assert [rows(batch)[0] for batch in iteration] == [24, 32, 40, 48]
+
+
+@pytest.mark.parametrize("name", ["epoch", "position", "fingerprint"])
+def test_state_of_something_else_is_error(cache, name):
+    loader = gc.Loader(cache, 8)
+    state = loader.state_dict()
+    del state[name]
+    with pytest.raises(ValueError, match=f"state must be of a Loader, .*'{name}'"):
+        loader.load_state_dict(state)

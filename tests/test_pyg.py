@@ -398,6 +398,21 @@ def test_dataset_that_grew_is_completed(tmp_path):
     assert_same_graph(batch_of(dataset), Batch.from_data_list(graphs))
 
 
+def test_dataset_that_changed_its_kind_is_built_again(tmp_path):
+    others = [graph(z=torch.ones(3)), Data(x=torch.ones(2, 2, 2)), heterogeneous(1, [])]
+    for i, other in enumerate([graph(), *others, graph()]):
+        dataset = cached([other] * 3, tmp_path / "c", transform_id=i, progress=False)
+        assert_same_graph(batch_of(dataset), Batch.from_data_list([other] * 3))
+
+
+def test_graphs_that_do_not_fit_those_kept_are_refused(tmp_path):
+    cached([graph()] * 3, tmp_path / "c", progress=False)
+    grown = [graph()] * 3 + [Data(x=torch.ones(2, 2, 2), edge_index=graph().edge_index)]
+    with pytest.raises(ValueError, match="input 3: x must have 2 dimensions, got 3"):
+        cached(grown, tmp_path / "c", progress=False)
+    assert len(cached(grown[:3], tmp_path / "c", progress=False)) == 3
+
+
 class Failing(Counting):
     def __getitem__(self, i):
         if i == 9:

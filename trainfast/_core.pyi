@@ -88,6 +88,21 @@ class GraphBatch:
     batches: list[Any]
     arena: Any  # uint8 [nbytes], the whole of it
     offsets: tuple[list[int], list[int], list[int]]  # of each in the arena
+    def dicts(
+        self,
+        recipe: tuple[
+            tuple[Any, ...],
+            tuple[int, ...],
+            tuple[Any, ...],
+            tuple[int, ...],
+            tuple[int, ...],
+        ],
+        constants: Sequence[Any],
+        /,
+    ) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]: ...
+    # (names, arrays, sliced, slices, starts): {name: array of fields, ptrs, batches},
+    # {sliced: ptr of a count}, {sliced: starts of a count}; beyond these: constants.
+    def starts(self, count: int, /) -> Any: ...  # a ptr without its last
 
 def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...
 

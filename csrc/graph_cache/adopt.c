@@ -17,19 +17,10 @@ typedef struct {
     int64_t n_found;
     int64_t graphs, lost;
     bool deleted;
-    tfast_status error; /* the first, with its message */
+    tfast_status error; /* the first, with its number and message */
+    int error_number;
     char message[TFAST_MESSAGE_BYTES];
 } adoption;
-
-static tfast_status
-path_of(char path[GRAPH_PATH_BYTES], const char *directory, const char *prefix,
-        const uint8_t uuid[16])
-{
-    char name[GRAPH_NAME_BYTES];
-
-    graph_name(name, prefix, uuid, "");
-    return graph_join(path, directory, name);
-}
 
 static void
 note(adoption *a, const graph_manifest_segment *entry)
@@ -56,7 +47,9 @@ settle(adoption *a, int file, const char *path, const uint8_t uuid[16],
     if (r->index.records == 0) {
         error = graph_io_table->unlink(path);
         a->deleted = true;
-        return error < 0 ? graph_io_error("delete", path, error) : TFAST_OK;
+        return error < 0 && error != -ENOENT /* its writer has done so meanwhile */
+                   ? graph_io_error("delete", path, error)
+                   : TFAST_OK;
     }
     memcpy(entry.uuid, uuid, sizeof entry.uuid);
     error = graph_io_table->truncate(file, r->end);
@@ -73,13 +66,44 @@ settle(adoption *a, int file, const char *path, const uint8_t uuid[16],
     return status;
 }
 
+/* Locks what a dead writer has left; false where its writer is alive. Readers share the
+ * lock for a moment to find that out, and only a writer has it for itself. */
+static bool
+lock_dead(int file, const char *path, tfast_status *status)
+{
+    int error = graph_io_table->lock(file, LOCK_SH | LOCK_NB);
+
+    *status = TFAST_OK;
+    if (error == -EWOULDBLOCK) {
+        return false;
+    }
+    *status =
+        error < 0 ? graph_io_error("lock", path, error) : graph_lock_file(file, path);
+    return *status == TFAST_OK;
+}
+
+/* What recovery is to see is what a loss of power would leave. Where a sync has failed,
+ * its writer's or another adoption's, the system takes the pages for written, shows
+ * them for as long as it keeps them, and lets the next sync pass over them. */
+static tfast_status
+see_the_disk(int file, const char *path)
+{
+    int error = graph_io_table->datasync(file);
+
+    if (error < 0) {
+        return graph_io_error("sync", path, error);
+    }
+    graph_io_table->forget(file);
+    return TFAST_OK;
+}
+
 static tfast_status
 adopt_open(adoption *a, const uint8_t uuid[16])
 {
     char path[GRAPH_PATH_BYTES];
     graph_recovery recovery;
-    tfast_status status = path_of(path, a->directory, "open", uuid);
-    int file, error;
+    tfast_status status = graph_path(path, a->directory, "open", uuid, "");
+    int file;
 
     if (status != TFAST_OK) {
         return status;
@@ -88,29 +112,17 @@ adopt_open(adoption *a, const uint8_t uuid[16])
     if (file < 0) { /* its writer has closed or deleted it */
         return file == -ENOENT ? TFAST_OK : graph_io_error("open", path, file);
     }
-    error = graph_io_table->lock(file, LOCK_EX | LOCK_NB);
-    if (error < 0) {
-        graph_io_table->close(file);
-        return error == -EWOULDBLOCK ? TFAST_OK : graph_io_error("lock", path, error);
-    }
-    status = graph_recover(&recovery, file, path, uuid);
-    if (status == TFAST_OK) {
-        status = settle(a, file, path, uuid, &recovery);
-        graph_recovery_free(&recovery);
-    }
-    graph_io_table->close(file);
-    return status;
-}
-
-static bool
-is_listed(const graph_contents *contents, const uint8_t uuid[16])
-{
-    for (uint64_t i = 0; i < contents->head.n_segments; i++) {
-        if (memcmp(contents->segments[i].uuid, uuid, 16) == 0) {
-            return true;
+    if (lock_dead(file, path, &status)) {
+        status = see_the_disk(file, path);
+        status =
+            status == TFAST_OK ? graph_recover(&recovery, file, path, uuid) : status;
+        if (status == TFAST_OK) {
+            status = settle(a, file, path, uuid, &recovery);
+            graph_recovery_free(&recovery);
         }
     }
-    return false;
+    graph_unlock(file);
+    return status;
 }
 
 /* A sealed segment whose writer died before it could enter it. */
@@ -120,7 +132,8 @@ adopt_sealed(adoption *a, const uint8_t uuid[16])
     char path[GRAPH_PATH_BYTES];
     graph_manifest_segment entry = {.records = 0};
     graph_segment segment;
-    tfast_status status = path_of(path, a->directory, "segment", uuid);
+    tfast_status status = graph_path(path, a->directory, "segment", uuid, "");
+    int error;
 
     if (status == TFAST_OK) {
         status = graph_segment_open(&segment, path, true);
@@ -128,11 +141,14 @@ adopt_sealed(adoption *a, const uint8_t uuid[16])
     if (status != TFAST_OK) {
         return status;
     }
+    error = graph_io_table->datasync(segment.file); /* it may have been for scratch */
     memcpy(entry.uuid, uuid, sizeof entry.uuid);
     entry.records = (uint64_t)segment.records;
     entry.bytes = (uint64_t)segment.bytes;
     entry.trailer_crc = segment.trailer.crc;
-    if (memcmp(segment.uuid, uuid, 16) == 0) {
+    if (error < 0) {
+        status = graph_io_error("sync", path, error);
+    } else if (memcmp(segment.uuid, uuid, 16) == 0) {
         note(a, &entry);
     } else {
         status = graph_damage("%s must have the name of its own uuid", path);
@@ -151,13 +167,15 @@ adopt_all(adoption *a, const graph_listing *listing)
 
         if (i < listing->n_open) {
             status = adopt_open(a, listing->open[i]);
-        } else if (is_listed(&a->contents, listing->sealed[i - listing->n_open])) {
+        } else if (graph_contents_has(&a->contents,
+                                      listing->sealed[i - listing->n_open])) {
             continue;
         } else {
             status = adopt_sealed(a, listing->sealed[i - listing->n_open]);
         }
         if (status != TFAST_OK && a->error == TFAST_OK) {
             a->error = status;
+            a->error_number = graph_errno();
             snprintf(a->message, sizeof a->message, "%s", tfast_message());
         }
     }
@@ -167,11 +185,11 @@ adopt_all(adoption *a, const graph_listing *listing)
 static void
 delete_temporary(const char *directory, const graph_listing *listing)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
 
     for (int64_t i = 0; i < listing->n_temporary; i++) {
-        graph_name(name, "manifest", listing->temporary[i], ".tmp");
-        if (graph_join(path, directory, name) == TFAST_OK) {
+        if (graph_path(path, directory, "manifest", listing->temporary[i], ".tmp") ==
+            TFAST_OK) {
             graph_io_table->unlink(path);
         }
     }
@@ -217,7 +235,9 @@ adopt_locked(adoption *a)
     graph_listing_free(&listing);
     graph_contents_free(&a->contents);
     free(a->found);
-    return a->error == TFAST_OK ? status : tfast_fail(a->error, "%s", a->message);
+    return a->error == TFAST_OK
+               ? status
+               : graph_fail_again(a->error, a->error_number, a->message);
 }
 
 tfast_status

@@ -3,34 +3,19 @@
 #include "manifest.h"
 #include "segment.h"
 
-#include <fcntl.h>
-
 /* NULL where the file is gone, or cannot be read: that is found out by who reads it. */
 static tfast_status
 schema_of(const char *directory, const char *prefix, const uint8_t uuid[16],
           tfast_graph_schema **schema)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
     graph_header header;
-    int64_t begin, bytes;
-    tfast_status status;
-    int file;
+    tfast_status status = graph_path(path, directory, prefix, uuid, "");
 
     *schema = NULL;
-    graph_name(name, prefix, uuid, "");
-    status = graph_join(path, directory, name);
-    if (status != TFAST_OK) {
-        return status;
+    if (status == TFAST_OK) {
+        status = graph_segment_schema(path, &header, schema);
     }
-    file = graph_io_table->open(path, O_RDONLY);
-    if (file < 0) {
-        return TFAST_OK;
-    }
-    bytes = graph_io_table->size(file);
-    status = bytes < 0
-                 ? TFAST_OK
-                 : graph_segment_header(file, path, bytes, &header, schema, &begin);
-    graph_io_table->close(file);
     return status == TFAST_ENOMEM ? status : TFAST_OK;
 }
 

@@ -103,6 +103,9 @@ take_sizes(tfast_graph_writer *w, const tfast_graph_value *values,
 
 /* ---- Dense data ------------------------------------------------------------------ */
 
+/* Of one field before it is stored in an eighth of them; a graph has at most 2^36. */
+static const int64_t MOST_BYTES = INT64_C(1) << 39;
+
 static bool
 is_dense(const tfast_graph_value *value, int bytes)
 {
@@ -167,6 +170,19 @@ gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
     }
 }
 
+/* A view may repeat its elements, and have more of them than any memory. */
+static bool
+count_elements(const tfast_graph_value *value, int bytes, int64_t *numel)
+{
+    *numel = 1;
+    for (int d = 0; d < value->rank; d++) {
+        if (__builtin_mul_overflow(*numel, value->shape[d], numel)) {
+            return false;
+        }
+    }
+    return *numel <= MOST_BYTES / bytes;
+}
+
 /* Points every plan at dense data. */
 static tfast_status
 take_data(tfast_graph_writer *w, const tfast_graph_value *values)
@@ -179,11 +195,12 @@ take_data(tfast_graph_writer *w, const tfast_graph_value *values)
         int bytes = graph_dtype_bytes(w->schema->fields[i].dtype);
 
         plan->stored = values[i].present ? GRAPH_AS_IS : GRAPH_ABSENT;
-        plan->numel = values[i].present;
-        for (int d = 0; d < values[i].rank && values[i].present; d++) {
-            plan->numel *= values[i].shape[d];
-        }
+        plan->numel = 0;
         plan->data = values[i].data;
+        if (values[i].present && !count_elements(&values[i], bytes, &plan->numel)) {
+            return tfast_fail(TFAST_EINVAL, "%s must have at most %lld bytes",
+                              name_of(w, i), (long long)MOST_BYTES);
+        }
         if (plan->numel > 0 && !is_dense(&values[i], bytes)) {
             plan->data = NULL;
             wanted += graph_align((uint64_t)(plan->numel * bytes), 16);

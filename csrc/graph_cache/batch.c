@@ -138,6 +138,7 @@ graph_arena_take(graph_arena **out, tfast_graph_cache *cache,
     arena->batch.batch_at = arena->batch_at;
     arena->batch.shapes = (const int64_t(*)[GRAPH_MAX_RANK + 1]) arena->shapes;
     arena->batch.ranks = arena->ranks;
+    arena->batch.sums = arena->sums;
     arena->cache = cache;
     atomic_store_explicit(&arena->references, 1, memory_order_relaxed);
     tfast_graph_cache_retain(cache);

@@ -133,7 +133,7 @@ drop_unused(graph_contents *contents, const bool *used)
 static tfast_status
 delete_unused(graph_contents *contents, const char *directory, bool *used)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
     bool any = false;
     tfast_status status = TFAST_OK;
 
@@ -141,8 +141,8 @@ delete_unused(graph_contents *contents, const char *directory, bool *used)
         if (!used[s]) {
             int error;
 
-            graph_name(name, "segment", contents->segments[s].uuid, "");
-            status = graph_join(path, directory, name);
+            status =
+                graph_path(path, directory, "segment", contents->segments[s].uuid, "");
             error = status == TFAST_OK ? graph_io_table->unlink(path) : 0;
             used[s] = error < 0 && error != -ENOENT; /* it stays: listed, unread */
             any = any || !used[s];
@@ -236,6 +236,7 @@ look_at_open(pending *p, const char *path, const uint8_t uuid[16])
     p->segments++;
     p->alive =
         p->alive || graph_io_table->lock(file, LOCK_SH | LOCK_NB) == -EWOULDBLOCK;
+    graph_io_table->lock(file, LOCK_UN); /* somebody may want to adopt it */
     if (graph_recover(&recovery, file, path, uuid) == TFAST_OK) {
         p->graphs += recovery.index.records;
         graph_recovery_free(&recovery);
@@ -248,14 +249,17 @@ look_at_sealed(pending *p, const graph_contents *contents, const char *path,
                const uint8_t uuid[16])
 {
     graph_segment segment;
+    tfast_status status;
 
-    for (uint64_t i = 0; i < contents->head.n_segments; i++) {
-        if (memcmp(contents->segments[i].uuid, uuid, 16) == 0) {
-            return;
-        }
+    if (graph_contents_has(contents, uuid)) {
+        return;
+    }
+    status = graph_segment_open(&segment, path, true);
+    if (status == TFAST_EIO && graph_errno() == ENOENT) {
+        return; /* a build that has ended since has deleted it */
     }
     p->segments++;
-    if (graph_segment_open(&segment, path, true) == TFAST_OK) {
+    if (status == TFAST_OK) {
         p->graphs += segment.records;
         graph_segment_close(&segment);
     }
@@ -265,7 +269,7 @@ tfast_status
 graph_must_be_closed(const char *directory, const graph_listing *listing,
                      const graph_contents *contents)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
     int64_t n = listing->n_open + listing->n_sealed;
     pending p = {0};
 
@@ -274,8 +278,8 @@ graph_must_be_closed(const char *directory, const graph_listing *listing,
         const uint8_t *uuid =
             is_open ? listing->open[i] : listing->sealed[i - listing->n_open];
 
-        graph_name(name, is_open ? "open" : "segment", uuid, "");
-        if (graph_join(path, directory, name) != TFAST_OK) {
+        if (graph_path(path, directory, is_open ? "open" : "segment", uuid, "") !=
+            TFAST_OK) {
             return TFAST_EINVAL;
         }
         if (is_open) {

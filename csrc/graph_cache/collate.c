@@ -80,7 +80,8 @@ runs_of(const graph_batch_field *f, int64_t steps, int64_t graphs)
         const int64_t part = graphs == 0 ? 0 : elements / (2 * graphs);
         return (runs){2 * graphs, part, part * f->bytes, true};
     }
-    return (runs){f->outer, elements, f->total * f->inner, false};
+    /* Any number of empty rows is no work. */
+    return (runs){elements == 0 ? 0 : f->outer, elements, f->total * f->inner, false};
 }
 
 /* What run `i` adds for graph g. */
@@ -93,13 +94,26 @@ addend(const graph_arena *arena, const graph_batch_field *f, runs r, int64_t i,
     return f->n_adds == 0 ? 0 : graph_sums(arena, f->adds[second])[g];
 }
 
+/* From the sums, which are the arena's own, and not again from the file: what is
+ * written stays in the arena even if somebody changes the file meanwhile. */
+static int64_t
+steps_of(const graph_arena *arena, const graph_batch_field *f, int64_t g)
+{
+    const int64_t *sums;
+
+    if (f->steps_count < 0) {
+        return f->steps;
+    }
+    sums = graph_sums(arena, f->steps_count);
+    return sums[g + 1] - sums[g];
+}
+
 /* Adds graph g to one field. */
 static tfast_status
 copy_field(const graph_arena *arena, graph_batch_field *f, int64_t g)
 {
     const tfast_graph_array *array = &arena->arrays[f->field];
-    const int64_t steps =
-        f->steps_count < 0 ? f->steps : graph_count(arena->places[g], f->steps_count);
+    const int64_t steps = steps_of(arena, f, g);
     const runs r = runs_of(f, steps, 1);
     uint8_t *out = f->out + f->at * f->inner;
 

@@ -11,29 +11,30 @@
 #include <string.h>
 #include <sys/file.h>
 
-void
-graph_name(char name[GRAPH_NAME_BYTES], const char *prefix, const uint8_t uuid[16],
-           const char *suffix)
+tfast_status
+graph_path(char path[GRAPH_PATH_BYTES], const char *directory, const char *prefix,
+           const uint8_t uuid[16], const char *suffix)
 {
-    int n = snprintf(name, GRAPH_NAME_BYTES, "%s-", prefix);
+    char name[64], hexadecimal[33];
 
     for (int i = 0; i < 16; i++) {
-        n += snprintf(name + n, (size_t)(GRAPH_NAME_BYTES - n), "%02x", uuid[i]);
+        snprintf(hexadecimal + 2 * i, 3, "%02x", uuid[i]);
     }
-    snprintf(name + n, (size_t)(GRAPH_NAME_BYTES - n), "%s", suffix);
+    snprintf(name, sizeof name, "%s-%s%s", prefix, hexadecimal, suffix);
+    return graph_join(path, directory, name);
 }
 
 static int
-hexadecimal(char digit)
+digit_of(char digit)
 {
     return digit >= '0' && digit <= '9'   ? digit - '0'
            : digit >= 'a' && digit <= 'f' ? digit - 'a' + 10
                                           : -1;
 }
 
-bool
-graph_name_parse(const char *name, const char *prefix, uint8_t uuid[16],
-                 const char *suffix)
+/* Whether a name is "<prefix>-<uuid><suffix>", and which. */
+static bool
+parse(const char *name, const char *prefix, uint8_t uuid[16], const char *suffix)
 {
     size_t n = strlen(prefix);
 
@@ -43,8 +44,8 @@ graph_name_parse(const char *name, const char *prefix, uint8_t uuid[16],
         return false;
     }
     for (int i = 0; i < 16; i++) {
-        int high = hexadecimal(name[n + 1 + 2 * (size_t)i]);
-        int low = hexadecimal(name[n + 2 + 2 * (size_t)i]);
+        int high = digit_of(name[n + 1 + 2 * (size_t)i]);
+        int low = digit_of(name[n + 2 + 2 * (size_t)i]);
 
         if (high < 0 || low < 0) {
             return false;
@@ -80,11 +81,11 @@ visit(void *context, const char *name)
     if (listing->no_memory) {
         return;
     }
-    if (graph_name_parse(name, "open", uuid, "")) {
+    if (parse(name, "open", uuid, "")) {
         note(&listing->open, &listing->n_open, uuid, &listing->no_memory);
-    } else if (graph_name_parse(name, "segment", uuid, "")) {
+    } else if (parse(name, "segment", uuid, "")) {
         note(&listing->sealed, &listing->n_sealed, uuid, &listing->no_memory);
-    } else if (graph_name_parse(name, "manifest", uuid, ".tmp")) {
+    } else if (parse(name, "manifest", uuid, ".tmp")) {
         note(&listing->temporary, &listing->n_temporary, uuid, &listing->no_memory);
     } else if (strcmp(name, "manifest") == 0) {
         listing->manifest = true;
@@ -93,8 +94,8 @@ visit(void *context, const char *name)
     }
 }
 
-static int
-compare_uuids(const void *a, const void *b)
+int
+graph_compare_uuids(const void *a, const void *b)
 {
     return memcmp(a, b, 16);
 }
@@ -111,10 +112,10 @@ graph_list(graph_listing *listing, const char *directory)
         return graph_io_error("list", directory, error < 0 ? error : ENOMEM);
     }
     if (listing->n_open > 0) { /* the same order everywhere */
-        qsort(listing->open, (size_t)listing->n_open, 16, compare_uuids);
+        qsort(listing->open, (size_t)listing->n_open, 16, graph_compare_uuids);
     }
     if (listing->n_sealed > 0) {
-        qsort(listing->sealed, (size_t)listing->n_sealed, 16, compare_uuids);
+        qsort(listing->sealed, (size_t)listing->n_sealed, 16, graph_compare_uuids);
     }
     return TFAST_OK;
 }
@@ -131,11 +132,21 @@ graph_listing_free(graph_listing *listing)
 /* ---- Lock ------------------------------------------------------------------------ */
 
 tfast_status
+graph_lock_file(int file, const char *path)
+{
+    int error;
+
+    do {
+        error = graph_io_table->lock(file, LOCK_EX);
+    } while (error == -EINTR);
+    return error < 0 ? graph_io_error("lock", path, error) : TFAST_OK;
+}
+
+tfast_status
 graph_lock(const char *directory, int *lock)
 {
     char path[GRAPH_PATH_BYTES];
     tfast_status status = graph_join(path, directory, "lock");
-    int error;
 
     if (status != TFAST_OK) {
         return status;
@@ -144,14 +155,11 @@ graph_lock(const char *directory, int *lock)
     if (*lock < 0) {
         return graph_io_error("open", path, *lock);
     }
-    do {
-        error = graph_io_table->lock(*lock, LOCK_EX);
-    } while (error == -EINTR);
-    if (error < 0) {
+    status = graph_lock_file(*lock, path);
+    if (status != TFAST_OK) {
         graph_io_table->close(*lock);
-        return graph_io_error("lock", path, error);
     }
-    return TFAST_OK;
+    return status;
 }
 
 tfast_status
@@ -173,10 +181,10 @@ graph_lock_cache(const char *directory, int *lock)
 }
 
 void
-graph_unlock(int lock)
+graph_unlock(int file)
 {
-    graph_io_table->lock(lock, LOCK_UN); /* a forked child may hold it open */
-    graph_io_table->close(lock);
+    graph_io_table->lock(file, LOCK_UN); /* a forked child may hold it open */
+    graph_io_table->close(file);
 }
 
 /* ---- Making ---------------------------------------------------------------------- */

@@ -61,16 +61,27 @@
  * not in the order is not in the cache. It is replaced as a whole: written to
  * manifest-<uuid>.tmp, fsync, rename, fsync of the directory.
  *
- * Durability. A commit writes the records and their commit frame, then fdatasync. The
- * order in which that reaches the disk does not matter: recovery takes the longest
- * beginning whose frames are all valid, up to its last commit frame. A segment is
- * sealed under its lock: index and trailer, fsync, rename to its final name, fsync of
- * the directory, manifest. After a failed fsync a segment is never written again: its
- * writer fails, and the next one salvages what can be read. */
+ * Durability. Header and schema are flushed, and the file's name, before the first
+ * record. A commit writes the records and their commit frame, then fdatasync; only then
+ * comes the next record. The order in which that reaches the disk does not matter:
+ * recovery takes the longest beginning whose frames are all valid, up to its last
+ * commit frame. A commit frame behind that with a frame behind it, or without a header
+ * before it, was durable and has been damaged since: then nothing is cut off, and
+ * repair is asked for. A segment is sealed under its lock: index and trailer, fsync,
+ * rename to its final name, fsync of the directory, manifest; a sealed segment that is
+ * not in the manifest waits to be entered. To delete one, first a manifest whose order
+ * has none of its records is made durable, then the file goes, then the manifest
+ * forgets it: so a reader does not miss segments that have no graph. After a failed
+ * fsync a segment is never written again: its writer fails, and the next one salvages
+ * what can be read. */
 #ifndef GRAPH_CACHE_FORMAT_H
 #define GRAPH_CACHE_FORMAT_H
 
 #include <stdint.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#    error "a graph cache is read as it lies: the machine must be little-endian"
+#endif
 
 enum {
     GRAPH_MAJOR = 1, /* a reader refuses any other */

@@ -1,11 +1,13 @@
 /* The graph cache's contract: what csrc/python may call, who owns what. format.h says
  * what is on disk. Nothing here is for two threads at once, except where it says so.
  *
- * Files: io.c (the operating system), schema.c (parsing a schema, and where a record's
- * fields lie), segment.c (opening a segment, scanning one that is not sealed),
- * write.c, manifest.c, read.c (an open cache), verify.c, repair.c, batch.c (arenas),
- * plan.c and collate.c (batches), prefetch.c (threads), order.c and shuffle.c
- * (shuffling, sharding, batches by size). */
+ * Files: io.c (the operating system); schema.c (parsing), schema_join.c (segments that
+ * differ in sizes), layout.c (where a record's fields lie), check.c (whether one can be
+ * trusted); segment.c (a sealed segment), scan.c (frames, and recovery), seal.c;
+ * directory.c and manifest.c; append.c (a graph becomes a record), write.c, adopt.c
+ * (what dead writers left), build.c; read.c (an open cache), verify.c, salvage.c and
+ * repair.c; batch.c (arenas), plan.c and collate.c (batches), prefetch.c (threads),
+ * order.c and shuffle.c (shuffling, sharding, batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -73,7 +75,8 @@ typedef struct {
 
 /* A new segment in the cache at `path`; makes the directory and an empty manifest where
  * there is none. `path` of something else (a file, a directory with other things and no
- * manifest) is refused. With `durable` false nothing is synced: for scratch. */
+ * manifest) is refused. With `durable` false nothing is synced, for scratch, but that a
+ * cache with other segments is left as safe as it was. */
 tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
                                      const void *schema, size_t schema_bytes,
                                      bool durable);
@@ -210,6 +213,8 @@ typedef struct tfast_graph_batch {
     const size_t *field_at; /* per selected field: its array's place in the arena */
     const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
     const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
+    const int64_t *sums;    /* [n_counts][n_slots + 1]: the ptrs again, beside the
+                               arena, for who shall not see what is written there */
     const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
     const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;

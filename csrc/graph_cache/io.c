@@ -28,10 +28,11 @@ result(int value)
     return value < 0 ? -errno : value;
 }
 
+/* A pipe or a terminal with a name of ours must not hold us up. */
 static int
 os_open(const char *path, int flags)
 {
-    return result(open(path, flags | O_CLOEXEC, 0666));
+    return result(open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0666));
 }
 
 static int
@@ -80,6 +81,12 @@ static int
 os_sync(int file)
 {
     return result(fsync(file));
+}
+
+static void
+os_forget(int file)
+{
+    posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
 }
 
 static int
@@ -156,9 +163,9 @@ os_random(void *data, size_t bytes)
 }
 
 static const graph_io operating_system = {
-    os_open,     os_close, os_pread,  os_pwrite, os_size,  os_truncate,
-    os_datasync, os_sync,  os_rename, os_unlink, os_mkdir, os_lock,
-    os_list,     os_map,   os_unmap,  os_random,
+    os_open,     os_close, os_pread,  os_pwrite, os_size,   os_truncate,
+    os_datasync, os_sync,  os_forget, os_rename, os_unlink, os_mkdir,
+    os_lock,     os_list,  os_map,    os_unmap,  os_random,
 };
 
 const graph_io *graph_io_table = &operating_system;

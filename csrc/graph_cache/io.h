@@ -17,7 +17,8 @@ typedef struct graph_io {
     int64_t (*size)(int file);
     int (*truncate)(int file, int64_t bytes);
     int (*datasync)(int file);
-    int (*sync)(int file); /* of a file or a directory opened with O_DIRECTORY */
+    int (*sync)(int file);    /* of a file or a directory opened with O_DIRECTORY */
+    void (*forget)(int file); /* what memory holds of its synced bytes, if it can */
     int (*rename)(const char *from, const char *to);
     int (*unlink)(const char *path);
     int (*mkdir)(const char *path);

@@ -8,6 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* What a record takes at least, with its entry in the index: files of all sizes that
+ * there are have so few that 8 bytes for each of them cannot overflow. */
+enum { LEAST_RECORD_BYTES = sizeof(graph_record) + 12 };
+
 static uint32_t
 contents_crc(const uint8_t *bytes, size_t n)
 {
@@ -41,16 +45,10 @@ read_file(const char *path, uint8_t **data, int64_t *bytes)
     return status;
 }
 
-static int
-compare_uuids(const void *a, const void *b)
-{
-    return memcmp(a, b, 16);
-}
-
 static tfast_status
 check_segments(graph_contents *contents, const char *path)
 {
-    uint64_t n = contents->head.n_segments, total = 0;
+    uint64_t n = contents->head.n_segments, total = 0, bytes = 0;
     uint8_t(*uuids)[16] = malloc(n * 16 + 1);
     tfast_status status = TFAST_OK;
 
@@ -61,14 +59,19 @@ check_segments(graph_contents *contents, const char *path)
         const graph_manifest_segment *s = &contents->segments[i];
 
         memcpy(uuids[i], s->uuid, 16);
-        if (s->records > (uint64_t)INT64_MAX - total || s->bytes > INT64_MAX ||
+        if (s->bytes > (uint64_t)INT64_MAX - bytes ||
+            s->records > s->bytes / LEAST_RECORD_BYTES ||
             (s->reserved[0] | s->reserved[1] | s->reserved[2]) != 0) {
             status = graph_damage("%s must have possible sizes of segments", path);
+            break;
         }
-        total += s->records <= (uint64_t)INT64_MAX - total ? s->records : 0;
+        bytes += s->bytes;
+        total += s->records;
     }
-    qsort(uuids, n, 16, compare_uuids);
-    for (uint64_t i = 1; i < n; i++) {
+    if (status == TFAST_OK) {
+        qsort(uuids, n, 16, graph_compare_uuids);
+    }
+    for (uint64_t i = 1; i < n && status == TFAST_OK; i++) {
         if (memcmp(uuids[i - 1], uuids[i], 16) == 0) {
             status = graph_damage("%s must have each segment once", path);
         }
@@ -209,6 +212,17 @@ graph_contents_free(graph_contents *contents)
 
 /* ---- Changing -------------------------------------------------------------------- */
 
+bool
+graph_contents_has(const graph_contents *contents, const uint8_t uuid[16])
+{
+    for (uint64_t i = 0; i < contents->head.n_segments; i++) {
+        if (memcmp(contents->segments[i].uuid, uuid, 16) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 tfast_status
 graph_contents_add(graph_contents *contents, const graph_manifest_segment *segment)
 {
@@ -217,10 +231,8 @@ graph_contents_add(graph_contents *contents, const graph_manifest_segment *segme
     graph_manifest_segment *segments;
     uint64_t *order;
 
-    for (uint64_t i = 0; i < n; i++) {
-        if (memcmp(contents->segments[i].uuid, segment->uuid, 16) == 0) {
-            return TFAST_OK;
-        }
+    if (graph_contents_has(contents, segment->uuid)) {
+        return TFAST_OK;
     }
     segments = realloc(contents->segments, (n + 1) * sizeof *segments);
     if (segments == NULL) {
@@ -271,7 +283,7 @@ write_file(const char *path, const uint8_t *data, size_t bytes, bool durable)
 static tfast_status
 replace(const char *directory, const uint8_t *data, size_t bytes, bool durable)
 {
-    char name[GRAPH_NAME_BYTES], new[GRAPH_PATH_BYTES], path[GRAPH_PATH_BYTES];
+    char new[GRAPH_PATH_BYTES], path[GRAPH_PATH_BYTES];
     uint8_t uuid[16];
     tfast_status status;
     int error = graph_io_table->random(uuid, sizeof uuid);
@@ -279,8 +291,7 @@ replace(const char *directory, const uint8_t *data, size_t bytes, bool durable)
     if (error < 0) {
         return graph_io_error("draw a name in", directory, error);
     }
-    graph_name(name, "manifest", uuid, ".tmp");
-    status = graph_join(new, directory, name);
+    status = graph_path(new, directory, "manifest", uuid, ".tmp");
     status = status == TFAST_OK ? graph_join(path, directory, "manifest") : status;
     if (status != TFAST_OK) {
         return status;

@@ -6,8 +6,6 @@
 
 #include "format.h"
 
-enum { GRAPH_NAME_BYTES = 48 }; /* of names such as "segment-<uuid>" */
-
 /* Zero-initialised is an empty one; graph_contents_free() empties it. */
 typedef struct {
     graph_manifest head;
@@ -24,15 +22,21 @@ void graph_contents_free(graph_contents *contents);
 tfast_status graph_contents_store(graph_contents *contents, const char *directory,
                                   bool durable);
 
+bool graph_contents_has(const graph_contents *contents, const uint8_t uuid[16]);
+
 /* Adds a sealed segment at the end, unless it is there. Under the lock. */
 tfast_status graph_contents_add(graph_contents *contents,
                                 const graph_manifest_segment *segment);
+
+/* flock(), waited for. */
+tfast_status graph_lock_file(int file, const char *path);
 
 /* The cache's lock, waited for. graph_lock_cache() makes no lock file where there is no
  * manifest. */
 tfast_status graph_lock(const char *directory, int *lock);
 tfast_status graph_lock_cache(const char *directory, int *lock);
-void graph_unlock(int lock);
+/* Unlocks and closes a file. */
+void graph_unlock(int file);
 
 /* Makes the directory and an empty manifest where there are none. *lock is held when it
  * succeeds. */
@@ -41,11 +45,9 @@ tfast_status graph_directory_make(const char *directory, bool durable, int *lock
 /* Flushes names; missing directories are errors. */
 tfast_status graph_directory_sync(const char *directory);
 
-/* "<prefix>-<uuid in hexadecimal><suffix>", and back: false for another name. */
-void graph_name(char name[GRAPH_NAME_BYTES], const char *prefix, const uint8_t uuid[16],
-                const char *suffix);
-bool graph_name_parse(const char *name, const char *prefix, uint8_t uuid[16],
-                      const char *suffix);
+/* "directory/<prefix>-<uuid in hexadecimal><suffix>". */
+tfast_status graph_path(char path[GRAPH_PATH_BYTES], const char *directory,
+                        const char *prefix, const uint8_t uuid[16], const char *suffix);
 
 /* The segments that lie in a directory, whatever the manifest says. */
 typedef struct {
@@ -57,6 +59,7 @@ typedef struct {
     bool manifest;
     bool no_memory;
 } graph_listing;
+int graph_compare_uuids(const void *a, const void *b); /* for qsort() */
 tfast_status graph_list(graph_listing *listing, const char *directory);
 void graph_listing_free(graph_listing *listing);
 

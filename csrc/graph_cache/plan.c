@@ -9,7 +9,8 @@ graph_field_missing(const graph_arena *arena, int field)
 {
     return tfast_fail(TFAST_EINVAL,
                       "graphs of a batch must all have field %s or all lack it, got "
-                      "some with and some without; a loader can leave it out (exclude)",
+                      "some with and some without, or with sizes that do not fit "
+                      "together; a loader can leave it out (exclude)",
                       arena->cache->schema->field_names[field]);
 }
 
@@ -182,9 +183,10 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
             continue;
         }
         status = common_size(arena, field, d, &shape[d + stacked]);
-        if (status != TFAST_OK) {
+        if (status != TFAST_OK && (schema->flags & GRAPH_OPTIONAL) == 0) {
             return status;
         }
+        f->lacking = f->lacking || status != TFAST_OK;
         if (d == cat) {
             f->steps = shape[d];
             f->total = f->steps * arena->batch.n_slots;
@@ -197,7 +199,7 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
     if (!multiply(bytes, f->total) || !multiply(bytes, f->inner)) {
         return too_many_bytes(arena, field);
     }
-    if (!frames_hold(arena, f, frame_bytes)) {
+    if (f->lacking || !frames_hold(arena, f, frame_bytes)) {
         f->lacking = true;
         *bytes = 0;
         return schema->flags & GRAPH_OPTIONAL
@@ -213,8 +215,10 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
 static tfast_status
 reserve(size_t *at, size_t *end, int64_t bytes)
 {
+    const uint64_t most = UINT64_C(1) << 61; /* a multiple of 64, as *end is */
+
     *at = *end;
-    if ((uint64_t)bytes > SIZE_MAX / 8 - *end) {
+    if ((uint64_t)bytes > most - *end) {
         return tfast_fail(TFAST_EINVAL, "a batch must have at most 2^61 bytes");
     }
     *end = (*end + (size_t)bytes + 63) & ~(size_t)63;
@@ -250,7 +254,10 @@ graph_batch_plan(graph_arena *arena, const tfast_graph_selection *selection,
 
     status = status == TFAST_OK ? sum_counts(arena, selection) : status;
     for (int64_t g = 0; status == TFAST_OK && g < n; g++) {
-        frame_bytes += graph_frame_bytes(arena->places[g]);
+        if (__builtin_add_overflow(frame_bytes, graph_frame_bytes(arena->places[g]),
+                                   &frame_bytes)) {
+            frame_bytes = INT64_MAX;
+        }
     }
     for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
         status = plan_field(arena, i, selection->fields[i], frame_bytes, &bytes);

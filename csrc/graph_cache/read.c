@@ -31,6 +31,7 @@ find_used(const graph_contents *contents, bool **used)
 {
     uint64_t n = contents->head.n_segments, first = 0, high = 0;
     uint64_t at = n; /* the segment that holds records first .. high - 1 */
+    uint64_t left;   /* segments that may still turn out to be used */
     uint64_t *ends = malloc(n * sizeof *ends + 1);
 
     *used = calloc(1, n + 1);
@@ -43,7 +44,8 @@ find_used(const graph_contents *contents, bool **used)
         ends[i] = end += contents->segments[i].records;
         (*used)[i] = contents->order == NULL && contents->segments[i].records > 0;
     }
-    for (uint64_t i = 0; contents->order != NULL && i < contents->head.n_graphs; i++) {
+    left = contents->order == NULL ? 0 : n;
+    for (uint64_t i = 0; left > 0 && i < contents->head.n_graphs; i++) {
         uint64_t record = contents->order[i];
 
         if (record >= first && record < high) {
@@ -57,6 +59,7 @@ find_used(const graph_contents *contents, bool **used)
         }
         first = at == 0 ? 0 : ends[at - 1];
         high = ends[at];
+        left -= !(*used)[at];
         (*used)[at] = true;
     }
     free(ends);
@@ -67,11 +70,9 @@ static tfast_status
 open_part(tfast_graph_cache *cache, const graph_manifest_segment *wanted, int64_t first)
 {
     graph_part *part = &cache->parts[cache->n_parts];
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
-    tfast_status status;
+    char path[GRAPH_PATH_BYTES];
+    tfast_status status = graph_path(path, cache->path, "segment", wanted->uuid, "");
 
-    graph_name(name, "segment", wanted->uuid, "");
-    status = graph_join(path, cache->path, name);
     if (status == TFAST_OK) {
         status = graph_segment_open(&part->file, path, cache->options.pread);
     }

@@ -3,7 +3,6 @@
 #include "salvage.h"
 #include "writer.h"
 
-#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,11 +16,10 @@ typedef struct {
 typedef struct {
     uint8_t uuid[16];
     char path[GRAPH_PATH_BYTES];
-    bool closed;     /* by its name */
-    bool listed;     /* in the manifest, */
-    uint64_t first;  /* with its first record there, */
-    int64_t records; /* and so many */
-    bool has_schema; /* its header is whole */
+    bool closed;             /* by its name */
+    bool listed;             /* in the manifest, */
+    uint64_t first, records; /* with these of all records there */
+    bool has_schema;         /* its header is whole */
     tfast_graph_schema *schema;
 } source;
 
@@ -100,19 +98,13 @@ load_manifest(repairing *r, const char *from)
 }
 
 static tfast_status
-add_source(repairing *r, const char *from, const char *prefix, const uint8_t uuid[16],
-           const uint64_t *first)
+add_source(repairing *r, const char *from, const char *prefix, const uint8_t uuid[16])
 {
     source *s = &r->sources[r->n_sources];
-    char name[GRAPH_NAME_BYTES];
-    tfast_status status;
+    tfast_status status = graph_path(s->path, from, prefix, uuid, "");
 
-    graph_name(name, prefix, uuid, "");
-    status = graph_join(s->path, from, name);
     memcpy(s->uuid, uuid, sizeof s->uuid);
     s->closed = strcmp(prefix, "segment") == 0;
-    s->listed = first != NULL;
-    s->first = first == NULL ? 0 : *first;
     r->n_sources++;
     return status;
 }
@@ -155,8 +147,10 @@ find_sources(repairing *r, const char *from, const graph_listing *listing)
         const graph_manifest_segment *s = &r->contents.segments[i];
 
         if (has(listing->sealed, listing->n_sealed, s->uuid)) {
-            status = add_source(r, from, "segment", s->uuid, &first);
-            r->sources[r->n_sources - 1].records = (int64_t)s->records;
+            r->sources[r->n_sources].listed = true;
+            r->sources[r->n_sources].first = first;
+            r->sources[r->n_sources].records = s->records;
+            status = add_source(r, from, "segment", s->uuid);
         } else if (r->contents.order == NULL) {
             r->report->damaged += (int64_t)s->records;
             say(r, "a segment of %llu graphs is missing",
@@ -166,12 +160,12 @@ find_sources(repairing *r, const char *from, const graph_listing *listing)
     }
     for (int64_t i = 0; i < listing->n_sealed && status == TFAST_OK; i++) {
         if (!is_source(r, listing->sealed[i])) {
-            status = add_source(r, from, "segment", listing->sealed[i], NULL);
+            status = add_source(r, from, "segment", listing->sealed[i]);
         }
     }
     for (int64_t i = 0; i < listing->n_open && status == TFAST_OK; i++) {
         if (!is_source(r, listing->open[i])) {
-            status = add_source(r, from, "open", listing->open[i], NULL);
+            status = add_source(r, from, "open", listing->open[i]);
         }
     }
     return status;
@@ -182,17 +176,9 @@ find_sources(repairing *r, const char *from, const graph_listing *listing)
 static tfast_status
 read_schema(source *s)
 {
-    int file = graph_io_table->open(s->path, O_RDONLY);
     graph_header header;
-    int64_t bytes, begin;
-    tfast_status status;
+    tfast_status status = graph_segment_schema(s->path, &header, &s->schema);
 
-    if (file < 0) {
-        return graph_io_error("open", s->path, file);
-    }
-    bytes = graph_io_table->size(file);
-    status = graph_segment_header(file, s->path, bytes, &header, &s->schema, &begin);
-    graph_io_table->close(file);
     s->has_schema = status == TFAST_OK;
     if (s->has_schema) { /* the name may have been changed */
         memcpy(s->uuid, header.uuid, sizeof s->uuid);
@@ -234,7 +220,8 @@ place_of(const repairing *r, int64_t number, uint64_t *place)
     entry key = {0, 0};
     const entry *found;
 
-    if (r->wanted == NULL || !r->current->listed || number == GRAPH_UNKNOWN) {
+    if (r->wanted == NULL || !r->current->listed || number == GRAPH_UNKNOWN ||
+        (uint64_t)number >= r->current->records) {
         *place = UINT64_MAX; /* after all others */
         return true;
     }
@@ -306,8 +293,9 @@ repair_source(repairing *r, source *s)
     salvage.schema = s->schema;
     r->current = s;
     status = graph_salvage_file(&salvage);
-    if (s->listed && salvage.whole + salvage.damaged < s->records) {
-        salvage.damaged = s->records - salvage.whole; /* what is not even there */
+    if (s->listed && salvage.whole + salvage.damaged < (int64_t)s->records) {
+        salvage.damaged =
+            (int64_t)s->records - salvage.whole; /* what is not even there */
     }
     if (status == TFAST_OK && r->writer != NULL) {
         status = tfast_graph_writer_close(r->writer);
@@ -360,20 +348,20 @@ set_order(repairing *r)
 static tfast_status
 make_target(const char *to)
 {
-    graph_contents contents = {0};
+    graph_listing listing;
     int lock;
     tfast_status status = graph_directory_make(to, true, &lock);
 
     if (status != TFAST_OK) {
         return status;
     }
-    status = graph_contents_load(&contents, to);
-    if (status == TFAST_OK && contents.head.n_segments > 0) {
-        status = tfast_fail(TFAST_EINVAL,
-                            "target must be a new cache, got %s with %llu graphs", to,
-                            (unsigned long long)contents.head.n_graphs);
+    status = graph_list(&listing, to);
+    if (status == TFAST_OK && listing.n_sealed + listing.n_open > 0) {
+        status = tfast_fail(
+            TFAST_EINVAL, "target must be a new cache, got %s, which has %lld segments",
+            to, (long long)(listing.n_sealed + listing.n_open));
     }
-    graph_contents_free(&contents);
+    graph_listing_free(&listing);
     graph_unlock(lock);
     return status;
 }

@@ -93,6 +93,7 @@ commit_at(graph_window *window, int64_t at, graph_frame_kind *kind,
     }
     memcpy(&commit, *frame, sizeof commit);
     if (commit.crc == graph_commit_crc(window->seed, &commit) &&
+        commit.records <= (uint64_t)at / sizeof(graph_record) && /* as fit before it */
         (window->lenient ||
          graph_all_zero(*frame + sizeof commit, all - (int64_t)sizeof commit))) {
         *kind = GRAPH_COMMIT_FRAME;

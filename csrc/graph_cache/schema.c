@@ -89,20 +89,20 @@ graph_is_utf8(const void *text, int64_t bytes)
     return true;
 }
 
-/* ---- Parsing --------------------------------------------------------------------- */
-
-static bool
-all_zero(const void *bytes, size_t n)
+bool
+graph_all_zero(const void *bytes, int64_t n)
 {
     const uint8_t *byte = bytes;
 
-    for (size_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++) {
         if (byte[i] != 0) {
             return false;
         }
     }
     return true;
 }
+
+/* ---- Parsing --------------------------------------------------------------------- */
 
 /* All is in one allocation: the struct, pointers to names, the bytes, the names. */
 static tfast_status
@@ -206,8 +206,8 @@ check_count(const tfast_graph_schema *schema, int i)
                             "edges, and nodes there",
                             i);
     }
-    if (!all_zero(count->reserved, sizeof count->reserved) ||
-        !all_zero(count->reserved_too, sizeof count->reserved_too)) {
+    if (!graph_all_zero(count->reserved, sizeof count->reserved) ||
+        !graph_all_zero(count->reserved_too, sizeof count->reserved_too)) {
         return graph_damage("count %d of a schema must have zeros in reserve", i);
     }
     return TFAST_OK;
@@ -287,8 +287,8 @@ wrong_field(const tfast_graph_schema *schema, const graph_schema_field *field)
         ((field->flags & GRAPH_SCALAR) != 0 && (field->rank != 0 || !plain))) {
         return "known flags, and be a bool, int64 or float64 of rank 0 for a scalar";
     }
-    if (!all_zero(field->reserved, sizeof field->reserved) ||
-        !all_zero(field->reserved_too, sizeof field->reserved_too)) {
+    if (!graph_all_zero(field->reserved, sizeof field->reserved) ||
+        !graph_all_zero(field->reserved_too, sizeof field->reserved_too)) {
         return "zeros in reserve";
     }
     wrong = wrong_dims(schema, field);
@@ -373,7 +373,7 @@ tfast_graph_schema_parse(tfast_graph_schema **schema, const void *bytes, size_t 
     }
     memcpy(&header, bytes, sizeof header);
     if (header.n_counts > GRAPH_MAX_COUNTS || header.n_fields > GRAPH_MAX_FIELDS ||
-        header.names_bytes > n_bytes || !all_zero(header.reserved, 8)) {
+        header.names_bytes > n_bytes || !graph_all_zero(header.reserved, 8)) {
         return graph_damage("a schema must have at most %d counts and %d fields, got "
                             "%d and %d",
                             GRAPH_MAX_COUNTS, GRAPH_MAX_FIELDS, header.n_counts,
@@ -383,7 +383,7 @@ tfast_graph_schema_parse(tfast_graph_schema **schema, const void *bytes, size_t 
              header.n_fields * sizeof(graph_schema_field);
     used = sizeof header + arrays + header.names_bytes;
     if (graph_align(used, GRAPH_UNIT) != n_bytes ||
-        !all_zero((const uint8_t *)bytes + used, n_bytes - used)) {
+        !graph_all_zero((const uint8_t *)bytes + used, (int64_t)(n_bytes - used))) {
         return graph_damage("a schema must have %zu bytes and then zeros, got %zu",
                             used, n_bytes);
     }

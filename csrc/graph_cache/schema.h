@@ -22,6 +22,7 @@ int graph_field_bounds(const tfast_graph_schema *schema, int field,
                        uint16_t bound_by[2]);
 
 bool graph_is_integer(int dtype);
+bool graph_all_zero(const void *bytes, int64_t n);
 bool graph_is_utf8(const void *text, int64_t bytes);
 
 /* Generalises schemas[n >= 1], which must agree: a dimension is fixed in *joined where

@@ -62,14 +62,12 @@ graph_seal(int file, const char *path, const graph_index *index, int64_t end,
 tfast_status
 graph_seal_name(const char *directory, const uint8_t uuid[16], bool durable)
 {
-    char name[GRAPH_NAME_BYTES], from[GRAPH_PATH_BYTES], to[GRAPH_PATH_BYTES];
-    tfast_status status;
+    char from[GRAPH_PATH_BYTES], to[GRAPH_PATH_BYTES];
+    tfast_status status = graph_path(from, directory, "open", uuid, "");
     int error;
 
-    graph_name(name, "open", uuid, "");
-    status = graph_join(from, directory, name);
-    graph_name(name, "segment", uuid, "");
-    status = status == TFAST_OK ? graph_join(to, directory, name) : status;
+    status =
+        status == TFAST_OK ? graph_path(to, directory, "segment", uuid, "") : status;
     if (status != TFAST_OK) {
         return status;
     }

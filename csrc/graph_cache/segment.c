@@ -50,19 +50,6 @@ graph_header_crc(const graph_header *header, const void *schema)
                           header->schema_bytes);
 }
 
-bool
-graph_all_zero(const void *bytes, int64_t n)
-{
-    const uint8_t *byte = bytes;
-
-    for (int64_t i = 0; i < n; i++) {
-        if (byte[i] != 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
 /* ---- Header ---------------------------------------------------------------------- */
 
 static tfast_status
@@ -139,6 +126,26 @@ graph_segment_header(int file, const char *path, int64_t file_bytes,
     return status;
 }
 
+tfast_status
+graph_segment_schema(const char *path, graph_header *header,
+                     tfast_graph_schema **schema)
+{
+    int file = graph_io_table->open(path, O_RDONLY);
+    int64_t bytes, begin;
+    tfast_status status;
+
+    *schema = NULL;
+    if (file < 0) {
+        return graph_io_error("open", path, file);
+    }
+    bytes = graph_io_table->size(file);
+    status = bytes < 0
+                 ? graph_io_error("read", path, (int)bytes)
+                 : graph_segment_header(file, path, bytes, header, schema, &begin);
+    graph_io_table->close(file);
+    return status;
+}
+
 /* ---- Trailer and index ----------------------------------------------------------- */
 
 int64_t
@@ -173,7 +180,7 @@ read_trailer(graph_segment *s)
     if (t->n_counts != (uint32_t)n_counts || t->index_offset > limit ||
         t->index_bytes > limit || t->index_offset < (uint64_t)s->begin ||
         t->index_offset % GRAPH_BLOCK != 0 || t->last_commit > limit ||
-        t->index_offset + t->index_bytes + sizeof *t != limit ||
+        limit - t->index_offset - t->index_bytes != sizeof *t ||
         t->records > t->index_bytes / (12 + 4 * (uint64_t)n_counts) ||
         (uint64_t)graph_index_bytes((int64_t)t->records, n_counts) != t->index_bytes) {
         return graph_damage("%s must have an index of its %llu records before its "
@@ -189,6 +196,7 @@ static tfast_status
 take_index(graph_segment *s, bool pread)
 {
     const uint8_t *index;
+    tfast_status status;
     int error = 0;
 
     if (pread) {
@@ -196,9 +204,10 @@ take_index(graph_segment *s, bool pread)
         if (s->owned == NULL) {
             return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
         }
-        if (graph_read_all(s->file, s->path, s->owned, s->trailer.index_bytes,
-                           (int64_t)s->trailer.index_offset) != TFAST_OK) {
-            return TFAST_EIO;
+        status = graph_read_all(s->file, s->path, s->owned, s->trailer.index_bytes,
+                                (int64_t)s->trailer.index_offset);
+        if (status != TFAST_OK) {
+            return status;
         }
         index = s->owned;
     } else {

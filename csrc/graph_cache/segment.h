@@ -37,14 +37,16 @@ tfast_status graph_segment_header(int file, const char *path, int64_t file_bytes
                                   graph_header *header, tfast_graph_schema **schema,
                                   int64_t *begin);
 
+/* The same, of the file at `path`. */
+tfast_status graph_segment_schema(const char *path, graph_header *header,
+                                  tfast_graph_schema **schema);
+
 /* Bytes of a commit frame at `at`, zeros included. */
 static inline int64_t
 graph_commit_bytes(int64_t at)
 {
     return (int64_t)graph_align((uint64_t)at + sizeof(graph_commit), GRAPH_BLOCK) - at;
 }
-
-bool graph_all_zero(const void *bytes, int64_t n);
 
 /* Bytes of the index, and where its columns lie. */
 int64_t graph_index_bytes(int64_t records, int n_counts);

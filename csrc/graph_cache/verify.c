@@ -2,17 +2,51 @@
 #include "cache.h"
 #include "scan.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+/* One thread's share: graphs first .. end - 1, and what it has found. */
 typedef struct {
     tfast_graph_cache *cache;
     bool values;
-    void (*damaged)(void *context, int64_t i, const char *message);
-    void *context;
+    int64_t first, end;
     tfast_graph_array *arrays;
     graph_buffer buffer;
+    struct found {
+        int64_t i;
+        char *message;
+    } * found;
+    int64_t n_found;
+    tfast_status status;
+    char message[TFAST_MESSAGE_BYTES]; /* of status */
 } checking;
+
+enum { MOST_PARTS = 16, LEAST_SHARE = 1024 };
+
+/* Notes the message of the damage that was just told. */
+static tfast_status
+note(checking *c, int64_t i)
+{
+    const char *message = tfast_message();
+    char *copy = malloc(strlen(message) + 1);
+    void *more = c->found;
+
+    if ((c->n_found & (c->n_found - 1)) == 0) { /* room for powers of two */
+        size_t room = c->n_found == 0 ? 1 : (size_t)c->n_found * 2;
+
+        more = realloc(c->found, room * sizeof *c->found);
+        c->found = more == NULL ? c->found : more;
+    }
+    if (copy == NULL || more == NULL) {
+        free(copy);
+        return tfast_fail(TFAST_ENOMEM, "no memory for %lld damaged graphs",
+                          (long long)c->n_found + 1);
+    }
+    strcpy(copy, message);
+    c->found[c->n_found++] = (struct found){i, copy};
+    return TFAST_OK;
+}
 
 /* ---- Values ---------------------------------------------------------------------- */
 
@@ -107,13 +141,6 @@ gaps_are_zero(const tfast_graph_schema *schema, const void *record,
     return graph_all_zero(at, begin + (size_t)head->units * GRAPH_UNIT - at);
 }
 
-static void
-report(const checking *c, int64_t i, const char *path, const char *rule)
-{
-    graph_damage("graph %lld in %s must have %s", (long long)i, path, rule);
-    c->damaged(c->context, i, tfast_message());
-}
-
 static tfast_status
 verify_graph(checking *c, int64_t i)
 {
@@ -125,14 +152,12 @@ verify_graph(checking *c, int64_t i)
         c->cache, i, place, &c->buffer, TFAST_GRAPH_VERIFY_ALWAYS, c->arrays, &record);
 
     if (status != TFAST_OK) {
-        if (status == TFAST_EIO) {
-            c->damaged(c->context, i, tfast_message());
-        }
-        return status == TFAST_EIO ? TFAST_OK : status;
+        return status == TFAST_EIO ? note(c, i) : status;
     }
     if (!gaps_are_zero(schema, record, c->arrays)) {
-        report(c, i, path, "zeros between its fields");
-        return TFAST_OK;
+        graph_damage("graph %lld in %s must have zeros between its fields",
+                     (long long)i, path);
+        return note(c, i);
     }
     for (int f = 0; f < schema->header.n_fields; f++) {
         const char *wrong = wrong_values(c, schema->fields[f].dtype, &c->arrays[f]);
@@ -140,8 +165,7 @@ verify_graph(checking *c, int64_t i)
         if (wrong != NULL) {
             graph_damage("graph %lld in %s: %s must have %s", (long long)i, path,
                          schema->field_names[f], wrong);
-            c->damaged(c->context, i, tfast_message());
-            break;
+            return note(c, i);
         }
     }
     return TFAST_OK;
@@ -233,13 +257,59 @@ verify_between(checking *c)
             .file = file->file, .path = file->path, .bytes = file->bytes};
         status = check_frames(&f);
         graph_window_free(&f.window);
-        if (status == TFAST_EIO) {
-            c->damaged(c->context, -1, tfast_message());
-        } else if (status != TFAST_OK) {
+        status = status == TFAST_EIO ? note(c, -1) : status;
+        if (status != TFAST_OK) {
             return status;
         }
     }
     return TFAST_OK;
+}
+
+/* ---- Shares ---------------------------------------------------------------------- */
+
+static void
+verify_share(void *context, int part, int parts)
+{
+    checking *c = (checking *)context + part;
+    int n_fields = c->cache->schema == NULL ? 0 : c->cache->schema->header.n_fields;
+
+    (void)parts;
+    c->arrays = malloc((size_t)n_fields * sizeof *c->arrays + 1);
+    if (c->arrays == NULL) {
+        c->status = tfast_fail(TFAST_ENOMEM, "no memory for %d fields", n_fields);
+    }
+    for (int64_t i = c->first; i < c->end && c->status == TFAST_OK; i++) {
+        c->status = verify_graph(c, i);
+    }
+    if (c->status != TFAST_OK) { /* messages are the thread's own */
+        snprintf(c->message, sizeof c->message, "%s", tfast_message());
+    }
+    free(c->arrays);
+    free(c->buffer.data);
+}
+
+/* Tells what the shares have found, in order, and the first error; empties them. */
+static tfast_status
+gather(checking *shares, int parts,
+       void (*damaged)(void *context, int64_t i, const char *message), void *context)
+{
+    tfast_status status = TFAST_OK;
+
+    for (int p = 0; p < parts; p++) {
+        checking *c = &shares[p];
+
+        for (int64_t i = 0; i < c->n_found; i++) {
+            if (status == TFAST_OK) {
+                damaged(context, c->found[i].i, c->found[i].message);
+            }
+            free(c->found[i].message);
+        }
+        free(c->found);
+        if (status == TFAST_OK && c->status != TFAST_OK) {
+            status = tfast_fail(c->status, "%s", c->message);
+        }
+    }
+    return status;
 }
 
 tfast_status
@@ -248,27 +318,31 @@ tfast_graph_cache_verify(tfast_graph_cache *cache, int64_t first, int64_t end,
                          void (*damaged)(void *context, int64_t i, const char *message),
                          void *context)
 {
-    checking c = {cache, values, damaged, context, NULL, {NULL, 0}};
-    int n_fields = cache->schema == NULL ? 0 : cache->schema->header.n_fields;
-    tfast_status status = TFAST_OK;
+    checking shares[MOST_PARTS] = {{.cache = cache}};
+    int64_t n = end - first, parts = n / LEAST_SHARE + 1;
+    tfast_status status;
 
     if (first < 0 || end < first || end > cache->n_graphs) {
         return tfast_fail(TFAST_EINVAL,
                           "first and end must be in 0 .. %lld, got %lld and %lld",
                           (long long)cache->n_graphs, (long long)first, (long long)end);
     }
-    c.arrays = malloc((size_t)n_fields * sizeof *c.arrays + 1);
-    if (c.arrays == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %d fields", n_fields);
+    parts = parts < tfast_num_threads() ? parts : tfast_num_threads();
+    parts = parts < MOST_PARTS ? parts : MOST_PARTS;
+    for (int64_t p = 0; p < parts; p++) {
+        shares[p].cache = cache;
+        shares[p].values = values;
+        shares[p].first = first + n * p / parts;
+        shares[p].end = first + n * (p + 1) / parts;
     }
-    for (int64_t i = first; i < end && status == TFAST_OK; i++) {
-        status = verify_graph(&c, i);
+    tfast_parallel((int)parts, verify_share, shares);
+    status = gather(shares, (int)parts, damaged, context);
+    if (status == TFAST_OK && (n == 0 || n == cache->n_graphs)) {
+        checking between = {.cache = cache};
+
+        between.status = verify_between(&between);
+        snprintf(between.message, sizeof between.message, "%s", tfast_message());
+        status = gather(&between, 1, damaged, context);
     }
-    if (status == TFAST_OK &&
-        (first == end || (first == 0 && end == cache->n_graphs))) {
-        status = verify_between(&c);
-    }
-    free(c.arrays);
-    free(c.buffer.data);
     return status;
 }

@@ -8,7 +8,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 enum { BUFFER_BYTES = 1 << 18, PAGE = 4096 }; /* a share of the L2 cache */
@@ -70,14 +69,13 @@ static tfast_status
 make_file(tfast_graph_writer *w)
 {
     tfast_status status;
-    int error;
 
     w->file = graph_io_table->open(w->path, O_RDWR | O_CREAT | O_EXCL);
     if (w->file < 0) {
         return graph_io_error("create", w->path, w->file);
     }
-    error = graph_io_table->lock(w->file, LOCK_EX | LOCK_NB);
-    status = error < 0 ? graph_io_error("lock", w->path, error) : write_header(w);
+    status = graph_lock_file(w->file, w->path); /* a reader may be trying it */
+    status = status == TFAST_OK ? write_header(w) : status;
     if (status == TFAST_OK && w->durable) {
         status = graph_directory_sync(w->directory);
     }
@@ -90,15 +88,14 @@ make_file(tfast_graph_writer *w)
 static tfast_status
 set_names(tfast_graph_writer *w, const char *directory)
 {
-    char name[GRAPH_NAME_BYTES], path[GRAPH_PATH_BYTES];
+    char path[GRAPH_PATH_BYTES];
     int error = graph_io_table->random(w->uuid, sizeof w->uuid);
     tfast_status status;
 
     if (error < 0) {
         return graph_io_error("draw a name in", directory, error);
     }
-    graph_name(name, "open", w->uuid, "");
-    status = graph_join(path, directory, name);
+    status = graph_path(path, directory, "open", w->uuid, "");
     if (status != TFAST_OK) {
         return status;
     }
@@ -174,7 +171,10 @@ static tfast_status
 die(tfast_graph_writer *w, tfast_status status)
 {
     w->dead = true;
-    w->error = graph_errno();
+    w->error = status == TFAST_EIO      ? graph_errno()
+               : status == TFAST_ENOMEM ? ENOMEM
+                                        : 0;
+    w->error = w->error == 0 ? EIO : w->error; /* no error of the system's */
     return status;
 }
 
@@ -263,47 +263,47 @@ tfast_graph_writer_commit(tfast_graph_writer *w)
 
 /* ---- Closing --------------------------------------------------------------------- */
 
+/* Under the cache's lock. A cache that has other segments must open after a loss of
+ * power, so only where it is alone may a segment be entered that is not durable. */
 static tfast_status
-enter(const tfast_graph_writer *w, const graph_manifest_segment *entry)
+enter(const tfast_graph_writer *w, graph_contents *contents)
 {
-    graph_contents contents = {0};
-    tfast_status status;
-    int lock;
+    const bool durable = w->durable || contents->head.n_segments > 0;
+    graph_manifest_segment entry = {.records = 0};
+    tfast_status status = graph_seal(w->file, w->path, &w->index, w->written,
+                                     w->last_commit, durable, &entry);
 
-    status = graph_lock(w->directory, &lock);
-    if (status != TFAST_OK) {
-        return status;
-    }
-    status = graph_contents_load(&contents, w->directory);
+    memcpy(entry.uuid, w->uuid, sizeof entry.uuid);
     if (status == TFAST_OK) {
-        status = graph_contents_add(&contents, entry);
+        status = graph_seal_name(w->directory, w->uuid, durable);
     }
     if (status == TFAST_OK) {
-        status = graph_contents_store(&contents, w->directory, w->durable);
+        status = graph_contents_add(contents, &entry);
     }
-    graph_contents_free(&contents);
-    graph_unlock(lock);
-    return status;
+    return status == TFAST_OK ? graph_contents_store(contents, w->directory, durable)
+                              : status;
 }
 
 static tfast_status
 finish(tfast_graph_writer *w)
 {
-    graph_manifest_segment entry = {.records = 0};
+    graph_contents contents = {0};
     tfast_status status;
-    int error;
+    int error, lock;
 
-    memcpy(entry.uuid, w->uuid, sizeof entry.uuid);
     if (w->committed == 0) {
         error = graph_io_table->unlink(w->path);
         return error < 0 ? graph_io_error("delete", w->path, error) : TFAST_OK;
     }
-    status = graph_seal(w->file, w->path, &w->index, w->written, w->last_commit,
-                        w->durable, &entry);
-    if (status == TFAST_OK) {
-        status = graph_seal_name(w->directory, w->uuid, w->durable);
+    status = graph_lock(w->directory, &lock);
+    if (status != TFAST_OK) {
+        return status;
     }
-    return status == TFAST_OK ? enter(w, &entry) : status;
+    status = graph_contents_load(&contents, w->directory);
+    status = status == TFAST_OK ? enter(w, &contents) : status;
+    graph_contents_free(&contents);
+    graph_unlock(lock);
+    return status;
 }
 
 tfast_status
@@ -342,11 +342,13 @@ tfast_graph_writer_free(tfast_graph_writer *w)
     if (w == NULL) {
         return;
     }
-    if (w->file >= 0) {
-        if (!w->closed && !w->dead && w->committed == 0 && w->process == getpid()) {
+    if (w->file >= 0 && w->process == getpid()) {
+        if (!w->closed && !w->dead && w->committed == 0) {
             graph_io_table->unlink(w->path); /* nothing in it was ever promised */
         }
-        graph_io_table->close(w->file);
+        graph_unlock(w->file);
+    } else if (w->file >= 0) {
+        graph_io_table->close(w->file); /* the lock is the parent's */
     }
     graph_index_free(&w->index);
     tfast_graph_schema_free(w->schema);

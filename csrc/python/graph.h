@@ -27,6 +27,12 @@ typedef struct {
     uint8_t *dtypes; /* per selected field: py_array's number */
 } py_graph_selection;
 
+typedef struct {
+    PyObject_HEAD
+    py_graph_selection *selection; /* a reference */
+    tfast_graph_batch *batch;      /* one, too */
+} py_graph_batch;
+
 extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection_spec,
     py_graph_batch_spec, py_graph_prefetch_spec, py_graph_order_spec;
 
@@ -71,6 +77,18 @@ void *py_graph_object(py_state *state, PyObject *object, int type, const char *n
 
 /* Takes the reference that `batch` comes with, also on failure. */
 PyObject *py_graph_batch_new(py_graph_selection *selection, tfast_graph_batch *batch);
+
+/* Arrays of a batch, new ones each time; NULL with an exception. The number of an array
+ * must be one that there is. */
+int py_graph_batch_counts(const py_graph_batch *self);
+PyObject *py_graph_batch_field(py_graph_batch *self, Py_ssize_t i);
+PyObject *py_graph_batch_ptr(py_graph_batch *self, Py_ssize_t count);
+PyObject *py_graph_batch_vector(py_graph_batch *self, Py_ssize_t i);
+/* The first n of a count's sums, in memory of their own. */
+PyObject *py_graph_batch_sums(py_graph_batch *self, Py_ssize_t count, int64_t n);
+
+/* The method dicts(recipe, constants); graph_dicts.c. */
+PyObject *py_graph_batch_dicts(PyObject *self, PyObject *args);
 
 /* Functions of the module. */
 PyObject *py_graph_collate(PyObject *module, PyObject *args);

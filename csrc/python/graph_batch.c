@@ -170,11 +170,7 @@ PyType_Spec py_graph_selection_spec = {
 
 /* ---- GraphBatch ------------------------------------------------------------------ */
 
-typedef struct {
-    PyObject_HEAD
-    py_graph_selection *selection; /* a reference */
-    tfast_graph_batch *batch;      /* one, too */
-} graph_batch;
+typedef py_graph_batch graph_batch;
 
 PyObject *
 py_graph_batch_new(py_graph_selection *selection, tfast_graph_batch *batch)
@@ -198,14 +194,15 @@ release_batch(void *batch)
     tfast_graph_batch_release(batch);
 }
 
-/* An array of the batch. NumPy's keep this object, others the batch itself, because
- * they may be dropped by a thread without the GIL. Nothing here keeps them: that would
- * be a cycle that the collector cannot see. */
+/* An array over the batch's memory. NumPy's keep this object, others the batch itself,
+ * because they may be dropped by a thread without the GIL. Nothing here keeps them:
+ * that would be a cycle that the collector cannot see. */
 static PyObject *
-make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *shape)
+make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
+              const int64_t *shape)
 {
     const py_graph_selection *selection = self->selection;
-    const py_made made = {self->batch->arena + at, dtype, ndim, shape};
+    const py_made made = {(void *)data, dtype, ndim, shape};
 
     if (selection->as == PY_AS_NUMPY) {
         return py_make_numpy(py_graph_state((PyObject *)self), &made, true,
@@ -213,6 +210,12 @@ make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *sha
     }
     tfast_graph_batch_retain(self->batch);
     return py_make_dlpack(selection->exchange, &made, release_batch, self->batch);
+}
+
+static PyObject *
+make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *shape)
+{
+    return make_array_of(self, self->batch->arena + at, dtype, ndim, shape);
 }
 
 /* A list of n that make(self, i) makes. */
@@ -234,8 +237,8 @@ make_list(graph_batch *self, Py_ssize_t n,
     return list;
 }
 
-static int
-n_counts(const graph_batch *self)
+int
+py_graph_batch_counts(const graph_batch *self)
 {
     const tfast_graph_schema *schema =
         tfast_graph_cache_schema(self->selection->cache->cache);
@@ -243,8 +246,8 @@ n_counts(const graph_batch *self)
     return schema == NULL ? 0 : schema->header.n_counts;
 }
 
-static PyObject *
-make_field(graph_batch *self, Py_ssize_t i)
+PyObject *
+py_graph_batch_field(graph_batch *self, Py_ssize_t i)
 {
     if (self->batch->ranks[i] < 0) {
         return Py_NewRef(Py_None);
@@ -253,16 +256,24 @@ make_field(graph_batch *self, Py_ssize_t i)
                       self->batch->ranks[i], self->batch->shapes[i]);
 }
 
-static PyObject *
-make_ptr(graph_batch *self, Py_ssize_t i)
+PyObject *
+py_graph_batch_ptr(graph_batch *self, Py_ssize_t i)
 {
     const int64_t n = self->batch->n_slots + 1;
 
     return make_array(self, self->batch->ptr_at[i], PY_INT64, 1, &n);
 }
 
-static PyObject *
-make_batch_vector(graph_batch *self, Py_ssize_t i)
+PyObject *
+py_graph_batch_sums(graph_batch *self, Py_ssize_t i, int64_t n)
+{
+    const int64_t *sums = self->batch->sums + i * (self->batch->n_slots + 1);
+
+    return make_array_of(self, sums, PY_INT64, 1, &n);
+}
+
+PyObject *
+py_graph_batch_vector(graph_batch *self, Py_ssize_t i)
 {
     const int64_t n = self->batch->totals[self->selection->batch_of[i]];
 
@@ -272,19 +283,45 @@ make_batch_vector(graph_batch *self, Py_ssize_t i)
 static PyObject *
 batch_fields(graph_batch *self, void *Py_UNUSED(closure))
 {
-    return make_list(self, self->selection->selection.n_fields, make_field);
+    return make_list(self, self->selection->selection.n_fields, py_graph_batch_field);
 }
 
 static PyObject *
 batch_ptrs(graph_batch *self, void *Py_UNUSED(closure))
 {
-    return make_list(self, n_counts(self), make_ptr);
+    return make_list(self, py_graph_batch_counts(self), py_graph_batch_ptr);
+}
+
+/* The number of a count, -1 with an exception. */
+static Py_ssize_t
+take_count(const graph_batch *self, PyObject *number)
+{
+    const Py_ssize_t count = PyLong_AsSsize_t(number);
+
+    if (count == -1 && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    if (count < 0 || count >= py_graph_batch_counts(self)) {
+        PyErr_Format(PyExc_ValueError, "count must be in 0 .. %d, got %zd",
+                     py_graph_batch_counts(self) - 1, count);
+        return -1;
+    }
+    return count;
+}
+
+static PyObject *
+batch_starts(graph_batch *self, PyObject *number)
+{
+    const Py_ssize_t count = take_count(self, number);
+
+    return count < 0 ? NULL : py_graph_batch_sums(self, count, self->batch->n_slots);
 }
 
 static PyObject *
 batch_batches(graph_batch *self, void *Py_UNUSED(closure))
 {
-    return make_list(self, self->selection->selection.n_batch_of, make_batch_vector);
+    return make_list(self, self->selection->selection.n_batch_of,
+                     py_graph_batch_vector);
 }
 
 static PyObject *
@@ -316,7 +353,7 @@ batch_nbytes(graph_batch *self, void *Py_UNUSED(closure))
 static PyObject *
 batch_totals(graph_batch *self, void *Py_UNUSED(closure))
 {
-    const int n = n_counts(self);
+    const int n = py_graph_batch_counts(self);
     PyObject *totals = PyTuple_New(n);
 
     for (int i = 0; i < n && totals != NULL; i++) {
@@ -354,7 +391,7 @@ batch_offsets(graph_batch *self, void *Py_UNUSED(closure))
 {
     PyObject *fields =
         make_list(self, self->selection->selection.n_fields, field_offset);
-    PyObject *ptrs = make_list(self, n_counts(self), ptr_offset);
+    PyObject *ptrs = make_list(self, py_graph_batch_counts(self), ptr_offset);
     PyObject *batches =
         make_list(self, self->selection->selection.n_batch_of, batch_offset);
     PyObject *all = fields == NULL || ptrs == NULL || batches == NULL
@@ -403,11 +440,26 @@ static PyGetSetDef batch_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMethodDef batch_methods[] = {
+    {"dicts", (PyCFunction)py_graph_batch_dicts, METH_VARARGS,
+     "dicts($self, recipe, constants, /)\n--\n\n"
+     "Three dicts, recipe = (names, arrays, sliced, slices, starts), all tuples.\n"
+     "{names[i]: array number arrays[i] of fields, ptrs and batches, one after "
+     "another},\n"
+     "{sliced[i]: ptrs[slices[i]]} and {sliced[i]: starts(starts[i])}, of which each "
+     "is\n"
+     "made once, in memory of its own; numbers beyond the counts are of constants."},
+    {"starts", (PyCFunction)batch_starts, METH_O,
+     "starts($self, count, /)\n--\n\nOne of sums, int64 [n_slots]: without the last."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot batch_slots[] = {
     {Py_tp_doc, "One collated batch; its arrays share one arena, which they keep."},
     {Py_tp_traverse, batch_traverse},
     {Py_tp_dealloc, batch_dealloc},
     {Py_tp_getset, batch_attributes},
+    {Py_tp_methods, batch_methods},
     {0, NULL},
 };
 

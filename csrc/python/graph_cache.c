@@ -237,7 +237,7 @@ cache_keys(py_graph_cache *self, PyObject *Py_UNUSED(unused))
 
 /* ---- Verify ---------------------------------------------------------------------- */
 
-enum { VERIFY_SLICE = 512 }; /* graphs between two looks at signals */
+enum { VERIFY_SLICE = 64 << 20 }; /* bytes between two looks at signals, about */
 
 /* Of a verify() while it runs without the GIL. */
 typedef struct {
@@ -291,6 +291,8 @@ cache_verify(py_graph_cache *self, PyObject *args, PyObject *kwargs)
     static char *names[] = {"first", "end", "values", NULL};
     const int64_t n = tfast_graph_cache_len(self->cache);
     long long first, end;
+    const int64_t bytes = tfast_graph_cache_file_bytes(self->cache) / (n + 1) + 1;
+    const int64_t slice = VERIFY_SLICE / bytes + 1; /* in graphs */
     report r = {NULL, NULL, false};
     int values;
 
@@ -306,16 +308,15 @@ cache_verify(py_graph_cache *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     r.damaged = PyList_New(0);
-    for (int64_t i = first; r.damaged != NULL && i < end; i += VERIFY_SLICE) {
-        const int64_t stop = end - i < VERIFY_SLICE ? end : i + VERIFY_SLICE;
+    for (int64_t i = first; r.damaged != NULL && i < end; i += slice) {
+        const int64_t stop = end - i < slice ? end : i + slice;
 
         if (verify_slice(self, i, stop, values != 0, &r) < 0) {
             Py_CLEAR(r.damaged);
         }
     }
     /* What lies between the graphs: of no slice, but of all graphs together. */
-    if (r.damaged != NULL &&
-        (first == end || (first == 0 && end == n && n > VERIFY_SLICE)) &&
+    if (r.damaged != NULL && (first == end || (first == 0 && end == n && n > slice)) &&
         verify_slice(self, end, end, values != 0, &r) < 0) {
         Py_CLEAR(r.damaged);
     }

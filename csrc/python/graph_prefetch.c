@@ -5,7 +5,8 @@ typedef struct {
     PyObject_HEAD
     py_graph_selection *selection;  /* a reference */
     tfast_graph_prefetch *prefetch; /* NULL: closed */
-    int64_t largest;                /* number of graphs that was submitted */
+    tfast_graph_batch *held; /* a reference: came when a signal's handler raised */
+    int64_t largest;         /* number of graphs that was submitted */
     bool busy;
 } graph_prefetch;
 
@@ -50,13 +51,19 @@ prefetch_submit(graph_prefetch *self, PyObject *indices)
     return py_result(status);
 }
 
-/* Waits for a batch or an error. Returns 0, or -1 with an exception. */
+/* Waits for a batch or an error. Returns 0, or -1 with an exception. A signal that came
+ * meanwhile is looked at here, where the batch can be kept for the next call. */
 static int
 wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
 {
     tfast_status status = TFAST_OK;
+    bool waited = false;
 
-    *batch = NULL;
+    *batch = self->held;
+    self->held = NULL;
+    if (*batch != NULL) {
+        return 0;
+    }
     if (tfast_graph_prefetch_pending(self->prefetch) == 0) {
         PyErr_SetString(PyExc_ValueError,
                         "next() must follow a submit(), got none pending");
@@ -72,9 +79,14 @@ wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
         Py_BEGIN_ALLOW_THREADS
         status = tfast_graph_prefetch_next(self->prefetch, SLICE, batch);
         Py_END_ALLOW_THREADS
+        waited = true;
     }
     if (status != TFAST_OK) {
         py_result(status);
+        return -1;
+    }
+    if (waited && PyErr_CheckSignals() < 0) {
+        self->held = *batch;
         return -1;
     }
     return 0;
@@ -109,6 +121,8 @@ prefetch_close(graph_prefetch *self, PyObject *Py_UNUSED(unused))
     }
     self->prefetch = NULL;
     self->busy = false;
+    tfast_graph_batch_release(self->held);
+    self->held = NULL;
     Py_BEGIN_ALLOW_THREADS
     tfast_graph_prefetch_free(prefetch);
     Py_END_ALLOW_THREADS
@@ -126,7 +140,7 @@ prefetch_pending(graph_prefetch *self, void *Py_UNUSED(closure))
     if (begin(self) < 0) {
         return NULL;
     }
-    pending = tfast_graph_prefetch_pending(self->prefetch);
+    pending = tfast_graph_prefetch_pending(self->prefetch) + (self->held != NULL);
     self->busy = false;
     return PyLong_FromLongLong(pending);
 }
@@ -177,6 +191,7 @@ static void
 prefetch_dealloc(graph_prefetch *self)
 {
     PyObject_GC_UnTrack(self);
+    tfast_graph_batch_release(self->held);
     if (self->prefetch != NULL) {
         tfast_graph_prefetch_free(self->prefetch); /* its threads need no GIL */
     }

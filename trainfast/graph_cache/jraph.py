@@ -72,11 +72,16 @@ def jraph_assembler(plan: BatchPlan) -> Assemble:
             receivers=receivers,
             senders=senders,
             globals=pick[None](arrays),
-            n_node=np.diff(ptrs[nodes]).astype(np.int32),
-            n_edge=np.diff(ptrs[edges]).astype(np.int32),
+            n_node=_sizes(ptrs[nodes]),
+            n_edge=_sizes(ptrs[edges]),
         )
 
     return assemble
+
+
+def _sizes(ptr: np.ndarray) -> np.ndarray:
+    """What lies between the sums, int32 [graphs]."""
+    return np.subtract(ptr[1:], ptr[:-1], dtype=np.int32, casting="unsafe")
 
 
 class _Ends(NamedTuple):

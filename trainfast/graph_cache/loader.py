@@ -425,10 +425,9 @@ class Iteration(Iterator[Any]):
 
     def _begin(self) -> None:
         loader = self._loader
-        place = loader.begin()
+        place = self._place = loader.begin()
         if self._assemble is not None:
             self._source = loader.batches(place.epoch, place.position)
-        self._place = place
         ahead = loader.prefetch if loader.threads else 1
         for _ in range(max(ahead, 1)):
             self._submit()

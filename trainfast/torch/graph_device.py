@@ -61,6 +61,13 @@ class MovedBatch:
         self.ptrs = _views(storage, first, arena.device, batch.ptrs, ptrs)
         self.batches = _views(storage, first, arena.device, batch.batches, batches)
 
+    def dicts(self, recipe: Any, constants: Any) -> tuple[Any, Any, Any]:
+        """As of the core's batch; slices and starts stay on the CPU."""
+        names, numbers, *sliced = recipe
+        _, slices, starts = self.host.dicts(((), (), *sliced), constants)
+        arrays = [*self.fields, *self.ptrs, *self.batches]
+        return {n: arrays[i] for n, i in zip(names, numbers)}, slices, starts
+
 
 def _views(
     storage: Any, first: int, device: Any, like: list[Any], offsets: list[int]
@@ -86,9 +93,8 @@ def mover(device: Any, pin_memory: bool) -> Move | None:
     if device is None:
         if pin_memory and not torch.accelerator.is_available():
             # As torch's own loader: a script with a GPU in mind runs without one.
-            warnings.warn(
-                "pin_memory does nothing without an accelerator", stacklevel=5
-            )
+            message = "pin_memory does nothing without an accelerator"
+            warnings.warn(message, stacklevel=5)
             return None
         return _pinned if pin_memory else None
     device = torch.device(device)

@@ -7,11 +7,11 @@ them all on its way; here they only get their names.
 Source: torch_geometric.data.collate (2.8).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -25,11 +25,10 @@ from trainfast.graph_cache.batch import (
     split_text,
 )
 from trainfast.graph_cache.schema import Field, Schema
+from trainfast.torch.graph_device import MovedBatch
 from trainfast.torch.pyg_batch import blank
 
 __all__ = ["assembler", "item_assembler"]
-
-_NO_INCREMENT, _ZEROS = 0, 1  # places in the table of increments
 
 
 def assembler(plan: BatchPlan, kind: type | None = None) -> Callable[[Any], Any]:
@@ -52,89 +51,88 @@ def _kind_of(schema: Schema) -> type:
     return HeteroData if any(isinstance(k, tuple) for k in schema.keys) else Data
 
 
+Convert = Callable[[Any, Any], Any]  # (the core's array, the core's batch) -> value
+
+
 @dataclass
 class _Store:
-    """The attributes of one store: of the whole graph, a node type or an edge type."""
+    """The attributes of one store: of the whole graph, a node type or an edge type.
+
+    What the core is to make of them is numbered as GraphBatch.dicts() does.
+    """
 
     key: Hashable
-    names: list[str] = field(default_factory=list)  # of all that a batch has
-    places: list[int] = field(default_factory=list)  # theirs in the batch's fields
-    sliced: list[str] = field(default_factory=list)  # names that have slices
-    slices: list[int] = field(default_factory=list)  # places in the table of slices
-    incs: list[int] = field(default_factory=list)  # places in the table of increments
-    # name -> what makes the value of the core's array, the batch and the field's place
-    converts: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    follows: dict[str, Follow] = field(default_factory=dict)
-    num_nodes: bool = False
-    nodes: int | None = None  # the count whose batch vector it gets
-    batch: int = 0  # the batch vector's place
+    names: list[str] = field(default_factory=list)
+    arrays: list[int] = field(default_factory=list)
+    sliced: list[str] = field(default_factory=list)
+    slices: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    converts: list[tuple[str, Convert]] = field(default_factory=list)
+    num_nodes: int | None = None  # the array
 
-    def freeze(self) -> "_Store":
-        self.take_fields = _taker(self.places)
-        self.take_slices = _taker(self.slices)
-        self.take_incs = _taker(self.incs)
-        return self
+    def freeze(self) -> None:
+        lists = (self.names, self.arrays, self.sliced, self.slices, self.starts)
+        self.recipe = tuple(map(tuple, lists))
 
 
-def _taker(places: list[int]) -> Callable[[Sequence[Any]], Any]:
-    """table -> the entries at these places, as a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda table: [table[place] for place in places]
+class _Constants:
+    """What slices and increments there are besides the counts' sums.
 
-
-class _Tables:
-    """Which slices and increments a plan's batches need, each made once a batch."""
+    The first two are zeros, for what is not incremented, and None.
+    """
 
     def __init__(self, n_counts: int) -> None:
         self.n_counts = n_counts
-        self.sizes: list[int] = []  # fixed ones: slices that depend on nothing else
-        self.adds: list[tuple[int, ...]] = []
-        self.constants: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self.extras: list[int | tuple[int, ...]] = []  # a fixed size, or two counts
+        self.pairs: list[tuple[int, tuple[int, ...]]] = []  # with their places
+        self.made: dict[int, list[Any]] = {}  # by the number of graphs
 
-    def slices_place(self, entry: Field) -> int:
-        """In [the counts' sums, then those of the fixed sizes]."""
+    def slices(self, entry: Field) -> int:
+        """The number of a field's slices."""
         size = 1
         if entry.cat_dim is not None and entry.dtype not in ("string", "bytes"):
             size = entry.dims[entry.cat_dim]
-        if size < 0:
-            return -1 - size
-        if size not in self.sizes:
-            self.sizes.append(size)
-        return self.n_counts + self.sizes.index(size)
+        return -1 - size if size < 0 else self._place(size)
 
-    def incs_place(self, entry: Field) -> int:
-        """In [None, zeros, then what `adds` says]."""
+    def starts(self, entry: Field) -> int:
+        """The number of a field's increments."""
         if entry.dtype in ("string", "bytes"):
-            return _NO_INCREMENT
-        if not entry.add:
-            return _ZEROS
-        if entry.add not in self.adds:
-            self.adds.append(entry.add)
-        return 2 + self.adds.index(entry.add)
+            return self.n_counts + 1
+        if len(entry.add) == 1:
+            return entry.add[0]
+        return self._place(entry.add) if entry.add else self.n_counts
 
-    def of_batch(self, ptrs: list[Tensor], n: int) -> tuple[list[Any], list[Any]]:
-        """The tables of slices and increments of a batch of n graphs."""
-        made = self.constants.get(n)
-        if made is None:
-            made = self.make_constants(n)
-        fixed, zeros = made
-        incs: list[Any] = [None, zeros]
-        for add in self.adds:
-            if len(add) == 1:
-                incs.append(ptrs[add[0]][:-1])
-            else:
-                rows = torch.stack([ptrs[count][:-1] for count in add], 1)
-                incs.append(rows.unsqueeze(2))
-        return [*ptrs, *fixed], incs
+    def _place(self, extra: int | tuple[int, ...]) -> int:
+        if extra not in self.extras:
+            self.extras.append(extra)
+            if isinstance(extra, tuple):
+                self.pairs.append((1 + len(self.extras), extra))
+        return self.n_counts + 2 + self.extras.index(extra)
 
-    def make_constants(self, n: int) -> tuple[list[Tensor], Tensor]:
-        if len(self.constants) > 256:  # batches of ever new sizes
-            self.constants.clear()
+    def of_batch(self, host: Any) -> list[Any]:
+        """The constants of a batch that lies on the CPU."""
+        n = host.n_slots
+        constants = self.made.get(n)
+        if constants is None:
+            constants = self._make(n)
+        if self.pairs:
+            constants = constants.copy()
+        for place, pair in self.pairs:
+            # int64 [graphs, 2, 1]; NumPy takes a third of torch.stack's time.
+            rows = np.empty((n, 2, 1), np.int64)
+            rows[:, 0, 0] = host.starts(pair[0]).numpy()
+            rows[:, 1, 0] = host.starts(pair[1]).numpy()
+            constants[place] = torch.from_numpy(rows)
+        return constants
+
+    def _make(self, n: int) -> list[Any]:
+        if len(self.made) > 256:  # batches of ever new sizes
+            self.made.clear()
         slots = torch.arange(n + 1, device="cpu")
-        fixed = [slots * size for size in self.sizes]
-        made = fixed, torch.zeros(n, dtype=torch.int64, device="cpu")
-        return self.constants.setdefault(n, made)
+        constants: list[Any] = [slots.new_zeros(n), None]
+        for extra in self.extras:
+            constants.append(slots * extra if isinstance(extra, int) else None)
+        return self.made.setdefault(n, constants)
 
 
 class _Assembler:
@@ -143,32 +141,22 @@ class _Assembler:
     def __init__(self, plan: BatchPlan, kind: type) -> None:
         self.plan = plan
         self.blank = blank(kind)
-        self.tables = _Tables(len(plan.schema.counts))
-        self.stores = [self._store(key) for key in _store_keys(plan.schema, kind)]
-        self.by_key = {store.key: store for store in self.stores}
+        self.constants = _Constants(len(plan.schema.counts))
+        self.stores = [_Store(key) for key in _store_keys(plan.schema, kind)]
+        by_key = {store.key: store for store in self.stores}
         follows = {follow.key: follow for follow in plan.follow}
         for place, (key, number) in enumerate(zip(plan.keys, plan.fields)):
             owner, name = _split(key)
-            store, entry = self.by_key[owner], plan.schema.fields[number]
-            self._add(store, name, place, entry, follows.get(key))
+            entry = plan.schema.fields[number]
+            self._add(by_key[owner], name, place, entry, follows.get(key))
         for store in self.stores:
+            self._add_batch_vector(store)
             store.freeze()
         only = self.stores[0]
         self.homogeneous = not self.blank.hetero
         self.simple = self.homogeneous and not (
-            only.converts or only.follows or only.num_nodes or plan.padded
+            only.converts or only.num_nodes is not None or plan.padded
         )
-
-    def _store(self, key: Hashable) -> _Store:
-        store, schema = _Store(key), self.plan.schema
-        if isinstance(key, tuple) or (key is None and self.blank.hetero):
-            return store
-        names = [name for owner, name in map(_split, schema.keys) if owner == key]
-        nodes = schema.nodes.get("" if key is None else key)
-        if nodes is not None and _can_infer_num_nodes(names):
-            store.nodes = nodes
-            store.batch = self.plan.batch_of.index(nodes)
-        return store
 
     def _add(
         self, store: _Store, name: str, place: int, entry: Field, follow: Follow | None
@@ -176,64 +164,73 @@ class _Assembler:
         if name == "ptr":  # PyG leaves it out of batches
             return
         store.names.append(name)
-        store.places.append(place)
+        store.arrays.append(place)
         if name == "num_nodes":
-            store.num_nodes = True
+            store.num_nodes = place
             return
         store.sliced.append(name)
-        store.slices.append(self.tables.slices_place(entry))
-        store.incs.append(self.tables.incs_place(entry))
+        store.slices.append(self.constants.slices(entry))
+        store.starts.append(self.constants.starts(entry))
         if entry.dtype in ("string", "bytes"):
-            store.converts[name] = _text_of(entry)
+            store.converts.append((name, _text_of(entry, place)))
         elif entry.scalar and entry.dtype == "float64":
-            store.converts[name] = _as_default_float
+            store.converts.append((name, _as_default_float))
         if follow is not None:
-            store.follows[name] = follow
+            for i, ending in enumerate(("batch", "ptr")):
+                store.names.append(f"{name}_{ending}")
+                store.arrays.append(place)
+                convert = _follow_of(self.plan, follow, i)
+                store.converts.append((f"{name}_{ending}", convert))
+
+    def _add_batch_vector(self, store: _Store) -> None:
+        plan, key = self.plan, store.key
+        if isinstance(key, tuple) or (key is None and self.blank.hetero):
+            return
+        names = [name for owner, name in map(_split, plan.schema.keys) if owner == key]
+        nodes = plan.schema.nodes.get("" if key is None else key)
+        if nodes is None or not _can_infer_num_nodes(names):
+            return
+        n_fields, n_counts = len(plan.fields), len(plan.schema.counts)
+        vector = n_fields + n_counts + plan.batch_of.index(nodes)
+        for name, array in (("batch", vector), ("ptr", n_fields + nodes)):
+            if name in store.names:  # replaced in its place, as PyG does
+                store.arrays[store.names.index(name)] = array
+            else:
+                store.names.append(name)
+                store.arrays.append(array)
 
     def __call__(self, core: Any) -> Any:
-        n, ptrs, fields = core.n_slots, core.ptrs, core.fields
-        # Slices and increments stay on the CPU, as they do in batch.to(device).
-        host = getattr(core, "host", None)
-        slices, incs = self.tables.of_batch(ptrs if host is None else host.ptrs, n)
+        # Slices and increments stay on the CPU, as they do in batch.to(device), and
+        # share no memory with what the user gets and may write to.
+        constants = self.constants.of_batch(_host(core))
         if not self.simple:
-            return self._assemble(core, n, ptrs, fields, slices, incs)
-        store = self.stores[0]
-        mapping = dict(zip(store.names, store.take_fields(fields)))
-        if store.nodes is not None:
-            mapping["batch"] = core.batches[store.batch]
-            mapping["ptr"] = ptrs[store.nodes].clone()  # its slices stay as they are
+            return self._assemble(core, constants)
+        mapping, slices, incs = core.dicts(self.stores[0].recipe, constants)
         out, inside = self.blank.new(mapping)
-        inside["_num_graphs"] = n
-        inside["_slice_dict"] = dict(zip(store.sliced, store.take_slices(slices)))
-        inside["_inc_dict"] = dict(zip(store.sliced, store.take_incs(incs)))
+        inside["_num_graphs"] = core.n_slots
+        inside["_slice_dict"] = slices
+        inside["_inc_dict"] = incs
         return out
 
-    def _assemble(
-        self,
-        core: Any,
-        n: int,
-        ptrs: list[Tensor],
-        fields: list[Any],
-        slices: list[Any],
-        incs: list[Any],
-    ) -> Any:
+    def _assemble(self, core: Any, constants: list[Any]) -> Any:
         """Batches of several stores, and whatever is not a plain tensor in them."""
         mappings: dict[Any, dict[str, Any]] = {}
-        slice_dict: dict[Any, Any] = {}
-        inc_dict: dict[Any, Any] = {}
+        all_slices: dict[Any, Any] = {}
+        all_incs: dict[Any, Any] = {}
         numbers: dict[Any, list[int]] = {}
         for store in self.stores:
             key = store.key
-            mappings[key] = self._mapping(store, core, ptrs, fields, numbers)
-            for whole, take, table in (
-                (slice_dict, store.take_slices, slices),
-                (inc_dict, store.take_incs, incs),
-            ):
-                part = dict(zip(store.sliced, take(table)))
-                if key is None:
-                    whole.update(part)
-                elif part:
-                    whole[key] = part
+            mapping, slices, incs = core.dicts(store.recipe, constants)
+            mappings[key] = mapping
+            for name, convert in store.converts:
+                mapping[name] = convert(mapping[name], core)
+            if store.num_nodes is not None:
+                numbers[key] = _host(core).fields[store.num_nodes].tolist()
+                mapping["num_nodes"] = sum(numbers[key])
+            if key is None:
+                all_slices, all_incs = slices, incs
+            elif slices:
+                all_slices[key], all_incs[key] = slices, incs
         if self.plan.padded:
             mappings[None]["graph_mask"] = graph_mask(core)
         if self.homogeneous:
@@ -243,35 +240,10 @@ class _Assembler:
             out, inside = self.blank.new_hetero(mappings)
         for key, values in numbers.items():
             inside[key]["_num_nodes"] = values
-        inside[None].update(_num_graphs=n, _slice_dict=slice_dict, _inc_dict=inc_dict)
+        inside[None].update(
+            _num_graphs=core.n_slots, _slice_dict=all_slices, _inc_dict=all_incs
+        )
         return out
-
-    def _mapping(
-        self,
-        store: _Store,
-        core: Any,
-        ptrs: list[Tensor],
-        fields: list[Any],
-        numbers: dict[Any, list[int]],
-    ) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
-        for name, place, value in zip(
-            store.names, store.places, store.take_fields(fields)
-        ):
-            convert = store.converts.get(name)
-            mapping[name] = value if convert is None else convert(value, core, place)
-            follow = store.follows.get(name)
-            if follow is not None:
-                pair = followed(self.plan, core, ptrs, follow)
-                mapping[f"{name}_batch"], mapping[f"{name}_ptr"] = map(_own, pair)
-        if store.num_nodes:
-            place = store.places[store.names.index("num_nodes")]
-            numbers[store.key] = _host(core).fields[place].tolist()
-            mapping["num_nodes"] = sum(numbers[store.key])
-        if store.nodes is not None:
-            mapping["batch"] = core.batches[store.batch]
-            mapping["ptr"] = ptrs[store.nodes].clone()
-        return mapping
 
 
 class _ItemAssembler:
@@ -285,25 +257,23 @@ class _ItemAssembler:
             owner, name = _split(key)
             store, entry = by_key[owner], plan.schema.fields[number]
             store.names.append(name)
-            store.places.append(place)
+            store.arrays.append(place)
             if entry.dtype in ("string", "bytes"):
-                text = _text_of(entry)
-                store.converts[name] = lambda *given, text=text: text(*given)[0]
+                text = _text_of(entry, place)
+                store.converts.append((name, lambda *given, text=text: text(*given)[0]))
             elif entry.scalar:
-                store.converts[name] = lambda value, *_: value.item()
+                store.converts.append((name, lambda value, _: value.item()))
             elif entry.cat_dim is None:
-                store.converts[name] = lambda value, *_: value[0]
+                store.converts.append((name, lambda value, _: value[0]))
         for store in self.stores:
             store.freeze()
 
     def __call__(self, core: Any) -> Any:
-        fields = core.fields
         mappings = {}
         for store in self.stores:
-            mapping = dict(zip(store.names, store.take_fields(fields)))
-            places = dict(zip(store.names, store.places))
-            for name, convert in store.converts.items():
-                mapping[name] = convert(mapping[name], core, places[name])
+            mapping, _, _ = core.dicts(store.recipe, ())
+            for name, convert in store.converts:
+                mapping[name] = convert(mapping[name], core)
             mappings[store.key] = mapping
         if self.blank.hetero:
             return self.blank.new_hetero(mappings)[0]
@@ -333,26 +303,31 @@ def _can_infer_num_nodes(names: list[str]) -> bool:
 
 def _host(core: Any) -> Any:
     """The batch as it was before it moved to a device."""
-    return getattr(core, "host", core)
+    return core.host if type(core) is MovedBatch else core
 
 
-def _text_of(entry: Field) -> Callable[..., list[Any]]:
-    """(value, batch, place) -> the strings, or bytes, of the batch's field there."""
+def _text_of(entry: Field, place: int) -> Convert:
+    """What makes the list of strings, or bytes, of field `place` of a batch."""
     count, is_string = -1 - entry.dims[0], entry.dtype == "string"
 
-    def text(value: Tensor, core: Any, place: int) -> list[Any]:
+    def text(_: Tensor, core: Any) -> list[Any]:
         host = _host(core)
-        ends = host.ptrs[count]
-        return split_text(host.fields[place], ends, is_string, core.n_graphs)
+        field, ends = host.fields[place], host.ptrs[count]
+        return split_text(field, ends, is_string, core.n_graphs)
 
     return text
 
 
-def _as_default_float(value: Tensor, *_: Any) -> Tensor:
+def _follow_of(plan: BatchPlan, follow: Follow, which: int) -> Convert:
+    """What makes a followed attribute's batch vector (0) or ptr (1)."""
+
+    def vector(_: Tensor, core: Any) -> Tensor:
+        found: Tensor = followed(plan, core, core.ptrs, follow)[which]
+        return found.clone()  # a user may write into one of two equal vectors
+
+    return vector
+
+
+def _as_default_float(value: Tensor, _: Any) -> Tensor:
     """As torch.tensor makes it of Python's floats."""
     return value.to(torch.get_default_dtype())
-
-
-def _own(value: Tensor) -> Tensor:
-    """Memory of its own: a user may write into one of two equal vectors."""
-    return value.clone()

@@ -142,7 +142,7 @@ class _Job:
     ) -> None:
         if _collate is None or _batch_and_ptr is None:
             raise _UnsuitableError("another version of PyG")
-        if torch.get_default_device().type != "cpu":
+        if not torch.empty(0).is_cpu:  # quicker than torch.get_default_device()
             raise _UnsuitableError("a default device that is not the CPU")
         self.base = _kind_of(graphs)
         self.cls, self.graphs = cls, graphs
@@ -155,6 +155,7 @@ class _Job:
         self.ones = torch.from_numpy(numpy.arange(self.n + 1))
         self.zeros = torch.from_numpy(numpy.zeros(self.n, numpy.int64))
         self.in_worker = get_worker_info() is not None
+        self.known: dict[tuple[int, ...], Tensor] = {}  # slices by their sizes
         self.by_key: dict[Any, _Group] = {}
 
     def run(self) -> tuple[Any, dict[Any, Any], dict[Any, Any]]:
@@ -205,6 +206,14 @@ class _Job:
                 inside[group.key]["_num_nodes"] = group.gathered["num_nodes"]
         return out
 
+    def slices(self, sizes: list[int]) -> Tensor:
+        """Sums that attributes of the same sizes share; nobody is to write to them."""
+        key = tuple(sizes)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self.sums(sizes)
+        return found
+
     def sums(self, sizes: list[int]) -> Tensor:
         return torch.from_numpy(numpy.array([0, *accumulate(sizes)]))
 
@@ -222,6 +231,7 @@ class _Group:
         self.is_edges = isinstance(stores[0], EdgeStorage) and job.base is HeteroData
         self.gathered: dict[str, list[Any]] = {}
         self.sizes: dict[str, list[int]] = {}
+        self.lengths: dict[str, list[int]] = {}  # of what tells the number of nodes
         self.nodes: list[int | None] | None = None
         self.nbytes = 0
         self.out: dict[str, Any] = {}
@@ -287,9 +297,11 @@ class _Group:
         dim = -1 if is_index else 0
         if values[0].dim() == 0:
             values = [value.unsqueeze(0) for value in values]
-        sizes = [value.shape[dim] for value in values]
+        sizes = self.lengths.get(name)
+        if sizes is None:
+            sizes = [value.shape[dim] for value in values]
         self.sizes[name] = sizes
-        self.slices[name] = job.sums(sizes)
+        self.slices[name] = job.slices(sizes)
         if is_index and job.increment:
             return self.collate_index(name, values, sizes)
         self.incs[name] = job.zeros if job.increment else None
@@ -385,7 +397,7 @@ class _Group:
                 values = [mapping[name] for mapping in self.mappings]
                 if any(type(value) is not Tensor for value in values):
                     return None
-                sizes = [value.shape[0] for value in values]
+                sizes = self.lengths[name] = [value.shape[0] for value in values]
                 if nodes is not None and sizes != nodes:
                     return None
                 nodes = sizes

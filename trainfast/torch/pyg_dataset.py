@@ -77,21 +77,7 @@ def cached(
     cache = _complete(path, size, transform_id, verify)
     if cache is None:
         some = [first, *(dataset[i] for i in range(1, min(8, size)))]
-        flatten = Flattener(some)
-        try:
-            build(
-                path,
-                range(size),
-                _Make(dataset, flatten),
-                transform_id=transform_id,
-                workers=workers,
-                progress=progress,
-                rules=flatten.rules,
-            )
-        except BuildError as error:
-            if isinstance(error.__cause__, NotImplementedError):
-                raise NotImplementedError(str(error)) from error
-            raise
+        _build(path, dataset, Flattener(some), transform_id, workers, progress)
         cache = Cache(path, verify)
         _write_note(cache, transform_id)
     made = CachedDataset(cache, type(first), transform)
@@ -140,6 +126,31 @@ def _same(a: Any, b: Any) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _build(
+    path: str | PathLike[str],
+    dataset: Any,
+    flatten: Flattener,
+    transform_id: Any,
+    workers: int,
+    progress: bool,
+) -> None:
+    """Builds what is missing; what cannot be stored is the error that it is."""
+    try:
+        build(
+            path,
+            range(len(dataset)),
+            _Make(dataset, flatten),
+            transform_id=transform_id,
+            workers=workers,
+            progress=progress,
+            rules=flatten.rules,
+        )
+    except BuildError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            raise NotImplementedError(str(error)) from error
+        raise
 
 
 class _Make:

@@ -9,7 +9,7 @@ import torch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader.dataloader import Collater as TheirCollater
 
-from trainfast._core import GraphPrefetch, graph_collate
+from trainfast._core import GraphBatch, GraphPrefetch, graph_collate
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.graph_device import mover
 from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
@@ -48,6 +48,9 @@ class DataLoader(TheirLoader):
     into shared memory, and `worker_init_fn`, `multiprocessing_context`, `timeout` and
     `persistent_workers` have nothing to do. 0: batches are made when asked for, which
     is as fast unless graphs are large. `pin_memory`: in one piece.
+
+    A batch's tensors lie in one block of memory, which is used again when all of them
+    are gone: a batch may be kept for ever, and keeps its block.
 
     What cannot be done natively is done by PyG's loader, and trainfast.stats() counts
     why: another dataset, a transform, `batch_size=None`, attributes that only some
@@ -133,8 +136,7 @@ class _Iteration(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._prefetch is None:
-            indices = self._indices(next(self._source))
-            core = graph_collate(self._batcher.selection, indices)
+            core = self._collate(next(self._source))
         else:
             core = self._take(self._prefetch)
         if self._move is not None:
@@ -143,6 +145,15 @@ class _Iteration(Iterator[Any]):
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def _collate(self, batch: Any) -> GraphBatch:
+        selection = self._batcher.selection
+        if self._places is None and type(batch) is list and batch:
+            try:
+                return graph_collate(selection, batch)
+            except (TypeError, ValueError):
+                pass  # indices from the end, tensors, or what will be said below
+        return graph_collate(selection, self._indices(batch))
 
     def _submit(self, prefetch: GraphPrefetch) -> None:
         """The sampler's next batch; an error waits until those before it are out."""

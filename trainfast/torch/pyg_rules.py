@@ -8,7 +8,7 @@ the graph, as one number, or as two for the rows of an index between two node ty
 Sources: torch_geometric.data.collate, Data.__inc__ and HeteroData.__inc__ (2.8).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -221,13 +221,3 @@ def _checked(key: Hashable, number: int) -> int:
         rule = f"must add a number in 0 .. {_LARGEST}"
         raise NotImplementedError(f"{key!r} {rule}, got {number}")
     return number
-
-
-def first_graphs(graphs: Any, limit: int = 8) -> list[Any]:
-    """The first graphs of a sequence."""
-    return [graphs[i] for i in range(min(limit, len(graphs)))]
-
-
-def is_hetero(keys: Mapping[Hashable, Any] | Sequence[Hashable]) -> bool:
-    """Whether keys are those of a heterogeneous graph."""
-    return any(isinstance(key, tuple) for key in keys)

@@ -1,0 +1,137 @@
+/* GraphBatch.dicts(): a batch's arrays by name, for adapters that cannot afford a call
+ * for each. */
+#include "graph.h"
+
+typedef struct {
+    py_graph_batch *batch;
+    PyObject *constants;
+    PyObject **made; /* of each count the array that was made, or NULL */
+    int64_t length;  /* of these arrays */
+} source;
+
+static PyObject *
+no_array(Py_ssize_t number)
+{
+    PyErr_Format(PyExc_ValueError, "recipe must have numbers of arrays, got %zd",
+                 number);
+    return NULL;
+}
+
+/* Array `number` of the fields, ptrs and batch vectors. */
+static PyObject *
+find_array(const source *from, Py_ssize_t number)
+{
+    const tfast_graph_selection *selection = &from->batch->selection->selection;
+    const int n_fields = selection->n_fields;
+    const int n_ptrs = n_fields + py_graph_batch_counts(from->batch);
+
+    if (number < 0 || number >= n_ptrs + selection->n_batch_of) {
+        return no_array(number);
+    }
+    if (number < n_fields) {
+        return py_graph_batch_field(from->batch, number);
+    }
+    if (number < n_ptrs) {
+        return py_graph_batch_ptr(from->batch, number - n_fields);
+    }
+    return py_graph_batch_vector(from->batch, number - n_ptrs);
+}
+
+/* The sums of a count, made once, or a constant. */
+static PyObject *
+find_sums(const source *from, Py_ssize_t number)
+{
+    const int n_counts = py_graph_batch_counts(from->batch);
+
+    if (number >= n_counts) {
+        return PySequence_GetItem(from->constants, number - n_counts);
+    }
+    if (number < 0) {
+        return no_array(number);
+    }
+    if (from->made[number] == NULL) {
+        from->made[number] = py_graph_batch_sums(from->batch, number, from->length);
+    }
+    return Py_XNewRef(from->made[number]);
+}
+
+/* {names[i]: find(numbers[i])} */
+static PyObject *
+make_dict(PyObject *names, PyObject *numbers, const source *from,
+          PyObject *(*find)(const source *from, Py_ssize_t number))
+{
+    const Py_ssize_t n = PyTuple_Size(names);
+    PyObject *dict = PyDict_New();
+
+    if (dict != NULL && PyTuple_Size(numbers) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "recipe must have a number for each name, got "
+                     "%zd for %zd",
+                     PyTuple_Size(numbers), n);
+        Py_CLEAR(dict);
+    }
+    for (Py_ssize_t i = 0; i < n && dict != NULL; i++) {
+        const Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GetItem(numbers, i));
+        PyObject *value = NULL;
+
+        if (number != -1 || PyErr_Occurred() == NULL) {
+            value = find(from, number);
+        }
+        if (value == NULL ||
+            PyDict_SetItem(dict, PyTuple_GetItem(names, i), value) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+/* The same for sums, of which `length` are in each array. */
+static PyObject *
+make_sums_dict(source *from, PyObject *names, PyObject *numbers, int64_t length)
+{
+    const int n_counts = py_graph_batch_counts(from->batch);
+    PyObject *dict = NULL;
+
+    from->length = length;
+    from->made = PyMem_Calloc((size_t)n_counts + 1, sizeof *from->made);
+    if (from->made == NULL) {
+        return PyErr_NoMemory();
+    }
+    dict = make_dict(names, numbers, from, find_sums);
+    for (int k = 0; k < n_counts; k++) {
+        Py_XDECREF(from->made[k]);
+    }
+    PyMem_Free(from->made);
+    return dict;
+}
+
+PyObject *
+py_graph_batch_dicts(PyObject *self, PyObject *args)
+{
+    source from = {.batch = (py_graph_batch *)self};
+    PyObject *names, *arrays, *sliced, *slices, *starts;
+    PyObject *made[3] = {NULL, NULL, NULL}, *all = NULL;
+    int64_t n_slots;
+
+    if (!PyArg_ParseTuple(args, "(O!O!O!O!O!)O:dicts", &PyTuple_Type, &names,
+                          &PyTuple_Type, &arrays, &PyTuple_Type, &sliced, &PyTuple_Type,
+                          &slices, &PyTuple_Type, &starts, &from.constants)) {
+        return NULL;
+    }
+    n_slots = from.batch->batch->n_slots;
+    made[0] = make_dict(names, arrays, &from, find_array);
+    if (made[0] != NULL) {
+        made[1] = make_sums_dict(&from, sliced, slices, n_slots + 1);
+    }
+    if (made[1] != NULL) {
+        made[2] = make_sums_dict(&from, sliced, starts, n_slots);
+    }
+    if (made[2] != NULL) {
+        all = PyTuple_Pack(3, made[0], made[1], made[2]);
+    }
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(made[i]);
+    }
+    return all;
+}

@@ -1,0 +1,117 @@
+"""GraphBatch.dicts() and starts(): a batch's arrays by name, in one call."""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+import torch
+from graph_core import PLAIN, cached, collate, plain_graph
+
+RECIPE = (
+    ("x", "edges", "y", "batch", "ptr"),
+    (0, 1, 2, 5, 3),
+    ("x", "edges", "y", "again", "text"),
+    (0, 1, 2, 0, 2),
+    (2, 0, 2, 1, 3),
+)
+CONSTANTS = ["zeros", None]
+
+
+@pytest.fixture(params=[None, torch.Tensor, object], ids=["numpy", "torch", "capsule"])
+def batch(request, tmp_path, rng):
+    graphs = [plain_graph(rng, n, 2 * n) for n in (3, 1, 4)]
+    cache = cached(tmp_path / "c", PLAIN, graphs)
+    return collate(cache, [2, 0, 1], batch_of=[0], array_type=request.param)
+
+
+def plain(value):
+    """The array as NumPy's, over the same memory."""
+    if isinstance(value, np.ndarray):
+        return value
+    is_tensor = isinstance(value, torch.Tensor)
+    return (value if is_tensor else torch.from_dlpack(value)).numpy()
+
+
+def test_dicts_have_the_arrays_of_the_recipe(batch):
+    arrays, slices, starts = batch.dicts(RECIPE, CONSTANTS)
+    assert list(arrays) == ["x", "edges", "y", "batch", "ptr"]
+    assert list(slices) == list(starts) == ["x", "edges", "y", "again", "text"]
+    wanted = [*batch.fields, batch.batches[0], batch.ptrs[0]]
+    for got, want in zip(arrays.values(), wanted, strict=True):
+        assert type(got) is type(want)
+        np.testing.assert_array_equal(plain(got), plain(want))
+    nodes, edges = slices["x"], slices["edges"]
+    assert slices["again"] is nodes  # made once
+    assert slices["y"] == slices["text"] == "zeros"
+    assert starts["x"] == starts["y"] == "zeros" and starts["text"] is None
+    np.testing.assert_array_equal(plain(nodes), [0, 4, 7, 8])
+    np.testing.assert_array_equal(plain(edges), [0, 8, 14, 16])
+    np.testing.assert_array_equal(plain(starts["edges"]), [0, 4, 7])
+    np.testing.assert_array_equal(plain(starts["again"]), [0, 8, 14])
+    np.testing.assert_array_equal(plain(batch.starts(1)), [0, 8, 14])
+
+
+def test_slices_have_memory_of_their_own(batch):
+    arrays, slices, starts = batch.dicts(RECIPE, CONSTANTS)
+    ptr = plain(arrays["ptr"])
+    ptr += 100
+    np.testing.assert_array_equal(plain(slices["x"]), [0, 4, 7, 8])
+    np.testing.assert_array_equal(plain(starts["edges"]), [0, 4, 7])
+    np.testing.assert_array_equal(plain(batch.ptrs[0]), [100, 104, 107, 108])
+
+
+def test_dicts_keep_the_batch_alive(tmp_path, rng):
+    cache = cached(tmp_path / "c", PLAIN, [plain_graph(rng)])
+    for kind in (None, torch.Tensor):
+        batch = collate(cache, [0], batch_of=[0], array_type=kind)
+        _, slices, starts = batch.dicts(RECIPE, CONSTANTS)
+        del batch
+        gc.collect()
+        others = [collate(cache, [0, 0]) for _ in range(4)]
+        assert np.asarray(slices["x"]).tolist() == [0, 5]
+        assert np.asarray(starts["edges"]).tolist() == [0]
+        del others
+
+
+def test_dicts_leak_nothing(batch):
+    constant = ["a constant"]
+    recipe = (*RECIPE[:3], (0, 1, 2, 0, 2), (2, 0, 2, 1, 2))
+    before = sys.getrefcount(constant)
+    for _ in range(50):
+        batch.dicts(recipe, [constant])
+        with pytest.raises(ValueError, match="numbers of arrays"):
+            batch.dicts((*recipe[:1], (0, 1, 2, 5, 99), *recipe[2:]), [constant])
+    assert sys.getrefcount(constant) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "error", "message"),
+    [
+        (1, (0, 1, 2, 5), ValueError, "a number for each name, got 4 for 5"),
+        (1, (0, 1, 2, 5, 6), ValueError, "numbers of arrays, got 6"),
+        (1, (0, 1, 2, 5, -1), ValueError, "numbers of arrays, got"),
+        (1, (0, 1, 2, 5, "a"), TypeError, "integer"),
+        (1, (0, 1, 2, 5, 2**70), OverflowError, "too large"),
+        (0, ([], "b", "c", "d", "e"), TypeError, "unhashable"),
+        (3, (0, 1, 2, 0, -1), ValueError, "numbers of arrays, got -1"),
+        (3, (0, 1, 2, 0, 9), IndexError, "range"),
+        (4, (0,), ValueError, "a number for each name, got 1 for 5"),
+        (2, ["x"], TypeError, "tuple"),
+    ],
+)
+def test_wrong_recipe_is_refused(batch, place, value, error, message):
+    recipe = list(RECIPE)
+    recipe[place] = value
+    with pytest.raises(error, match=message):
+        batch.dicts(tuple(recipe), CONSTANTS)
+
+
+def test_wrong_count_is_refused(batch):
+    for count in (-1, 2):
+        with pytest.raises(
+            ValueError, match=rf"count must be in 0 \.\. 1, got {count}"
+        ):
+            batch.starts(count)
+    with pytest.raises(TypeError):
+        batch.starts("a")
