@@ -10,7 +10,7 @@ graph_field_missing(const graph_arena *arena, int field)
     return tfast_fail(TFAST_EINVAL,
                       "graphs of a batch must all have field %s or all lack it, got "
                       "some with and some without, or with sizes that do not fit "
-                      "together",
+                      "together; a loader can leave it out (exclude)",
                       arena->cache->schema->field_names[field]);
 }
 

@@ -76,6 +76,10 @@ open_part(tfast_graph_cache *cache, const graph_manifest_segment *wanted, int64_
     if (status == TFAST_OK) {
         status = graph_segment_open(&part->file, path, cache->options.pread);
     }
+    if (status == TFAST_EIO && graph_errno() == 0) {
+        return graph_damage("%s: `trainfast cache repair` keeps what can be read",
+                            tfast_message());
+    }
     if (status != TFAST_OK) {
         return status;
     }

@@ -16,6 +16,7 @@ typedef struct {
 typedef struct {
     uint8_t uuid[16];
     char path[GRAPH_PATH_BYTES];
+    bool closed;             /* by its name */
     bool listed;             /* in the manifest, */
     uint64_t first, records; /* with these of all records there */
     bool has_schema;         /* its header is whole */
@@ -103,6 +104,7 @@ add_source(repairing *r, const char *from, const char *prefix, const uint8_t uui
     tfast_status status = graph_path(s->path, from, prefix, uuid, "");
 
     memcpy(s->uuid, uuid, sizeof s->uuid);
+    s->closed = strcmp(prefix, "segment") == 0;
     r->n_sources++;
     return status;
 }
@@ -287,9 +289,14 @@ repair_source(repairing *r, source *s)
         return TFAST_OK;
     }
     memcpy(salvage.uuid, s->uuid, sizeof salvage.uuid);
+    salvage.closed = s->closed;
     salvage.schema = s->schema;
     r->current = s;
     status = graph_salvage_file(&salvage);
+    if (s->listed && salvage.whole + salvage.damaged < (int64_t)s->records) {
+        salvage.damaged =
+            (int64_t)s->records - salvage.whole; /* what is not even there */
+    }
     if (status == TFAST_OK && r->writer != NULL) {
         status = tfast_graph_writer_close(r->writer);
     }

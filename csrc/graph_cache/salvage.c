@@ -1,6 +1,7 @@
 /* Salvaging one file. A sealed segment's index says where its records are. Without one,
- * frames are looked for: a record counts when a commit frame comes after it, and where
- * bytes are broken the next frame is found by its magic and checksum. */
+ * frames are looked for: a record counts when a commit frame comes after it, or the
+ * file was closed once, and where bytes are broken the next frame is found by its magic
+ * and checksum. */
 #include "salvage.h"
 
 #include <fcntl.h>
@@ -129,6 +130,29 @@ accept_group(salvaging *s, int64_t total)
     return status;
 }
 
+/* Of a closed file, what follows the last commit frame that is left. Numbers are known
+ * up to the first gap. */
+static tfast_status
+accept_rest(salvaging *s)
+{
+    bool known = true;
+    tfast_status status = TFAST_OK;
+
+    for (int64_t i = 0; i < s->n_items && status == TFAST_OK; i++) {
+        const item *it = &s->items[i];
+
+        known = known && it->state != GAP;
+        if (it->state == WHOLE) {
+            status = hand_over(s, known ? s->confirmed + i : GRAPH_UNKNOWN, it->at,
+                               it->bytes);
+        } else {
+            s->to->damaged += it->state == BROKEN;
+            s->to->bytes_skipped += it->bytes;
+        }
+    }
+    return status;
+}
+
 /* Takes what lies at *at, and moves on behind it. */
 static tfast_status
 take_frame(salvaging *s, int64_t *at)
@@ -176,6 +200,9 @@ salvage_frames(salvaging *s, int64_t begin)
 
     while (status == TFAST_OK && at + GRAPH_UNIT <= s->window.bytes) {
         status = take_frame(s, &at);
+    }
+    if (s->to->closed && status == TFAST_OK) {
+        return accept_rest(s);
     }
     for (int64_t i = 0; i < s->n_items; i++) {
         s->to->uncommitted += s->items[i].state != GAP;

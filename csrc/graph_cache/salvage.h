@@ -15,6 +15,7 @@ typedef struct {
     /* In. */
     const char *path;
     uint8_t uuid[16]; /* by the file's name */
+    bool closed;      /* by its name: all of its records were committed */
     const tfast_graph_schema *schema;
     graph_salvage_record *record;
     void *context;

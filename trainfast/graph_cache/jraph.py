@@ -51,7 +51,8 @@ def jraph_assembler(plan: BatchPlan) -> Assemble:
     if set(schema.nodes) - {""} or set(schema.edges) - {""}:
         raise ValueError("output must be 'dict' or 'pyg' for graphs with types")
     if not schema.nodes or not schema.edges:
-        raise ValueError("a GraphsTuple must have nodes and edges, got neither of both")
+        rule = "must have nodes and edges, by names such as x and edge_index"
+        raise ValueError(f"graphs for a GraphsTuple {rule}, got {list(schema.keys)}")
     nodes, edges = schema.nodes[""], schema.edges[""]
     ends = _ends(plan)
     parts: dict[int | None, list[int]] = {nodes: [], edges: [], None: []}
