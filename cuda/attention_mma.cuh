@@ -19,7 +19,7 @@
  *          with options  184  8   214 16             193 48
  *          dk, dv        143  8   214 16             246 48
  *          with options  202  8   248 16             255 48, 20 bytes spilled
- *   sm_80  forward       197 12   255 24   168 60   255 56
+ *   sm_80  forward       197 12   239 18   168 60   255 56
  *          with options  134 12   163 24   214 36   239 48
  *          dq            124  8   174 16             206 64
  *          with options  178  8   202 16             177 48

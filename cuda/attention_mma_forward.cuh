@@ -22,9 +22,9 @@ struct mma_forward_shape {
     static constexpr bool EIGHT = !OPTIONS && WIDE && !(PATH::ASYNC && D == 128);
     static constexpr int WARPS = EIGHT ? 8 : 4;
     static constexpr int PIECES = OPTIONS || WARPS == 8 ? 1 : 2;
-    static constexpr int STREAMED = D == 128 && PATH::ASYNC != OPTIONS    ? 32
-                                    : !PATH::ASYNC && D == 64 && !OPTIONS ? 48
-                                                                          : 64;
+    static constexpr int STREAMED = D == 128 && PATH::ASYNC != OPTIONS ? 32
+                                    : D == 64 && !OPTIONS              ? 48
+                                                                       : 64;
     static constexpr bool OWN = OPTIONS || !(PATH::ASYNC && WIDE); /* q in registers */
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
 

@@ -332,10 +332,10 @@ MUTANTS = {
         "plain",
         "wavefronts",
     ),
-    "row of a tile past the end copied": (
-        *("attention", "attention_mma.cuh"),
-        "const int left = row(i) < rows.n ?",
-        "const int left = row(i) <= rows.n ?",
+    "number of a row past the end written": (
+        *("attention", "attention_mma_forward.cuh"),
+        "lane % 4 == 0 && row < out.n",
+        "lane % 4 == 0 && row <= out.n",
         "address",
         BOUNDS,
     ),
