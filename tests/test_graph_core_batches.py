@@ -368,6 +368,7 @@ def test_dropped_prefetch_stops_its_threads(cache):
     assert len(os.listdir("/proc/self/task")) == before
 
 
+@pytest.mark.forks
 def test_prefetch_in_forked_child_is_an_error_and_no_hang(cache):
     prefetch = _core.GraphPrefetch(_core.GraphSelection(cache, [0]), 2)
     prefetch.submit([0])

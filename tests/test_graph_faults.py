@@ -459,7 +459,9 @@ def _read_in_child(cache, world, queue):
         queue.put(repr(error))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("fork", marks=pytest.mark.forks), "spawn"]
+)
 @pytest.mark.parametrize("mode", ["mmap", "pread"])
 def test_open_cache_is_read_in_other_process(many, method, mode):
     world, path = many
@@ -475,6 +477,7 @@ def test_open_cache_is_read_in_other_process(many, method, mode):
     assert_reads_all(cache, world)
 
 
+@pytest.mark.forks
 def test_child_does_not_end_the_parents_cache(many):
     world, path = many
     cache = gc.open(path)

@@ -200,7 +200,10 @@ def _epoch_in_child(loader, queue):
     queue.put(epoch(loader))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("fork", marks=pytest.mark.forks), "spawn", "forkserver"],
+)
 def test_loader_works_in_other_process(cache, method):
     loader = gc.Loader(cache, 8, shuffle=True, threads=2)
     want = epoch(loader)
@@ -214,6 +217,7 @@ def test_loader_works_in_other_process(cache, method):
     assert child.exitcode == 0
 
 
+@pytest.mark.forks
 def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
     loader = gc.Loader(cache, 8, shuffle=True, threads=2)
     want = epoch(loader)
@@ -265,6 +269,7 @@ def test_own_assembler_gets_plan_and_core_batches(cache):
     assert plans[0].batch_of == (0,)
 
 
+@pytest.mark.forks
 def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
     iteration = iter(gc.Loader(cache, 8))
     next(iteration)

@@ -320,7 +320,9 @@ def test_copies_of_the_loader_work(dataset, graphs, way):
     check(loader, TheirLoader(graphs, 4, follow_batch=["x"]))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "context", [pytest.param("fork", marks=pytest.mark.forks), "spawn"]
+)
 def test_torchs_own_workers_make_native_batches(dataset, graphs, context):
     """What happens when another framework takes our dataset and collate_fn."""
     ours = DataLoader(dataset, 4, follow_batch=["x"])
