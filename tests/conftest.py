@@ -6,12 +6,17 @@ the backend `simt`.
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
+
+# A shell's background job, and what it starts, has Ctrl-C ignored; some tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _build_simt() -> str | None:
