@@ -57,7 +57,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(300, 8, steps=40, width=16, rounds=2),
-    "small": Preset(None, 32, steps=300, width=32, rounds=3),
+    "small": Preset(20_000, 32, steps=150, width=32, rounds=3),
 }
 
 
