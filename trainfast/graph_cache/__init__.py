@@ -1,6 +1,5 @@
 """A cache of graphs: built once, read at memory speed, never a graph lost."""
 
-from trainfast.graph_cache.batch import BatchPlan
 from trainfast.graph_cache.build import BuildError, BuildReport, build
 from trainfast.graph_cache.cache import Cache, Subset, VerifyReport, open
 from trainfast.graph_cache.loader import Loader
@@ -8,7 +7,6 @@ from trainfast.graph_cache.schema import Count, Counted, Field, Rule, Schema
 from trainfast.graph_cache.writer import Writer
 
 __all__ = [
-    "BatchPlan",
     "BuildError",
     "BuildReport",
     "Cache",
