@@ -56,6 +56,16 @@ def backend(request):
     trainfast.use_backend(None)
 
 
+@pytest.fixture(scope="module")
+def simt():
+    """The SIMT library by itself, through ctypes."""
+    from simt_library import Simt
+
+    if NO_SIMT:
+        pytest.skip(NO_SIMT)
+    return Simt(os.environ["TRAINFAST_SIMT_LIBRARY"])
+
+
 @pytest.fixture
 def device(backend):
     """Where the backend's arrays live, for torch."""

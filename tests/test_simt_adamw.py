@@ -2,9 +2,6 @@
 of the CUDA runtime. The backend `simt` also runs every test that takes a backend; here
 is what only the library itself can show."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from arrays import DTYPES
@@ -16,25 +13,10 @@ from simt_library import (
     WARM,
     Capture,
     Extra,
-    Simt,
     Step,
     Tensors,
     aligned,
 )
-
-HERE = Path(__file__).parent
-SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
-build = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(build)
-
-
-@pytest.fixture(scope="module")
-def simt():
-    try:
-        return Simt(build.build())
-    except build.NoCompiler as reason:
-        pytest.skip(str(reason))
-
 
 SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 255, 256, 257, 5000, 70001]
 MIXES = {

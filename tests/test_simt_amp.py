@@ -2,8 +2,6 @@
 a call asks of the CUDA runtime. tests/simt/amp_harness.cpp compares more values."""
 
 import ctypes
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,27 +15,13 @@ from simt_library import (
     AmpUpdateArgs,
     Capture,
     Pass,
-    Simt,
     Step,
     Tensors,
     aligned,
 )
 
-HERE = Path(__file__).parent
-SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
-build = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(build)
-
 CHUNK, LANES, SUMS = 8192, 128, 256
 SIZES = [0, 1, 5, 127, 128, 129, 5000, 8192, 8193, 70001]
-
-
-@pytest.fixture(scope="module")
-def simt():
-    try:
-        return Simt(build.build())
-    except build.NoCompiler as reason:
-        pytest.skip(str(reason))
 
 
 def halved(sums):

@@ -2,8 +2,6 @@
 do, and what a call asks of the CUDA runtime. tests/test_attention*.py run it, too."""
 
 import ctypes
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,22 +9,9 @@ import test_attention_fuzz
 from arrays import Framed
 from attention_calls import Problem
 from reference_attention import attention, attention_backward
-from simt_library import F32, AttentionArgs, AttentionRows, Capture, Simt
+from simt_library import F32, AttentionArgs, AttentionRows, Capture
 
 import trainfast
-
-HERE = Path(__file__).parent
-SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
-build = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(build)
-
-
-@pytest.fixture(scope="module")
-def simt():
-    try:
-        return Simt(build.build())
-    except build.NoCompiler as reason:
-        pytest.skip(str(reason))
 
 
 class Call:
