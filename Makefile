@@ -46,6 +46,7 @@ $(INSTALLED): .venv/.build pyproject.toml
 
 # .test and .demo build nothing, but need what the build needs for tests of packaging.
 .venv/.test .venv/.demo .venv/.dev: .venv/.build
+.venv/.oracles: .venv/.test # so that the torch that they find is ours
 
 check: .venv/.dev .venv/.test build
 	$(C_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
