@@ -155,6 +155,21 @@ check(const tfast_attention_args *args)
 }
 
 tfast_status
+tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool backward)
+{
+    const tfast_backend *backend = tfast_backend_for(args->device.type);
+    tfast_status status;
+
+    *bytes = 0;
+    if (backend == NULL || backend->attention_scratch == NULL) {
+        return TFAST_OK; /* the call itself says what is wrong */
+    }
+    status = check(args);
+    return status == TFAST_OK ? backend->attention_scratch(bytes, args, backward)
+                              : status;
+}
+
+tfast_status
 tfast_attention(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);

@@ -306,6 +306,9 @@ typedef struct {
     void *dalibi;            /* as alibi_slopes */
     void *dsinks;            /* as sinks */
 
+    void *scratch; /* on the device, for this call alone: what tfast_attention_scratch()
+                      says, its contents of no matter; NULL where that is nothing */
+
     uint8_t dtype; /* of q, k, v, out, dout, dq, dk, dv */
     tfast_device device;
     void *stream;
@@ -341,11 +344,18 @@ enum { TFAST_ATTENTION_MAX_DIM = 256 };
 tfast_status tfast_attention(const tfast_attention_args *args);
 tfast_status tfast_attention_backward(const tfast_attention_args *args);
 
+/* The bytes that `scratch` must have for the call, 0 for none, aligned to
+ * TFAST_SCRATCH_ALIGNMENT. They depend on the arguments' sizes and options, not on what
+ * lies on the device. */
+enum { TFAST_SCRATCH_ALIGNMENT = 16 };
+tfast_status tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args,
+                                     bool backward);
+
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 4
+#define TFAST_ABI 5
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */
@@ -360,6 +370,8 @@ typedef struct tfast_backend {
     tfast_status (*amp_update)(const tfast_amp_update_args *args);
     tfast_status (*attention)(const tfast_attention_args *args);
     tfast_status (*attention_backward)(const tfast_attention_args *args);
+    tfast_status (*attention_scratch)(int64_t *bytes, const tfast_attention_args *args,
+                                      bool backward); /* NULL: none is needed */
     const tfast_graph_kernels *graph_cache;
 } tfast_backend;
 

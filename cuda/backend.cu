@@ -101,6 +101,7 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_amp_update,
     tfast_cuda_attention,
     tfast_cuda_attention_backward,
+    tfast_cuda_attention_scratch,
     nullptr, /* the graph cache's loops are the CPU's */
 };
 

@@ -71,5 +71,8 @@ tfast_status tfast_cuda_amp_grads(const tfast_amp_grads_args *args);
 tfast_status tfast_cuda_amp_update(const tfast_amp_update_args *args);
 tfast_status tfast_cuda_attention(const tfast_attention_args *args);
 tfast_status tfast_cuda_attention_backward(const tfast_attention_args *args);
+tfast_status tfast_cuda_attention_scratch(int64_t *bytes,
+                                          const tfast_attention_args *args,
+                                          bool backward);
 
 #endif

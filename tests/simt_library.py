@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 from arrays import DTYPES
 
-ABI = 4  # TFAST_ABI
+ABI = 5  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -132,7 +132,7 @@ class AttentionArgs(ctypes.Structure):
         *[(name, AttentionRows) for name in ("dq", "dk", "dv")],
         ("dbias", POINTER),
         ("dbias_stride", ctypes.c_int64 * 4),
-        *[(name, POINTER) for name in ("dalibi", "dsinks")],
+        *[(name, POINTER) for name in ("dalibi", "dsinks", "scratch")],
         ("dtype", ctypes.c_uint8),
         ("device_type", ctypes.c_int32),
         ("device_index", ctypes.c_int32),
@@ -152,6 +152,12 @@ class Backend(ctypes.Structure):
         ("amp_update", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpUpdateArgs))),
         ("attention", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AttentionArgs))),
         ("attention_backward", ctypes.CFUNCTYPE(ctypes.c_int, POINTER)),
+        (
+            "attention_scratch",
+            ctypes.CFUNCTYPE(
+                ctypes.c_int, ctypes.POINTER(ctypes.c_int64), POINTER, ctypes.c_bool
+            ),
+        ),
     ]
 
 

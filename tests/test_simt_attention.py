@@ -51,11 +51,20 @@ class Call:
         return AttentionRows(frame.array.ctypes.data, *strides[:3])
 
     def forward(self):
+        self.take_scratch(backward=False)
         assert self.simt.backend.attention(ctypes.byref(self.args)) == 0
 
     def backward(self):
+        self.take_scratch(backward=True)
         address = ctypes.addressof(self.args)
         assert self.simt.backend.attention_backward(address) == 0
+
+    def take_scratch(self, backward):
+        size, address = ctypes.c_int64(), ctypes.addressof(self.args)
+        backend = self.simt.backend
+        assert backend.attention_scratch(ctypes.byref(size), address, backward) == 0
+        self.frames["scratch"] = Framed(np.zeros(-(-size.value // 4)))
+        self.args.scratch = self.frames["scratch"].array.ctypes.data
 
     def get(self, name):
         """The values now; fails if anything outside the array has changed."""

@@ -239,6 +239,7 @@ def attention(
     kv_lens: Any = None,
     bnhd: bool = False,
     stream: int = 0,
+    scratch: Callable[[int], Any] | None = None,
 ) -> None: ...
 def attention_backward(
     dout: Any,
@@ -275,6 +276,7 @@ def attention_backward(
     kv_lens: Any = None,
     bnhd: bool = False,
     stream: int = 0,
+    scratch: Callable[[int], Any] | None = None,
 ) -> None: ...
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...

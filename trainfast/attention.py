@@ -299,6 +299,7 @@ def _options(
         "kv_lens": _lengths("kv_lens", kv_lens),
         "bnhd": layout == "bnhd",
         "stream": stream,
+        "scratch": lambda n: empty(q, (n,), "float32"),
     }
     if options["cu_seqlens_q"] is not None and _on_gpu(q):
         # no item is longer than all together, and to ask the GPU would wait for it

@@ -7,11 +7,13 @@
 static int
 parse_options(PyObject *kwargs, py_attention_call *call)
 {
-    static char *names[] = {
-        "mask",         "bias",        "alibi_slopes", "sinks",        "is_causal",
-        "bottom_right", "window_left", "window_right", "scale",        "softcap",
-        "dropout_p",    "seed",        "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-        "max_seqlen_k", "kv_lens",     "bnhd",         "stream",       NULL};
+    static char *names[] = {"mask",         "bias",         "alibi_slopes",
+                            "sinks",        "is_causal",    "bottom_right",
+                            "window_left",  "window_right", "scale",
+                            "softcap",      "dropout_p",    "seed",
+                            "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+                            "max_seqlen_k", "kv_lens",      "bnhd",
+                            "stream",       "scratch",      NULL};
     py_attention_given *given = &call->given;
     tfast_attention_args *args = &call->args;
     PyObject *none = PyTuple_New(0);
@@ -23,11 +25,11 @@ parse_options(PyObject *kwargs, py_attention_call *call)
     parsed =
         none != NULL &&
         PyArg_ParseTupleAndKeywords(
-            none, kwargs, "|$OOOOppLLdddOOOLLOpK:attention", names, &given->mask,
+            none, kwargs, "|$OOOOppLLdddOOOLLOpKO:attention", names, &given->mask,
             &given->bias, &given->alibi_slopes, &given->sinks, &is_causal,
             &bottom_right, &left, &right, &args->scale, &args->softcap,
             &args->dropout_p, &given->seed, &given->cu_seqlens_q, &given->cu_seqlens_k,
-            &max_q, &max_k, &given->kv_lens, &given->bnhd, &stream);
+            &max_q, &max_k, &given->kv_lens, &given->bnhd, &stream, &given->scratch);
     Py_XDECREF(none);
     args->is_causal = is_causal != 0;
     args->bottom_right = bottom_right != 0;
@@ -63,7 +65,8 @@ static PyObject *
 run(py_attention_call *call)
 {
     tfast_status status = TFAST_OK;
-    const bool ready = py_attention_take(call) == 0;
+    const bool ready =
+        py_attention_take(call) == 0 && py_attention_take_scratch(call) == 0;
 
     if (ready) {
         Py_BEGIN_ALLOW_THREADS
@@ -85,6 +88,7 @@ py_attention(PyObject *module, PyObject *args, PyObject *kwargs)
     call.given = (py_attention_given){NULL};
     call.args = (tfast_attention_args){.lse = NULL};
     call.backward = false;
+    call.scratch = NULL;
     call.n = 0;
     if (!PyArg_ParseTuple(args, "OOOOO:attention", &given->q, &given->k, &given->v,
                           &given->out, &given->lse) ||
@@ -104,6 +108,7 @@ py_attention_backward(PyObject *module, PyObject *args, PyObject *kwargs)
     call.given = (py_attention_given){NULL};
     call.args = (tfast_attention_args){.lse = NULL};
     call.backward = true;
+    call.scratch = NULL;
     call.n = 0;
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOO:attention_backward", &given->dout,
                           &given->q, &given->k, &given->v, &given->out, &given->lse,

@@ -437,10 +437,62 @@ py_attention_take(py_attention_call *call)
     return py_attention_check_overlap(call);
 }
 
+/* ---- Scratch --------------------------------------------------------------------- */
+
+static int
+check_scratch(const py_array *array, int64_t n)
+{
+    if (py_attention_check_dtype(array, "scratch's array", TFAST_F32) < 0 ||
+        py_attention_check_shape(array, "scratch's array", 1, &n) < 0) {
+        return -1;
+    }
+    if ((n > 1 && array->strides[0] != 1) ||
+        (uintptr_t)array->data % TFAST_SCRATCH_ALIGNMENT != 0) {
+        return py_attention_wrong(PyExc_ValueError, "scratch's array",
+                                  "must be dense and aligned to 16 bytes", array);
+    }
+    return 0;
+}
+
+int
+py_attention_take_scratch(py_attention_call *call)
+{
+    const py_array *array;
+    int64_t bytes, n;
+    const tfast_status status =
+        tfast_attention_scratch(&bytes, &call->args, call->backward);
+
+    if (status != TFAST_OK) {
+        Py_XDECREF(py_result(status));
+        return -1;
+    }
+    if (bytes == 0) {
+        return 0;
+    }
+    if (!py_is_given(call->given.scratch)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "scratch must be a function where the call needs memory, got "
+                        "None");
+        return -1;
+    }
+    n = (bytes + 3) / 4;
+    call->scratch = PyObject_CallFunction(call->given.scratch, "L", (long long)n);
+    if (call->scratch == NULL) {
+        return -1;
+    }
+    array = py_attention_borrow(call, call->scratch, "scratch's array", PY_WRITE);
+    if (array == NULL || check_scratch(array, n) < 0) {
+        return -1;
+    }
+    call->args.scratch = array->data;
+    return 0;
+}
+
 void
 py_attention_release(py_attention_call *call)
 {
     while (call->n > 0) {
         py_release(&call->arrays[--call->n]);
     }
+    Py_CLEAR(call->scratch);
 }

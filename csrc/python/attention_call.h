@@ -11,7 +11,7 @@ typedef struct {
     PyObject *q, *k, *v, *out, *lse;
     PyObject *dout, *dlse, *dq, *dk, *dv, *dbias, *dalibi, *dsinks;
     PyObject *mask, *bias, *alibi_slopes, *sinks, *seed, *cu_seqlens_q, *cu_seqlens_k,
-        *kv_lens;
+        *kv_lens, *scratch;
     int bnhd;
 } py_attention_given;
 
@@ -20,7 +20,8 @@ typedef struct {
     py_attention_given given;
     tfast_attention_args args;
     bool backward;
-    int n; /* arrays borrowed so far; the first is q */
+    PyObject *scratch; /* what given.scratch made: a reference, or NULL */
+    int n;             /* arrays borrowed so far; the first is q */
     const char *names[PY_ATTENTION_ARRAYS];
     bool written[PY_ATTENTION_ARRAYS];
     py_array arrays[PY_ATTENTION_ARRAYS];
@@ -30,6 +31,10 @@ typedef struct {
  * exception: ValueError, or NotImplementedError where a copy with other strides would
  * do. Either way py_attention_release() is due. */
 int py_attention_take(py_attention_call *call);
+
+/* Gets the call's scratch from given.scratch, if any is needed; as above. */
+int py_attention_take_scratch(py_attention_call *call);
+
 void py_attention_release(py_attention_call *call);
 
 /* Its steps, and what they share. */

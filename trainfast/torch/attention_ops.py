@@ -3,6 +3,7 @@ costs a few microseconds (attention_operators.py has the same for graphs)."""
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
         "kv_lens": extras.kv_lens,
         "bnhd": o.bnhd,
         "stream": _stream(inputs.q),
+        "scratch": partial(torch.empty, dtype=torch.float32, device=inputs.q.device),
     }
 
 
