@@ -2,12 +2,10 @@
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE /* dladdr */
 #endif
+#include "library.h"
 #include "tfast.h"
 
 #include <dlfcn.h>
-#if defined(__linux__)
-#    include <link.h>
-#endif
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,56 +74,6 @@ library_path(const library *l, char *path, size_t bytes)
                             here.dli_fname, l->file) < bytes;
 }
 
-#if defined(__linux__)
-/* Whether a file holds all that its ELF header says is to be mapped. The loader does
- * not look: it maps what is missing and dies of SIGBUS. */
-static bool
-is_whole(FILE *file)
-{
-    ElfW(Ehdr) header;
-    ElfW(Phdr) segment;
-    long size;
-
-    if (fread(&header, sizeof header, 1, file) != 1 ||
-        memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
-        header.e_phentsize != sizeof segment || fseek(file, 0, SEEK_END) != 0) {
-        return false;
-    }
-    size = ftell(file);
-    if (size < 0 || fseek(file, (long)header.e_phoff, SEEK_SET) != 0) {
-        return false;
-    }
-    for (int i = 0; i < header.e_phnum; i++) {
-        if (fread(&segment, sizeof segment, 1, file) != 1 ||
-            segment.p_offset > (size_t)size ||
-            segment.p_filesz > (size_t)size - segment.p_offset) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* False for a file that is there but not whole; a missing one the loader names. */
-static bool
-may_open(const char *path)
-{
-    FILE *file = fopen(path, "rb");
-    const bool whole = file == NULL || is_whole(file);
-
-    if (file != NULL) {
-        fclose(file);
-    }
-    return whole;
-}
-#else
-static bool
-may_open(const char *path)
-{
-    (void)path;
-    return true;
-}
-#endif
-
 static void
 open_library(library *l)
 {
@@ -137,7 +85,7 @@ open_library(library *l)
         snprintf(l->reason, sizeof l->reason, "%s is not set", l->environment);
         return;
     }
-    if (!may_open(path)) {
+    if (!tfast_may_open(path)) {
         snprintf(l->reason, sizeof l->reason,
                  "cannot open the %s library: %.400s is truncated or no library",
                  l->name, path);
