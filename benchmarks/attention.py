@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Case
+from benchmarks.harness import Case, Contender
 
 Made = TypeVar("Made")
 PASSES = ("forward", "backward")
@@ -20,7 +20,8 @@ PASSES = ("forward", "backward")
 BACKWARD_WORK = 2.5
 # How far a contender may be off, as a share of the reference's norm. torch's own bf16
 # backward is off by about 0.01.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+REFERENCE_BYTES = 2**29
 # Dropout's noise averages out over the elements: about seven of its deviations.
 DROPOUT_TOLERANCE = 10
 
@@ -82,12 +83,13 @@ class Problem:
         rows = 2 * self.n + 2 * self.queries
         return self.batch * self.heads * rows * self.dim * self.dtype.itemsize
 
-    def allowed(self) -> torch.Tensor | None:
+    def allowed(self, device: str = "cpu") -> torch.Tensor | None:
         """Return a bool mask that broadcasts to [B, H, n_q, N]; None: all."""
-        key = torch.arange(self.n)
-        query = torch.arange(self.queries)[:, None]
+        key = torch.arange(self.n, device=device)
+        query = torch.arange(self.queries, device=device)[:, None]
         if self.padded:
-            return (key < torch.tensor(self.lengths())[:, None])[:, None, None]
+            lengths = torch.tensor(self.lengths(), device=device)
+            return (key < lengths[:, None])[:, None, None]
         if self.window:
             return (key <= query) & (key > query - self.window)
         return key <= query if self.is_causal else None
@@ -177,27 +179,41 @@ class Inputs:
 
     @cached_property
     def reference(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output and the gradients of head 0 in float64, without dropout."""
+        """The output and the gradients of head 0 in float64, without dropout.
+
+        By as many queries at a time as have REFERENCE_BYTES of scores.
+        """
         leaves = [tensor[:, :1].detach().double() for tensor in self.leaves]
         leaves = [tensor.requires_grad_() for tensor in leaves]
         q, k, v = leaves[:3]
-        scores = q @ k.mT * self.problem.dim**-0.5
-        if self.bias is not None:
-            scores = scores + leaves[3]
-        allowed = self.problem.allowed()
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, -torch.inf)
-        out = scores.softmax(-1) @ v
-        grads = torch.autograd.grad(out, leaves, self.dout[:, :1].double())
-        return out.detach(), list(grads)
+        dout = self.dout[:, :1].double()
+        allowed = self.problem.allowed(q.device.type)
+        row = 8 * self.problem.batch * self.problem.n
+        step = max(1, REFERENCE_BYTES // row)
+        outs, grads = [], [torch.zeros_like(tensor) for tensor in leaves]
+        for first in range(0, self.problem.queries, step):
+            rows = slice(first, first + step)
+            scores = q[:, :, rows] @ k.mT * self.problem.dim**-0.5
+            if self.bias is not None:
+                scores = scores + leaves[3][:, :, rows]
+            if allowed is not None:
+                part = allowed if allowed.shape[-2] == 1 else allowed[..., rows, :]
+                scores = scores.masked_fill(~part, -torch.inf)
+            out = scores.softmax(-1) @ v
+            parts = torch.autograd.grad(out, leaves, dout[:, :, rows])
+            for total, grad in zip(grads, parts, strict=True):
+                total += grad
+            outs.append(out.detach())
+        return torch.cat(outs, 2), grads
 
 
-def make_inputs(problem: Problem) -> Inputs:
+def make_inputs(problem: Problem, device: str = "cpu") -> Inputs:
     """Return a case's inputs; the same case always gives the same ones."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(problem.dtype)
+        values = torch.randn(shape, generator=generator, device=device)
+        return values.to(problem.dtype)
 
     ahead = (problem.batch, problem.heads)
     queries, keys = (problem.queries, problem.dim), (problem.n, problem.dim)
@@ -208,7 +224,7 @@ def make_inputs(problem: Problem) -> Inputs:
         problem,
         *(normal(*ahead, *rows) for rows in (queries, keys, keys, queries)),
         bias=bias,
-        mask=problem.allowed() if problem.padded or problem.window else None,
+        mask=problem.allowed(device) if problem.padded or problem.window else None,
     )
     for tensor in inputs.leaves:
         tensor.requires_grad_("backward" in problem.passes)
@@ -312,3 +328,50 @@ def without_fallback(make: Callable[[], Made]) -> Made:
     if reasons:
         raise Unavailable(f"it took torch's path: {'; '.join(reasons)}")
     return made
+
+
+# ---- Contenders ----------------------------------------------------------------------
+
+Results = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a contender is built from."""
+
+    inputs: Inputs
+    which: str  # of PASSES
+    threads: int
+    backend: str  # whose vectors the bound has
+    prepare: Callable[[], object] | None = None  # None: inputs.warm
+
+    @property
+    def problem(self) -> Problem:
+        return self.inputs.problem
+
+    def contender(
+        self, name: str, run: Callable[[], Results], **fields: Any
+    ) -> Contender:
+        """Return a contender whose first call has been done and checked."""
+        first = run()
+        results = [first] if isinstance(first, torch.Tensor) else first
+        check(name, self.inputs, self.which, results)
+        prepare = self.prepare or self.inputs.warm
+        return Contender(name, run, prepare=prepare, **fields)
+
+    def differentiated(
+        self, name: str, forward: Callable[[], torch.Tensor], **fields: Any
+    ) -> Contender:
+        """Return a contender that does this pass of a differentiable forward."""
+        if self.which == "forward":
+            return self.contender(name, forward, **fields)
+        out, leaves, dout = forward(), self.inputs.leaves, self.inputs.dout
+        run = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        return self.contender(name, run, **fields)
+
+
+def make_ours(setup: Setup) -> Contender:
+    forward = forward_ours(setup.inputs)
+    return without_fallback(
+        lambda: setup.differentiated("trainfast", forward, role="ours")
+    )

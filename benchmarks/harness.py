@@ -50,7 +50,7 @@ class Contender:
 
     run: the timed call. prepare: called before each of them, outside the clock.
     nbytes: what this one must move, where it differs from the case. calls: how often
-    run does the case, of which the mean counts.
+    run does the case, of which the mean counts; a fraction where it does other work.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Contender:
     prepare: Callable[[], object] | None = None
     nbytes: int | None = None
     note: str = ""
-    calls: int = 1
+    calls: float = 1
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -97,6 +97,26 @@ def cuda_clock(run: Callable[[], object]) -> tuple[float, float]:
     before = torch.cuda.Event(enable_timing=True)
     after = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    before.record()
+    start = time.perf_counter_ns()
+    run()
+    host = time.perf_counter_ns() - start
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) * 1e6, host
+
+
+def queued_clock(run: Callable[[], object]) -> tuple[float, float]:
+    """Time a call behind what the current stream has still to do, by events around it.
+
+    As in training the host is ahead, so the first number is the GPU's time alone, as
+    long as the host enqueues the call while that earlier work runs. The second is how
+    long it took to.
+    """
+    import torch
+
+    before = torch.cuda.Event(enable_timing=True)
+    after = torch.cuda.Event(enable_timing=True)
     before.record()
     start = time.perf_counter_ns()
     run()

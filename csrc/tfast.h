@@ -351,6 +351,40 @@ enum { TFAST_SCRATCH_ALIGNMENT = 16 };
 tfast_status tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args,
                                      bool backward);
 
+/* ---- Products of matrices -------------------------------------------------------- */
+
+/* One matrix in each item of a batch: element (i, j) of item b is
+ * data[b * batch + i * row + j]. */
+typedef struct {
+    void *data;
+    int64_t batch; /* >= 0, in elements; 0: all items have the same, but not for out */
+    int64_t row;   /* at least the columns */
+} tfast_gemm_matrix;
+
+typedef struct {
+    tfast_gemm_matrix out, a, b; /* [m, n], [m, k] and [k, n], of one dtype */
+    int64_t batch, m, n, k;      /* k >= 1; like the rows below 2^31 */
+    bool transpose_a;            /* a is stored as [k, m] */
+    bool transpose_b;            /* b is stored as [n, k] */
+    bool allow_tf32;             /* float32 may be rounded to TF32 before products */
+    double alpha, beta;          /* rounded to float32 */
+    void *scratch; /* TFAST_GEMM_SCRATCH bytes on the device, for this call alone, their
+                      contents of no matter */
+    uint8_t dtype; /* float16, bfloat16 or float32 */
+    tfast_device device;
+    void *stream;
+} tfast_gemm_args;
+
+/* What cuBLAS recommends for Hopper and later, and more than for earlier GPUs. */
+enum { TFAST_GEMM_SCRATCH = 32 << 20, TFAST_GEMM_SCRATCH_ALIGNMENT = 256 };
+
+/* out <- alpha * op(a) op(b) + beta * out, summed up in float32; with beta 0 out is not
+ * read. By cuBLAS, which is opened at the first call: the copy that the process has
+ * loaded (torch's), else one of the major version of this library's CUDA; for arrays
+ * on the CPU there is none. The first call on a device makes a handle, which
+ * allocates and must not happen while the stream captures. */
+tfast_status tfast_gemm(const tfast_gemm_args *args);
+
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
@@ -372,6 +406,7 @@ typedef struct tfast_backend {
     tfast_status (*attention_backward)(const tfast_attention_args *args);
     tfast_status (*attention_scratch)(int64_t *bytes, const tfast_attention_args *args,
                                       bool backward); /* NULL: none is needed */
+    tfast_status (*gemm)(const tfast_gemm_args *args);
     const tfast_graph_kernels *graph_cache;
 } tfast_backend;
 

@@ -102,6 +102,7 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_attention,
     tfast_cuda_attention_backward,
     tfast_cuda_attention_scratch,
+    tfast_cuda_gemm,
     nullptr, /* the graph cache's loops are the CPU's */
 };
 

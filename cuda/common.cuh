@@ -65,7 +65,7 @@ extern const tfast_backend tfast_cuda_backend;
 /* In workspace.cu: frees what a workspace holds, of whichever kind. */
 void tfast_held_clear(void *data);
 
-/* In adamw.cu, amp.cu and attention.cu. */
+/* In adamw.cu, amp.cu, attention.cu and gemm.cu. */
 tfast_status tfast_cuda_adamw(const tfast_adamw_args *args);
 tfast_status tfast_cuda_amp_grads(const tfast_amp_grads_args *args);
 tfast_status tfast_cuda_amp_update(const tfast_amp_update_args *args);
@@ -74,5 +74,6 @@ tfast_status tfast_cuda_attention_backward(const tfast_attention_args *args);
 tfast_status tfast_cuda_attention_scratch(int64_t *bytes,
                                           const tfast_attention_args *args,
                                           bool backward);
+tfast_status tfast_cuda_gemm(const tfast_gemm_args *args);
 
 #endif

@@ -158,6 +158,7 @@ class Backend(ctypes.Structure):
                 ctypes.c_int, ctypes.POINTER(ctypes.c_int64), POINTER, ctypes.c_bool
             ),
         ),
+        ("gemm", POINTER),
     ]
 
 

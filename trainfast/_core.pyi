@@ -278,6 +278,19 @@ def attention_backward(
     stream: int = 0,
     scratch: Callable[[int], Any] | None = None,
 ) -> None: ...
+def gemm(
+    a: Any,
+    b: Any,
+    out: Any,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    allow_tf32: bool = False,
+    stream: int = 0,
+    scratch: Callable[[int], Any] | None = None,
+) -> None: ...
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...
 def num_threads() -> int: ...

@@ -43,5 +43,6 @@ PyObject *py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *py_attention(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *py_attention_backward(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_gemm(PyObject *module, PyObject *args, PyObject *kwargs);
 
 #endif

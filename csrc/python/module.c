@@ -79,6 +79,8 @@ static PyMethodDef methods[] = {
     {"attention_backward", WITH_KEYWORDS(py_attention_backward),
      METH_VARARGS | METH_KEYWORDS,
      "The gradients of attention; see trainfast.attention_backward."},
+    {"gemm", WITH_KEYWORDS(py_gemm), METH_VARARGS | METH_KEYWORDS,
+     "out <- alpha * op(a) op(b) + beta * out by cuBLAS; see csrc/tfast.h."},
     {"graph_collate", py_graph_collate, METH_VARARGS,
      "graph_collate(selection, indices, /)\n--\n\n"
      "Collates now, on this thread."},
