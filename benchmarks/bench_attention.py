@@ -4,6 +4,7 @@
     python -m benchmarks.bench_attention --case f32-n2048-d64 --pass backward
     python -m benchmarks.bench_attention --json auto      into benchmarks/results/
     python -m benchmarks.bench_attention --memory         peak memory instead of time
+    python -m benchmarks.bench_attention --device cuda    see attention_cuda.py
 
 All contenders of a case read the same tensors, which are read once before each call,
 outside the clock, when as much memory as a call writes is touched and freed, too: what
@@ -15,75 +16,32 @@ kept.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import attention_memory, command, harness, peak
+from benchmarks import attention_cuda, attention_memory, command, harness, peak
 from benchmarks.attention import (
     PASSES,
-    Inputs,
     Problem,
+    Setup,
     Unavailable,
-    check,
     forward_math,
-    forward_ours,
     forward_torch,
     make_inputs,
+    make_ours,
     ours,
     problems,
     without_fallback,
 )
 from benchmarks.harness import Contender
 
-Results = torch.Tensor | Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a contender is built from."""
-
-    inputs: Inputs
-    which: str  # of PASSES
-    threads: int
-    backend: str  # whose vectors the bound has
-
-    @property
-    def problem(self) -> Problem:
-        return self.inputs.problem
-
-    def contender(
-        self, name: str, run: Callable[[], Results], **fields: Any
-    ) -> Contender:
-        """Return a contender whose first call has been done and checked."""
-        first = run()
-        results = [first] if isinstance(first, torch.Tensor) else first
-        check(name, self.inputs, self.which, results)
-        return Contender(name, run, prepare=self.inputs.warm, **fields)
-
-    def differentiated(
-        self, name: str, forward: Callable[[], torch.Tensor], **fields: Any
-    ) -> Contender:
-        """Return a contender that does this pass of a differentiable forward."""
-        if self.which == "forward":
-            return self.contender(name, forward, **fields)
-        out, leaves, dout = forward(), self.inputs.leaves, self.inputs.dout
-        run = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-        return self.contender(name, run, **fields)
-
-
 # ---- Contenders ----------------------------------------------------------------------
-
-
-def make_ours(setup: Setup) -> Contender:
-    forward = forward_ours(setup.inputs)
-    return without_fallback(
-        lambda: setup.differentiated("trainfast", forward, role="ours")
-    )
 
 
 def make_functional(setup: Setup) -> Contender:
@@ -223,8 +181,10 @@ def run_problem(
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    cases = [problem.name for problem in problems()]
-    parser = command.make_parser("bench_attention", __doc__, cases, list(CONTENDERS))
+    names = [problem.name for problem in (*problems(), *attention_cuda.problems())]
+    contenders = list(CONTENDERS | attention_cuda.CONTENDERS)
+    parser = command.make_parser("bench_attention", __doc__, names, contenders)
+    command.add_device(parser)
     add = parser.add_argument
     add("--pass", nargs="+", choices=PASSES, default=PASSES, dest="passes",
         help="forward, backward (default both)")  # fmt: skip
@@ -233,14 +193,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, nargs="+", default=attention_memory.HEADS,
         help="of --memory (default 1 2 4)")  # fmt: skip
     add("--without-ours", action="store_true", help="rivals only")
+    add("--within", type=float, default=math.inf,
+        help="on a GPU: start no case after so many seconds")  # fmt: skip
+    add("--ptx75", action="store_true",
+        help="on a GPU: float16 only, with the library that TRAINFAST_CUDA_LIBRARY "
+        "names, built with TRAINFAST_CUDA_ARCHS=75 and TRAINFAST_CUDA=1")  # fmt: skip
 
     def partial_run(args: argparse.Namespace) -> bool:
         fewer = len(set(args.passes)) < len(PASSES)
         return args.without_ours or fewer or args.heads != attention_memory.HEADS
 
     args = command.parse(parser, argv, partial_run)
+    on_gpu = args.device == "cuda"
+    own = attention_cuda if on_gpu else sys.modules[__name__]
+    for option, given, known in (
+        ("--case", args.case, [problem.name for problem in own.problems()]),
+        ("--contender", args.contender, own.CONTENDERS),
+    ):
+        for name in given or ():
+            if name not in known:
+                parser.error(f"{option} must be one of {args.device}'s, got {name}")
     if min(args.heads) < 1:
         parser.error(f"--heads must be at least 1, got {min(args.heads)}")
+    if on_gpu and args.memory:
+        parser.error("--memory must be without --device cuda, got both")
+    if args.ptx75 and not os.environ.get("TRAINFAST_CUDA_LIBRARY"):
+        parser.error("--ptx75 must have a library in TRAINFAST_CUDA_LIBRARY, got none")
     return args
 
 
@@ -266,6 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the process's exit status."""
     args = parse(argv)
     kind = "attention-memory" if args.memory else "attention"
+    if args.device == "cuda":
+        report = attention_cuda.run(args)
+        kind = "attention-cuda-ptx75" if args.ptx75 else "attention-cuda"
+        command.write(args, report, kind)
+        return attention_cuda.status(args, report)
     if os.environ.get("TRAINFAST_BACKEND"):  # beside the results of the best one
         kind += f"-{os.environ['TRAINFAST_BACKEND']}"
     command.write(args, run(args), kind)

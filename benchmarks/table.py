@@ -21,13 +21,18 @@ TITLES = {
     "adamw": "AdamW, a whole `optimizer.step()`",
     "amp": "AMP, loss scaling with clipping, step and update",
     "attention": "Attention, forward and backward alone",
+    "attention-cuda": "Attention on a GPU, forward and backward alone",
     "attention-memory": "Attention, growth of the peak memory",
+    "gemm": "Products of matrices",
     "graph-cache": "Graph cache, batches of 32 graphs",
 }
 NOTES = {
     "attention": "A causal pair of passes counts as half the work, a backward as 2.5 "
     "forwards. The bound is as many float32 multiply-adds in registers, of the "
     "backend's width; for one query, a read of k and v.",
+    "attention-cuda": "TFLOP/s, a causal pair counting as half the work, a backward as "
+    "2.5 forwards; in brackets how many times longer than trainfast. The roof is "
+    "cuBLAS's rate for a product of 8,192 x 8,192 matrices.",
     "graph-cache": "small: 20 nodes, 4 edges a node, 16 features; mid: 200, 8 and 32. "
     "hot: many batches in a row; cold: a training step before each. The bound is a "
     "copy of the batch's bytes inside the caches; for writing, `write()` of as many "
@@ -201,7 +206,49 @@ def _disk(report: dict) -> list[list[str]]:
     return rows
 
 
-KINDS = {"attention-memory": (_memory,), "graph-cache": (_graphs, _disk)}
+def _tflops(line: dict | None) -> str:
+    """Return a line's rate, and in brackets a rival's time over ours."""
+    if line is None:
+        return "-"
+    rate = line["gf_per_s"] / 1000
+    text = f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+    if line["times_ours"] and line["role"] == "rival":
+        text += f" ({line['times_ours']['median']:.2f})"
+    return text
+
+
+def throughput(report: dict) -> list[list[str]]:
+    """Return the head and the rows of a report of rates, in TFLOP/s."""
+    lines = [line for case in report["cases"] for line in case["lines"]]
+    rivals = dict.fromkeys(li["contender"] for li in lines if li["role"] == "rival")
+    rows = [["case", "trainfast", "% of roof", *rivals, "roof"]]
+    for case in report["cases"]:
+        named = {line["contender"]: line for line in case["lines"]}
+        ours, roof = (
+            next((line for line in case["lines"] if line["role"] == role), None)
+            for role in ("ours", "bound")
+        )
+        percent = ours["percent_of_bound"] if ours else None
+        row = [case["title"], _tflops(ours), _ratio(percent, "{:.0f}")]
+        row += [_tflops(named.get(name)) for name in rivals]
+        rows.append([*row, _tflops(roof)])
+    return rows
+
+
+def reasons(report: dict) -> list[str]:
+    """Return why contenders have no number, with how many cases that is so in."""
+    found: dict[str, int] = {}
+    for case in report["cases"]:
+        for name, why in case["skipped"].items():
+            found[f"{name}: {why}"] = found.get(f"{name}: {why}", 0) + 1
+    return [f"- {text} ({count} cases)" for text, count in found.items()]
+
+
+KINDS = {
+    "attention-cuda": (throughput,),
+    "attention-memory": (_memory,),
+    "graph-cache": (_graphs, _disk),
+}
 
 
 def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
