@@ -2,10 +2,12 @@
  * products in double, one element after the other. Built with -DVERSION=130100, and
  * with -DFAILING=cublas... one of them returns an error, with -DWITHOUT_... one is not
  * there. It refuses what cuBLAS would. */
+#define _POSIX_C_SOURCE 199309L /* nanosleep */
 #include "../csrc/half.h"
 
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 enum { OK = 0, ALLOC_FAILED = 3, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 
@@ -29,9 +31,19 @@ enum { NOTHING, CREATE, VERSION_ASKED, STREAM, WORKSPACE, MATH_MODE, PRODUCT };
 #    define FAILING NOTHING
 #endif
 
+/* Lets another thread come between, if nothing keeps it out. */
+static void
+dawdle(void)
+{
+    const struct timespec little = {0, 2000000};
+
+    nanosleep(&little, NULL);
+}
+
 int
 cublasCreate_v2(handle **out)
 {
+    dawdle();
     if (FAILING == CREATE || stub_seen.made == 8) {
         return ALLOC_FAILED;
     }
@@ -70,6 +82,7 @@ cublasSetWorkspace_v2(handle *of, void *workspace, size_t bytes)
 {
     of->workspace = workspace;
     of->bytes = bytes;
+    dawdle();
     return FAILING == WORKSPACE || (uintptr_t)workspace % 256 != 0 ? INVALID_VALUE : OK;
 }
 
