@@ -20,7 +20,6 @@ typedef struct {
     REAL *lse, *delta;      /* of its rows, negated, lse in units of log2 */
     REAL *weights, *scores; /* [ATTENTION_BACK_KEYS][ATTENTION_QUERIES]: p and ds */
     REAL *dropout, *slope;  /* the same; slope: 1 - tanh^2 */
-    REAL *terms;            /* TERM_ROOM */
     REAL *k, *v;            /* copies of a block's rows */
     REAL *dq, *dk, *dv;     /* sums that the outputs cannot hold */
     REAL *stage;            /* VR_WIDTH rows */
@@ -73,8 +72,6 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
         {&room->scores, tile},
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
         {&room->slope, args->softcap != 0 ? tile : 0},
-        {&room->terms,
-         attention_has_terms(args) || args->dropout_p > 0 ? TERM_ROOM : 0},
         {&room->k, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim)},
         {&room->v, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim_v)},
         {&room->dq, q_held || split ? 0 : args->n_q * q_width},
@@ -257,7 +254,7 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     REAL *slope = args->softcap != 0 ? room->slope + at : NULL;
 
     R(scores_panel)(&of_k, weights, ignored);
-    R(finish_scores)(weights, slope, room->terms, p);
+    R(finish_scores)(weights, slope, p);
     R(scores_panel)(&of_v, scores, ignored);
     R(finish_gradients)
     (weights, scores, args->dropout_p > 0 ? room->dropout + at : NULL, call->lse,

@@ -6,7 +6,6 @@ typedef struct {
     REAL *queries; /* panels, or with `few` rows of whole vectors */
     REAL *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
     REAL *dropout; /* the same */
-    REAL *terms;   /* TERM_ROOM */
     REAL *out;     /* [ATTENTION_QUERIES][width of a value] */
     REAL *k, *v;   /* copies of rows; their strides: */
     int64_t k_stride, v_stride, out_stride;
@@ -34,7 +33,6 @@ R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t
         {&room->queries, n_q * q_width},
         {&room->scores, tile},
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
-        {&room->terms, attention_has_terms(args) ? TERM_ROOM : 0},
         {&room->out, n_q * v_width},
         {&room->k, ATTENTION_KEYS * attention_copy_stride(args->dim)},
         {&room->v, ATTENTION_KEYS * attention_copy_stride(args->dim_v)},
@@ -238,7 +236,7 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
             R(scores_panel)(&call, scores, ignored);
         }
         if (terms || p->border) {
-            R(finish_scores)(scores, NULL, room->terms, p);
+            R(finish_scores)(scores, NULL, p);
         }
         R(maximum)(scores, p, top);
     } else {

@@ -156,15 +156,7 @@ attention_term_head(const attention_head *h, const int64_t *stride)
     return h->batch * stride[0] + h->head * stride[1];
 }
 
-/* Whether scores can be more than q k^T within bounds, in any head of the call. */
-static inline bool
-attention_has_terms(const tfast_attention_args *args)
-{
-    return args->mask.data != NULL || args->bias.data != NULL ||
-           args->alibi_slopes != NULL || args->softcap != 0;
-}
-
-/* Whether they are, in this head. */
+/* Whether scores are more than q k^T within bounds. */
 static inline bool
 attention_head_has_terms(const attention_head *h)
 {

@@ -48,100 +48,106 @@ R(bound)(const R(panel) * p, int v, int key, vr score)
 
 /* ---- Terms ----------------------------------------------------------------------- */
 
-/* An element of a mask or bias in units of log2. Only -infinity forbids: what is finite
- * stays so. */
 static inline REAL
 R(term_element)(const tfast_attention_term *term, int64_t at)
 {
-    REAL x[VR_WIDTH], scaled;
+    REAL x[VR_WIDTH];
 
     if (term->dtype == TFAST_BOOL) {
         return ((const uint8_t *)term->data)[at] ? 0 : -(REAL)INFINITY;
     }
     R(tile_read)(x, term->data, term->dtype, at, 1);
-    scaled = x[0] * (REAL)LOG2E;
-    return x[0] < -REAL_MAX ? x[0] : scaled < -REAL_MAX ? -REAL_MAX : scaled;
+    return x[0];
 }
 
+/* A score with a term as it lies in the array: whatever the score is, -infinity forbids
+ * it. */
 static inline vr
-R(term_scale)(vr x)
+R(with_term)(vr score, vr term)
 {
     const vr least = vr_set1(-REAL_MAX);
+    const vr sum = vr_add(score, vr_max(least, vr_mul(term, vr_set1(LOG2E))));
 
-    return vr_if_less(x, least, x, vr_max(least, vr_mul(x, vr_set1((REAL)LOG2E))));
+    return vr_if_less(term, least, vr_set1(-INFINITY), sum);
 }
 
-/* VR_WIDTH keys of each of up to VR_WIDTH queries, added to t, keys by queries. */
-static void
-R(add_term_block)(REAL *t, const tfast_attention_term *term, int64_t first, int n)
+/* VR_WIDTH elements of a term from `at` on. */
+static inline vr
+R(term_vector)(const tfast_attention_term *term, int64_t at)
 {
     REAL stage[VR_WIDTH];
+
+    if (term->dtype == REAL_DTYPE) {
+        return vr_load((const REAL *)term->data + at);
+    }
+    if (term->dtype == TFAST_BOOL) {
+        for (int j = 0; j < VR_WIDTH; j++) {
+            stage[j] = ((const uint8_t *)term->data)[at + j] ? 0 : -(REAL)INFINITY;
+        }
+    } else {
+        R(tile_read)(stage, term->data, term->dtype, at, VR_WIDTH);
+    }
+    return vr_load(stage);
+}
+
+/* Adds a term's block, VR_WIDTH keys of each of up to VR_WIDTH queries from `first` on,
+ * to scores, keys by queries. */
+static void
+R(add_term_block)(REAL *scores, const tfast_attention_term *term, int64_t first, int n)
+{
     vr block[VR_WIDTH];
 
     for (int i = 0; i < VR_WIDTH; i++) {
-        const int64_t at = first + i * term->stride[2];
-
-        if (i >= n) {
-            block[i] = vr_set1(0);
-        } else if (term->dtype == TFAST_BOOL) {
-            const uint8_t *allowed = (const uint8_t *)term->data + at;
-
-            for (int j = 0; j < VR_WIDTH; j++) {
-                stage[j] = allowed[j] ? 0 : -(REAL)INFINITY;
-            }
-            block[i] = vr_load(stage);
-        } else {
-            R(tile_read)(stage, term->data, term->dtype, at, VR_WIDTH);
-            block[i] = R(term_scale)(vr_load(stage));
-        }
+        block[i] =
+            i < n ? R(term_vector)(term, first + i * term->stride[2]) : vr_set1(0);
     }
     vr_transpose(block);
     for (int j = 0; j < VR_WIDTH; j++) {
-        vr_store(t + j * PANEL, vr_add(vr_load(t + j * PANEL), block[j]));
+        REAL *at = scores + j * ATTENTION_QUERIES;
+
+        vr_store(at, R(with_term)(vr_load(at), block[j]));
     }
 }
 
-/* Adds a mask or bias to t[key][query], for the keys of the panel. */
+/* Adds a mask or bias to the scores of the panel. */
 static void
-R(add_term)(REAL *t, const R(panel) * p, const tfast_attention_term *term)
+R(add_term)(REAL *scores, const R(panel) * p, const tfast_attention_term *term)
 {
     const int64_t *stride = term->stride;
     const int64_t first = attention_term_head(p->head, stride) + p->query * stride[2] +
                           p->key * stride[3];
     int key = p->begin;
 
-    if (stride[2] == 0) {
-        for (; key < p->end; key++) {
-            const vr x = vr_set1(R(term_element)(term, first + key * stride[3]));
+    if (stride[2] != 0 && stride[3] == 1) {
+        const int blocks = (p->end - key) / VR_WIDTH;
 
-            for (int v = 0; v < p->vectors; v++) {
-                REAL *to = t + key * PANEL + v * VR_WIDTH;
-                vr_store(to, vr_add(vr_load(to), x));
-            }
-        }
-        return;
-    }
-    if (stride[3] == 1) {
-        for (; key + VR_WIDTH <= p->end; key += VR_WIDTH) {
-            for (int v = 0; v < p->vectors; v++) {
+        for (int v = 0; v < p->vectors; v++) { /* rows that share a set of the cache */
+            for (int b = 0; b < blocks; b++) {
+                const int at = key + b * VR_WIDTH;
                 R(add_term_block)
-                (t + key * PANEL + v * VR_WIDTH, term,
-                 first + key + v * VR_WIDTH * stride[2], p->n - v * VR_WIDTH);
+                (scores + at * ATTENTION_QUERIES + v * VR_WIDTH, term,
+                 first + at + v * VR_WIDTH * stride[2], p->n - v * VR_WIDTH);
             }
         }
+        key += blocks * VR_WIDTH;
     }
     for (; key < p->end; key++) {
-        for (int i = 0; i < p->n; i++) {
-            t[key * PANEL + i] +=
-                R(term_element)(term, first + key * stride[3] + i * stride[2]);
+        REAL lane[PANEL] = {0};
+
+        for (int i = 0; i < (stride[2] == 0 ? 1 : p->n); i++) {
+            lane[i] = R(term_element)(term, first + key * stride[3] + i * stride[2]);
+        }
+        for (int v = 0; v < p->vectors; v++) {
+            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
+            const vr x =
+                stride[2] == 0 ? vr_set1(lane[0]) : vr_load(lane + v * VR_WIDTH);
+
+            vr_store(at, R(with_term)(vr_load(at), x));
         }
     }
 }
 
 /* ---- From products to scores ----------------------------------------------------- */
-
-/* Room for one panel's terms. */
-#define TERM_ROOM (ATTENTION_KEYS * PANEL)
 
 /* The distance |query + shift - key| of ALiBi is, for tile row `key` of the panel,
  * |diagonal - key|. */
@@ -156,27 +162,14 @@ R(alibi_diagonal)(const R(panel) * p, int v)
     return vr_load(lane);
 }
 
-/* Turns products of query and key into scores, in place; t is room for the terms. With
- * softcap, `slope` (NULL: not wanted) becomes 1 - tanh^2. */
+/* Softcap and ALiBi, in place. `slope` (NULL: not wanted) becomes 1 - tanh^2. */
 static void
-R(finish_scores)(REAL *scores, REAL *slope, REAL *t, const R(panel) * p)
+R(bend_scores)(REAL *scores, REAL *slope, const R(panel) * p)
 {
     const tfast_attention_args *args = p->head->args;
-    const bool tabled = p->head->masked || args->bias.data != NULL;
     const vr cap = vr_set1((REAL)(args->softcap * LOG2E));
     const vr alibi = vr_set1((REAL)attention_slope(p->head));
-    const vr least = vr_set1(-REAL_MAX), none = vr_set1(-INFINITY);
 
-    if (tabled) {
-        memset(t + p->begin * PANEL, 0,
-               sizeof(REAL) * (size_t)(p->end - p->begin) * PANEL);
-    }
-    if (p->head->masked) {
-        R(add_term)(t, p, &args->mask);
-    }
-    if (args->bias.data != NULL) {
-        R(add_term)(t, p, &args->bias);
-    }
     for (int v = 0; v < p->vectors; v++) {
         const vr diagonal = R(alibi_diagonal)(p, v);
 
@@ -196,11 +189,31 @@ R(finish_scores)(REAL *scores, REAL *slope, REAL *t, const R(panel) * p)
                 const vr far = R(vector_abs)(vr_sub(diagonal, vr_set1((REAL)key)));
                 s = vr_sub(s, vr_mul(alibi, far));
             }
-            if (tabled) {
-                const vr term = vr_load(t + key * PANEL + v * VR_WIDTH);
-                s = vr_if_less(term, least, none, vr_add(s, term));
-            }
-            vr_store(at, p->border ? R(bound)(p, v, key, s) : s);
+            vr_store(at, s);
+        }
+    }
+}
+
+/* Turns products of query and key into scores, in place. With softcap, `slope` (NULL:
+ * not wanted) becomes 1 - tanh^2. */
+static void
+R(finish_scores)(REAL *scores, REAL *slope, const R(panel) * p)
+{
+    const tfast_attention_args *args = p->head->args;
+
+    if (args->softcap != 0 || args->alibi_slopes != NULL) {
+        R(bend_scores)(scores, slope, p);
+    }
+    if (p->head->masked) {
+        R(add_term)(scores, p, &args->mask);
+    }
+    if (args->bias.data != NULL) {
+        R(add_term)(scores, p, &args->bias);
+    }
+    for (int v = 0; p->border && v < p->vectors; v++) {
+        for (int key = p->begin; key < p->end; key++) {
+            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
+            vr_store(at, R(bound)(p, v, key, vr_load(at)));
         }
     }
 }
