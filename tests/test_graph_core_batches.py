@@ -489,6 +489,13 @@ def test_order_gives_every_graph_once_and_goes_on_anywhere():
     assert batches_of(again) == whole[9:]
 
 
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 17, 1000, 1023, 1024, 1025, 4097])
+def test_order_of_batches_is_that_of_places(n):
+    order = _core.GraphOrder(n, shuffle=True, seed=n, epoch=1, batch_size=13)
+    batches = list(itertools.chain(*batches_of(order)))
+    assert batches == [order.at(place) for place in range(n)]
+
+
 def test_order_keeps_budgets_and_subset():
     sizes = np.arange(50)
     order = _core.GraphOrder(
