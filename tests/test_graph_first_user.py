@@ -68,7 +68,7 @@ def test_writer_whose_graphs_cannot_be_in_the_cache_leaves_it_as_it_is(path):
 def test_schema_that_disagrees_is_refused_before_anything_is_written(path):
     gc.build(path, [graph(3)], progress=False)
     schema = gc.open(path).schema
-    other = gc.Schema(schema.counts, schema.fields[:-1])
+    other = gc.Schema(schema.counts, schema.fields[1:])
     before = sorted(file.name for file in path.iterdir())
     with pytest.raises(ValueError, match="schema must agree in all but sizes"):
         gc.Writer(path, other)
