@@ -409,6 +409,8 @@ class Iteration(Iterator[Any]):
         self._error: Exception | None = None
         self._assemble = loader._assemble
         self._source: Any = None
+        # Makes all batches, where none of their graphs need be looked at here.
+        self._only: GraphPrefetch | None = None
 
     def __next__(self) -> Any:
         queue = self._queue
@@ -435,6 +437,8 @@ class Iteration(Iterator[Any]):
         place = self._place = loader._begin()
         if self._assemble is not None:
             self._source = loader._batches(place.epoch, place.position)
+            if type(self._source) is GraphOrder and loader._choose is None:
+                self._only = self._prefetch(0)
         ahead = loader.prefetch if loader.threads else 1
         for _ in range(max(ahead, 1)):
             self._submit()
@@ -450,6 +454,13 @@ class Iteration(Iterator[Any]):
         if source is None:
             return
         try:
+            if self._only is not None:
+                position = self._only.submit_next(source)
+                if position is None:
+                    self._source = None
+                else:
+                    self._queue.append((self._only, position))
+                return
             indices = source.next()
             if indices is None:
                 self._source = None
@@ -483,6 +494,7 @@ class Iteration(Iterator[Any]):
         if self._place is not None:
             self._place.done = True
         self._prefetches.clear()
+        self._only = None
         raise StopIteration
 
     def __reduce__(self) -> Any:
