@@ -53,7 +53,7 @@ def loader_case(bench: Bench, problem: Problem) -> dict | None:
         return run
 
     entries = [
-        Entry(name, role, partial(drain, make), calls)
+        Entry(name, role, partial(drain, make), calls, warm=True)
         for name, role, make in loaders(work)
     ]
     entries.append(copy_entry(work))

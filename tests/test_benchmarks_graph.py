@@ -195,6 +195,21 @@ def test_time_of_several_calls_is_divided():
     assert len(calls) == 5 * 3
 
 
+def test_warm_turn_comes_after_one_that_is_not_timed():
+    done = []
+    entry = Entry("a", "ours", lambda: lambda: done.append("a"), calls=2, warm=True)
+    contender = entry.contender()
+
+    def clock(run):
+        done.append("timed")
+        run()
+        return 2000.0, None
+
+    times, _ = harness.measure([contender], TINY, clock)
+    assert done == ["a", "timed", "a"] * 3
+    assert times == {"a": [1000.0, 1000.0]}
+
+
 def test_block_counts_a_wait_for_every_step_but_the_first(monkeypatch):
     now = itertools.count(0, 10)
     monkeypatch.setattr(graph_cache_loading.time, "perf_counter_ns", lambda: next(now))

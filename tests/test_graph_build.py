@@ -129,7 +129,7 @@ def test_objects_with_to_dict_are_graphs(path):
             ValueError,
             "graph 9: .*edge_index.*-1",
         ),
-        ({"new": 1}, ValueError, "graph 9: .*new"),
+        ({"new": [1.0]}, TypeError, "graph 9: 'new': .*must be an array"),
         ({"y": [1.0]}, TypeError, "graph 9: .*y.* must be an array"),
     ],
 )
@@ -342,8 +342,8 @@ def test_old_graphs_stay_until_new_ones_can_be_made(path):
 
 def test_graphs_that_look_otherwise_beside_old_ones_are_refused(path):
     quiet(path, range(5), graph)
-    with pytest.raises(ValueError, match=r"input 5: .*new.*transform_id"):
-        quiet(path, range(9), lambda n: graph(n) | {"new": 1})
+    with pytest.raises(ValueError, match=r"input 5: x must.*transform_id"):
+        quiet(path, range(9), lambda n: graph(n) | {"x": np.ones(n)})
     quiet(path, range(9), graph)
     assert numbers(path) == [*range(9)]
 

@@ -20,7 +20,7 @@ from reference_graph import (
 
 from trainfast import _core
 from trainfast import graph_cache as gc
-from trainfast.graph_cache import Count, Field, Schema
+from trainfast.graph_cache.schema import Count, Field, Schema
 
 COUNT = settings(
     max_examples=150, deadline=None, suppress_health_check=list(HealthCheck)
@@ -141,7 +141,7 @@ def test_sizes_come_from_index(cache, world):
     assert sizes.edges.tolist() == edges
     assert sizes.total_nodes().tolist() == nodes
     assert (sizes.bytes % 16 == 0).all()
-    assert 0 < sizes.bytes.sum() < cache.core.file_bytes
+    assert 0 < sizes.bytes.sum() < cache._core.file_bytes
     with pytest.raises(ValueError, match="read-only"):
         sizes.nodes[0] = 5
 
@@ -311,7 +311,7 @@ def check_batch(cache, world, rows, counts, slots, totals):
     schema = world.schema
     numbers = range(len(schema.fields))
     selection = _core.GraphSelection(
-        cache.core,
+        cache._core,
         list(numbers),
         list(range(len(schema.counts))),
         n_slots=slots,
@@ -346,7 +346,7 @@ def test_graph_without_optional_field_does_not_fit_to_one_with(tmp_path):
     writer.close()
     cache = gc.open(tmp_path / "c")
     assert [sorted(graph) for graph in cache] == [["x"], []]
-    selection = _core.GraphSelection(cache.core, [0])
+    selection = _core.GraphSelection(cache._core, [0])
     assert _core.graph_collate(selection, [1, 1]).fields == [None]
     assert _core.graph_collate(selection, [0]).fields[0].tolist() == [0, 1, 2]
     for rows in ([0, 1], [1, 0]):
@@ -468,7 +468,7 @@ def test_batch_over_segments_with_other_schemas_is_as_the_truth_says(world, data
         for graph, row in zip(both.graphs, both.counts):
             given = dict(enumerate(row))
             assert counts_of(both.schema, graph, given) == row
-        assert cache.core.segments == 2
+        assert cache._core.segments == 2
         assert cache.verify().ok
         for graph, want in zip(cache, both.graphs):
             assert_same_graph(both.schema, graph, want)

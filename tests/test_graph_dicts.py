@@ -9,11 +9,9 @@ import torch
 from graph_core import PLAIN, cached, collate, plain_graph
 
 RECIPE = (
-    ("x", "edges", "y", "batch", "ptr"),
-    (0, 1, 2, 5, 3),
-    ("x", "edges", "y", "again", "text"),
-    (0, 1, 2, 0, 2),
-    (2, 0, 2, 1, 3),
+    {"x": 0, "edges": 1, "y": 2, "batch": 5, "ptr": 3},
+    {"x": 0, "edges": 1, "y": 2, "again": 0, "text": 2},
+    {"x": 2, "edges": 0, "y": 2, "again": 1, "text": 3},
 )
 CONSTANTS = ["zeros", None]
 
@@ -34,7 +32,7 @@ def plain(value):
 
 
 def test_dicts_have_the_arrays_of_the_recipe(batch):
-    arrays, slices, starts = batch.dicts(RECIPE, CONSTANTS)
+    arrays, slices, starts = batch.dicts(*RECIPE, CONSTANTS)
     assert list(arrays) == ["x", "edges", "y", "batch", "ptr"]
     assert list(slices) == list(starts) == ["x", "edges", "y", "again", "text"]
     wanted = [*batch.fields, batch.batches[0], batch.ptrs[0]]
@@ -53,7 +51,7 @@ def test_dicts_have_the_arrays_of_the_recipe(batch):
 
 
 def test_slices_have_memory_of_their_own(batch):
-    arrays, slices, starts = batch.dicts(RECIPE, CONSTANTS)
+    arrays, slices, starts = batch.dicts(*RECIPE, CONSTANTS)
     ptr = plain(arrays["ptr"])
     ptr += 100
     np.testing.assert_array_equal(plain(slices["x"]), [0, 4, 7, 8])
@@ -65,7 +63,7 @@ def test_dicts_keep_the_batch_alive(tmp_path, rng):
     cache = cached(tmp_path / "c", PLAIN, [plain_graph(rng)])
     for kind in (None, torch.Tensor):
         batch = collate(cache, [0], batch_of=[0], array_type=kind)
-        _, slices, starts = batch.dicts(RECIPE, CONSTANTS)
+        _, slices, starts = batch.dicts(*RECIPE, CONSTANTS)
         del batch
         gc.collect()
         others = [collate(cache, [0, 0]) for _ in range(4)]
@@ -76,35 +74,32 @@ def test_dicts_keep_the_batch_alive(tmp_path, rng):
 
 def test_dicts_leak_nothing(batch):
     constant = ["a constant"]
-    recipe = (*RECIPE[:3], (0, 1, 2, 0, 2), (2, 0, 2, 1, 2))
+    recipe = (*RECIPE[:2], RECIPE[2] | {"text": 2})
     before = sys.getrefcount(constant)
     for _ in range(50):
-        batch.dicts(recipe, [constant])
+        batch.dicts(*recipe, [constant])
         with pytest.raises(ValueError, match="numbers of arrays"):
-            batch.dicts((*recipe[:1], (0, 1, 2, 5, 99), *recipe[2:]), [constant])
+            batch.dicts(recipe[0] | {"ptr": 99}, *recipe[1:], [constant])
     assert sys.getrefcount(constant) == before
 
 
 @pytest.mark.parametrize(
     ("place", "value", "error", "message"),
     [
-        (1, (0, 1, 2, 5), ValueError, "a number for each name, got 4 for 5"),
-        (1, (0, 1, 2, 5, 6), ValueError, "numbers of arrays, got 6"),
-        (1, (0, 1, 2, 5, -1), ValueError, "numbers of arrays, got"),
-        (1, (0, 1, 2, 5, "a"), TypeError, "integer"),
-        (1, (0, 1, 2, 5, 2**70), OverflowError, "too large"),
-        (0, ([], "b", "c", "d", "e"), TypeError, "unhashable"),
-        (3, (0, 1, 2, 0, -1), ValueError, "numbers of arrays, got -1"),
-        (3, (0, 1, 2, 0, 9), IndexError, "range"),
-        (4, (0,), ValueError, "a number for each name, got 1 for 5"),
-        (2, ["x"], TypeError, "tuple"),
+        (0, {"x": 0, "ptr": 6}, ValueError, "numbers of arrays, got 6"),
+        (0, {"ptr": -1}, ValueError, "numbers of arrays, got"),
+        (0, {"ptr": "a"}, TypeError, "integer"),
+        (0, {"ptr": 2**70}, OverflowError, "too large"),
+        (1, {"x": 0, "text": -1}, ValueError, "numbers of arrays, got -1"),
+        (2, {"text": 9}, IndexError, "range"),
+        (1, ["x"], TypeError, "dict"),
     ],
 )
 def test_wrong_recipe_is_refused(batch, place, value, error, message):
     recipe = list(RECIPE)
     recipe[place] = value
     with pytest.raises(error, match=message):
-        batch.dicts(tuple(recipe), CONSTANTS)
+        batch.dicts(*recipe, CONSTANTS)
 
 
 def test_wrong_count_is_refused(batch):

@@ -31,7 +31,7 @@ from reference_graph import counts_of, same
 
 from trainfast import _core
 from trainfast import graph_cache as gc
-from trainfast.graph_cache import Count, Field, Schema
+from trainfast.graph_cache.schema import Count, Field, Schema
 
 ERRORS = (ValueError, OSError)
 MASKS = (0x01, 0xFF)

@@ -1,5 +1,7 @@
 """What a first user got wrong, or what got a first user: one test each."""
 
+import inspect
+
 import numpy as np
 import pytest
 from graph_samples import graph, read, run_python
@@ -68,7 +70,7 @@ def test_writer_whose_graphs_cannot_be_in_the_cache_leaves_it_as_it_is(path):
 def test_schema_that_disagrees_is_refused_before_anything_is_written(path):
     gc.build(path, [graph(3)], progress=False)
     schema = gc.open(path).schema
-    other = gc.Schema(schema.counts, schema.fields[:-1])
+    other = gc.Schema(schema.counts, schema.fields[1:])
     before = sorted(file.name for file in path.iterdir())
     with pytest.raises(ValueError, match="schema must agree in all but sizes"):
         gc.Writer(path, other)
@@ -192,3 +194,16 @@ def test_repair_of_a_cut_segment_keeps_what_lies_before_the_cut(path, tmp_path):
     assert report["uncommitted"] == 0
     for have, truth in zip(found, wanted):
         assert all(np.array_equal(have[key], truth[key]) for key in truth)
+
+
+def test_completion_shows_what_users_call_and_no_more(path):
+    gc.build(path, [graph(3)], progress=False)
+    cache = gc.open(path)
+    shown = {name for name in dir(cache) if not name.startswith("_")}
+    methods = {"counts", "get_many", "sizes", "verify"}
+    assert shown == methods | {"fingerprint", "path", "schema"}
+    loader = gc.Loader(cache)
+    shown = {name for name in dir(loader) if not name.startswith("_")}
+    arguments = {*inspect.signature(gc.Loader).parameters} - {"cache"}
+    methods = {"load_state_dict", "set_epoch", "state_dict"}
+    assert shown == methods | arguments | {"dataset", "epoch"}

@@ -8,8 +8,8 @@ from graph_worlds import World, molecules
 from reference_graph import counts_of, same
 
 from trainfast import graph_cache as gc
-from trainfast.graph_cache import Count, Field, Schema
 from trainfast.graph_cache.jraph import graphs_tuple
+from trainfast.graph_cache.schema import Count, Field, Schema
 
 N = 31
 

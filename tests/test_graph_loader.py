@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trainfast import _core
 from trainfast import graph_cache as gc
+from trainfast.graph_cache.schema import Count, Field
 
 CHECKED = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
@@ -354,13 +355,13 @@ def test_what_is_no_cache_is_error(cache):
 
 def test_key_of_the_cache_that_batches_add_is_error(tmp_path):
 
-    schema = gc.Schema((), (gc.Field("batch", None, "int64", (1,), 0),))
+    schema = gc.Schema((), (Field("batch", None, "int64", (1,), 0),))
     writer = _core.GraphWriter(str(tmp_path / "c"), schema.encode(), ["batch"])
     writer.append({"batch": np.zeros(1, int)})
     writer.close()
     loader = gc.Loader(gc.open(tmp_path / "c"), 1)  # nothing has nodes here
     assert list(next(iter(loader))) == ["batch"]
-    schema = gc.Schema((gc.Count("nodes"),), (gc.Field("batch", 0, "int64", (-1,), 0),))
+    schema = gc.Schema((Count("nodes"),), (Field("batch", 0, "int64", (-1,), 0),))
     writer = _core.GraphWriter(str(tmp_path / "d"), schema.encode(), ["batch"])
     writer.append({"batch": np.zeros(1, int)})
     writer.close()

@@ -8,6 +8,7 @@ from reference_graph import collate, same
 
 from trainfast import _core
 from trainfast import graph_cache as gc
+from trainfast.graph_cache.schema import Count, Field
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +121,19 @@ def typed(tmp_path):
     """Heterogeneous graphs with ragged values, text and an index of each graph."""
     schema = gc.Schema(
         (
-            gc.Count("nodes", "a"),
-            gc.Count("nodes", "b"),
-            gc.Count("edges", "a|to|b", 0, 1),
-            gc.Count("size"),
-            gc.Count("size"),
+            Count("nodes", "a"),
+            Count("nodes", "b"),
+            Count("edges", "a|to|b", 0, 1),
+            Count("size"),
+            Count("size"),
         ),
         (
-            gc.Field("x", 0, "float32", (-1,), 0),
-            gc.Field("x", 1, "float32", (-2,), 0),
-            gc.Field("edge_index", 2, "int64", (2, -3), 1, (0, 1)),
-            gc.Field("values", None, "int64", (-4,), 0),
-            gc.Field("name", None, "string", (-5,), 0),
-            gc.Field("root", None, "int64", (), None, (1,)),
+            Field("x", 0, "float32", (-1,), 0),
+            Field("x", 1, "float32", (-2,), 0),
+            Field("edge_index", 2, "int64", (2, -3), 1, (0, 1)),
+            Field("values", None, "int64", (-4,), 0),
+            Field("name", None, "string", (-5,), 0),
+            Field("root", None, "int64", (), None, (1,)),
         ),
     )
     keys = schema.keys

@@ -10,10 +10,10 @@ from graph_samples import assert_same, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfast.graph_cache import Count, Counted, Field, Rule, Schema, Writer
+from trainfast.graph_cache import Counted, Rule, Schema, Writer
 from trainfast.graph_cache.fit import Counter, generalise
 from trainfast.graph_cache.infer import infer
-from trainfast.graph_cache.schema import DTYPES
+from trainfast.graph_cache.schema import DTYPES, Count, Field
 
 HETERO = Schema(
     (

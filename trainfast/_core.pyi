@@ -90,13 +90,9 @@ class GraphBatch:
     offsets: tuple[list[int], list[int], list[int]]  # of each in the arena
     def dicts(
         self,
-        recipe: tuple[
-            tuple[Any, ...],
-            tuple[int, ...],
-            tuple[Any, ...],
-            tuple[int, ...],
-            tuple[int, ...],
-        ],
+        arrays: dict[Any, int],
+        slices: dict[Any, int],
+        starts: dict[Any, int],
         constants: Sequence[Any],
         /,
     ) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]: ...
@@ -111,6 +107,7 @@ class GraphPrefetch:
     def __new__(cls, selection: GraphSelection, threads: int) -> GraphPrefetch: ...
     pending: int
     def submit(self, indices: Any, /) -> None: ...
+    def submit_next(self, order: GraphOrder, /) -> int | None: ...
     def next(self) -> GraphBatch: ...  # waits; signals are checked
     def close(self) -> None: ...
 

@@ -1,5 +1,5 @@
-/* One cache has one schema, but for sizes: a writer that came with another would make
- * the whole cache unreadable when it closed. */
+/* One cache has one schema, but for sizes and for fields that came later: a writer that
+ * came with another would make the whole cache unreadable when it closed. */
 #include "manifest.h"
 #include "segment.h"
 
@@ -19,20 +19,40 @@ schema_of(const char *directory, const char *prefix, const uint8_t uuid[16],
     return status == TFAST_ENOMEM ? status : TFAST_OK;
 }
 
-/* Any segment's: they agree. Under the cache's lock, so that none is half made. */
+/* Keeps the one with more fields; takes both. */
+static void
+keep_wider(tfast_graph_schema **schema, tfast_graph_schema *other)
+{
+    tfast_graph_schema *before = *schema;
+
+    if (before != NULL && other != NULL &&
+        other->header.n_fields > before->header.n_fields) {
+        *schema = other;
+        other = before;
+    } else if (before == NULL) {
+        *schema = other;
+        other = NULL;
+    }
+    tfast_graph_schema_free(other);
+}
+
+/* That of the segment with the most fields: it agrees with a schema only if all do.
+ * Under the cache's lock, so that none is half made. */
 static tfast_status
 find_schema(const char *directory, tfast_graph_schema **schema)
 {
     graph_listing listing;
+    tfast_graph_schema *other;
     tfast_status status = graph_list(&listing, directory);
-    int64_t i = 0;
 
     *schema = NULL;
-    while (status == TFAST_OK && *schema == NULL && i < listing.n_sealed) {
-        status = schema_of(directory, "segment", listing.sealed[i++], schema);
+    for (int64_t i = 0; status == TFAST_OK && i < listing.n_sealed; i++) {
+        status = schema_of(directory, "segment", listing.sealed[i], &other);
+        keep_wider(schema, other);
     }
-    for (i = 0; status == TFAST_OK && *schema == NULL && i < listing.n_open;) {
-        status = schema_of(directory, "open", listing.open[i++], schema);
+    for (int64_t i = 0; status == TFAST_OK && i < listing.n_open; i++) {
+        status = schema_of(directory, "open", listing.open[i], &other);
+        keep_wider(schema, other);
     }
     graph_listing_free(&listing);
     return status;
@@ -47,8 +67,8 @@ graph_must_agree(const char *directory, const tfast_graph_schema *schema)
     if (status == TFAST_OK && other != NULL &&
         !tfast_graph_schema_agrees(schema, other)) {
         status = tfast_fail(TFAST_EINVAL,
-                            "schema must agree in all but sizes with that of the "
-                            "graphs in %s, got another",
+                            "schema must agree in all but sizes and later fields "
+                            "with that of the graphs in %s, got another",
                             directory);
     }
     tfast_graph_schema_free(other);

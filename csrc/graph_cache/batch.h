@@ -11,6 +11,7 @@ typedef struct {
     int field; /* of the cache's schema */
     int bytes; /* of an element */
     int64_t outer, total, inner;
+    int64_t values;   /* of a step: inner / bytes */
     int64_t steps;    /* of each graph, -1: */
     int steps_count;  /* as this count says */
     int64_t at;       /* steps written so far, by all graphs before */

@@ -101,8 +101,9 @@ typedef struct {
 
 /* Reads graph i and verifies it as the cache was opened. Fills arrays[n_fields], by the
  * segment's own schema (part->file.schema): shapes may have sizes where the cache's has
- * a count. They lie in the map, or in buffer->data until it is used again. Sizes always
- * agree with graph_count(), and with the bytes that are there. Any thread. */
+ * a count, and fields that it lacks are absent. They lie in the map, or in buffer->data
+ * until it is used again. Sizes always agree with graph_count(), and with the bytes
+ * that are there. Any thread. */
 tfast_status graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
                           graph_buffer *buffer, tfast_graph_array *arrays);
 

@@ -33,10 +33,11 @@ tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *b
                                       size_t n_bytes);
 void tfast_graph_schema_free(tfast_graph_schema *schema);
 
-/* True where graphs of both can be in one batch: all is the same but dims (fixed in one
+/* True where graphs of both can be in one cache: all is the same but dims (fixed in one
  * and a count in the other, or the nodes in one and a size of its own in the other),
- * the counts of role GRAPH_SIZE, and GRAPH_OPTIONAL. In the schema of both, a dim that
- * differs is a size of its own, and a field that is optional in one is optional. */
+ * the counts that nodes and edges are none of, GRAPH_OPTIONAL, and the last fields,
+ * which one of them may lack. In the schema of both, a dim that differs is a size of
+ * its own, and a field that is optional in one, or that one lacks, is optional. */
 bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
                                const tfast_graph_schema *b);
 

@@ -361,10 +361,15 @@ tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
     } else if ((status = round_by_size(&w, &round)) != TFAST_OK) {
         return status;
     }
-    for (int64_t place = round.begin; place < round.end; place++) {
-        indices[place - round.begin] = graph_at(order, &w.shuffle, place);
-    }
     *n = round.end - round.begin;
+    if (order->shuffle) {
+        graph_shuffled_run(&w.shuffle, round.begin, *n, indices);
+    }
+    for (int64_t i = 0; i < *n; i++) {
+        const int64_t place = order->shuffle ? indices[i] : round.begin + i;
+
+        indices[i] = order->subset != NULL ? order->subset[place] : place;
+    }
     *position = round.next;
     return TFAST_OK;
 }

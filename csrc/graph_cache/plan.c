@@ -195,6 +195,7 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
         }
     }
     shape[stacked ? 0 : cat] = f->total;
+    f->values = f->inner / f->bytes;
     *bytes = f->outer;
     if (!multiply(bytes, f->total) || !multiply(bytes, f->inner)) {
         return too_many_bytes(arena, field);

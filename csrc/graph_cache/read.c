@@ -414,6 +414,10 @@ check(tfast_graph_cache *cache, graph_place place, const void *record, int verif
     tfast_status status =
         graph_record_arrays(file->schema, record, graph_frame_bytes(place), arrays);
 
+    for (int i = file->schema->header.n_fields; i < cache->schema->header.n_fields;
+         i++) {
+        arrays[i] = (tfast_graph_array){.stored = GRAPH_ABSENT};
+    }
     for (int k = 0; k < file->schema->header.n_counts && status == TFAST_OK; k++) {
         if (counts[k] != file->counts[k * file->count_step + place.row]) {
             status = graph_damage("its count %d must be that of the index", k);

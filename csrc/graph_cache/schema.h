@@ -25,11 +25,15 @@ bool graph_is_integer(int dtype);
 bool graph_all_zero(const void *bytes, int64_t n);
 bool graph_is_utf8(const void *text, int64_t bytes);
 
+/* The one of schemas[n >= 1] with the most fields. */
+const tfast_graph_schema *graph_schema_widest(const tfast_graph_schema *const *schemas,
+                                              int64_t n);
+
 /* Generalises schemas[n >= 1], which must agree: a dimension is fixed in *joined where
  * all have the same size, a count of nodes or edges where it is that in all, and else a
- * size of its own. (*sources)[i * n_counts + k] says what count k of *joined is in
- * schemas[i]: >= 0 its count of that number, else -1 - a size that is fixed there.
- * The caller frees both. */
+ * size of its own; a field that some lack is optional. (*sources)[i * n_counts + k]
+ * says what count k of *joined is in schemas[i]: >= 0 its count of that number, else -1
+ * - a size that is fixed there. The caller frees both. */
 tfast_status graph_schemas_join(tfast_graph_schema **joined, int64_t **sources,
                                 const tfast_graph_schema *const *schemas, int64_t n);
 

@@ -1,4 +1,5 @@
-/* Segments of one cache may fix different sizes: what their schemas have in common. */
+/* Segments of one cache may fix different sizes, and the later ones may have more
+ * fields: what their schemas are together. */
 #include "io.h"
 #include "schema.h"
 
@@ -45,10 +46,10 @@ same_field(const graph_schema_field *a, const graph_schema_field *b)
 bool
 tfast_graph_schema_agrees(const tfast_graph_schema *a, const tfast_graph_schema *b)
 {
-    if (a->header.n_fields != b->header.n_fields || !same_named(a, b)) {
+    if (!same_named(a, b)) {
         return false;
     }
-    for (int i = 0; i < a->header.n_fields; i++) {
+    for (int i = 0; i < a->header.n_fields && i < b->header.n_fields; i++) {
         if (strcmp(a->field_names[i], b->field_names[i]) != 0 ||
             !same_field(&a->fields[i], &b->fields[i])) {
             return false;
@@ -57,8 +58,22 @@ tfast_graph_schema_agrees(const tfast_graph_schema *a, const tfast_graph_schema 
     return true;
 }
 
+const tfast_graph_schema *
+graph_schema_widest(const tfast_graph_schema *const *schemas, int64_t n)
+{
+    const tfast_graph_schema *widest = schemas[0];
+
+    for (int64_t i = 1; i < n; i++) {
+        if (schemas[i]->header.n_fields > widest->header.n_fields) {
+            widest = schemas[i];
+        }
+    }
+    return widest;
+}
+
 /* A place in a schema that names a count or fixes a size: a dimension, or what is
- * added. codes[n]: what each schema has there, as in `sources`. */
+ * added. codes[n]: what each schema has there, as in `sources`; 0, as a fixed size,
+ * where it lacks the field. */
 typedef struct {
     const int64_t *codes;
     int64_t n;
@@ -70,6 +85,7 @@ typedef struct {
 typedef struct {
     const tfast_graph_schema *const *schemas;
     int64_t n;
+    const tfast_graph_schema *widest;
     int64_t *codes;
     position
         *positions; /* [n_positions], those with counts of their own sorted first */
@@ -83,10 +99,22 @@ is_addend(const position *p)
     return p->slot >= GRAPH_MAX_RANK;
 }
 
-static int64_t
-code_of(const graph_schema_field *field, int slot)
+static bool
+lacks(const tfast_graph_schema *schema, int field)
 {
+    return field >= schema->header.n_fields;
+}
+
+static int64_t
+code_of(const tfast_graph_schema *schema, int i, int slot)
+{
+    const graph_schema_field *field = schema->fields;
     int32_t size;
+
+    if (lacks(schema, i)) {
+        return -1;
+    }
+    field += i;
 
     if (slot >= GRAPH_MAX_RANK) {
         return field->add[slot - GRAPH_MAX_RANK];
@@ -99,15 +127,14 @@ code_of(const graph_schema_field *field, int slot)
 static bool
 needs_own(const joining *j, position *p)
 {
-    const tfast_graph_schema *first = j->schemas[0];
-    int64_t code = p->codes[0];
+    int64_t code = code_of(j->widest, p->field, p->slot);
 
     p->count = (int)(code < 0 ? -1 : code);
-    if (code >= 0 && first->counts[code].role > GRAPH_EDGES) {
+    if (code >= 0 && j->widest->counts[code].role > GRAPH_EDGES) {
         return true;
     }
-    for (int64_t i = 1; i < j->n; i++) {
-        if (p->codes[i] != code) {
+    for (int64_t i = 0; i < j->n; i++) {
+        if (p->codes[i] != code && !lacks(j->schemas[i], p->field)) {
             return true;
         }
     }
@@ -122,7 +149,7 @@ add_position(joining *j, int64_t *n_plain, int field, int slot)
     position p = {codes, j->n, field, slot, -1};
 
     for (int64_t i = 0; i < j->n; i++) {
-        codes[i] = code_of(&j->schemas[i]->fields[field], slot);
+        codes[i] = code_of(j->schemas[i], field, slot);
     }
     j->positions[at] = p;
     if (needs_own(j, &j->positions[at])) {
@@ -174,11 +201,10 @@ number_counts(joining *j)
 static void
 find_positions(joining *j)
 {
-    const tfast_graph_schema *first = j->schemas[0];
     int64_t n_plain = 0;
 
-    for (int i = 0; i < first->header.n_fields; i++) {
-        const graph_schema_field *field = &first->fields[i];
+    for (int i = 0; i < j->widest->header.n_fields; i++) {
+        const graph_schema_field *field = &j->widest->fields[i];
 
         for (int slot = 0; slot < field->rank; slot++) {
             add_position(j, &n_plain, i, slot);
@@ -193,12 +219,15 @@ find_positions(joining *j)
 static void
 write_fields(const joining *j, graph_schema_field *fields)
 {
-    int n_fields = j->schemas[0]->header.n_fields;
+    int n_fields = j->widest->header.n_fields;
 
-    memcpy(fields, j->schemas[0]->fields, (size_t)n_fields * sizeof *fields);
-    for (int64_t s = 1; s < j->n; s++) {
+    memcpy(fields, j->widest->fields, (size_t)n_fields * sizeof *fields);
+    for (int64_t s = 0; s < j->n; s++) {
+        const tfast_graph_schema *schema = j->schemas[s];
+
         for (int i = 0; i < n_fields; i++) {
-            fields[i].flags |= j->schemas[s]->fields[i].flags;
+            fields[i].flags |=
+                lacks(schema, i) ? GRAPH_OPTIONAL : schema->fields[i].flags;
         }
     }
     for (int64_t i = 0; i < j->n_own; i++) {
@@ -216,10 +245,10 @@ write_fields(const joining *j, graph_schema_field *fields)
 static tfast_status
 write_schema(const joining *j, tfast_graph_schema **joined)
 {
-    const tfast_graph_schema *first = j->schemas[0];
-    int named = n_named(first), n_fields = first->header.n_fields;
-    graph_schema_header header = first->header;
-    const char *names = (const char *)(first->fields + n_fields);
+    const tfast_graph_schema *widest = j->widest;
+    int named = n_named(widest), n_fields = widest->header.n_fields;
+    graph_schema_header header = widest->header;
+    const char *names = (const char *)(widest->fields + n_fields);
     size_t used = sizeof header + (size_t)j->n_counts * sizeof(graph_schema_count) +
                   (size_t)n_fields * sizeof(graph_schema_field) + header.names_bytes;
     size_t bytes = (size_t)graph_align(used, GRAPH_UNIT);
@@ -235,7 +264,7 @@ write_schema(const joining *j, tfast_graph_schema **joined)
     counts = (graph_schema_count *)(out + sizeof header);
     fields = (graph_schema_field *)(counts + j->n_counts);
     memcpy(out, &header, sizeof header);
-    memcpy(counts, first->counts, (size_t)named * sizeof *counts);
+    memcpy(counts, widest->counts, (size_t)named * sizeof *counts);
     for (int64_t i = 0; i < j->n_own; i++) {
         const position *p = &j->positions[i];
 
@@ -315,13 +344,15 @@ graph_schemas_join(tfast_graph_schema **joined, int64_t **sources,
     if (all_equal(schemas, n)) {
         return take_first(joined, sources, schemas, n);
     }
-    for (int64_t i = 1; i < n; i++) {
-        if (!tfast_graph_schema_agrees(schemas[0], schemas[i])) {
-            return graph_damage("the segments' schemas must agree in all but sizes");
+    j.widest = graph_schema_widest(schemas, n);
+    for (int64_t i = 0; i < n; i++) {
+        if (!tfast_graph_schema_agrees(j.widest, schemas[i])) {
+            return graph_damage("the segments' schemas must agree in all but sizes and "
+                                "later fields");
         }
     }
-    for (int i = 0; i < schemas[0]->header.n_fields; i++) {
-        room += schemas[0]->fields[i].rank + schemas[0]->fields[i].add_mode;
+    for (int i = 0; i < j.widest->header.n_fields; i++) {
+        room += j.widest->fields[i].rank + j.widest->fields[i].add_mode;
     }
     j.codes = malloc(room * (size_t)n * sizeof *j.codes);
     j.positions = malloc(room * sizeof *j.positions);

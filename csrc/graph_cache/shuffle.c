@@ -57,3 +57,36 @@ graph_shuffled(const graph_shuffle *p, int64_t i)
     } while (x >= p->n);
     return (int64_t)x;
 }
+
+/* Several numbers go through the rounds side by side: a round has to wait for the one
+ * before it, but not for those of other numbers. */
+void
+graph_shuffled_run(const graph_shuffle *p, int64_t first, int64_t n, int64_t *out)
+{
+    enum { LANES = 8 };
+    uint64_t row[LANES], column[LANES];
+
+    for (int64_t at = 0; at < n; at += LANES) {
+        const int64_t lanes = n - at < LANES ? n - at : LANES;
+
+        for (int64_t i = 0; i < LANES; i++) {
+            const uint64_t x = (uint64_t)(first + at + (i < lanes ? i : 0));
+
+            row[i] = x / p->columns;
+            column[i] = x % p->columns;
+        }
+        for (int k = 0; k < p->halves; k += 2) {
+            for (int i = 0; i < LANES; i++) {
+                row[i] = moved(row[i], p->rows, p->keys[k], column[i]);
+            }
+            for (int i = 0; i < LANES; i++) {
+                column[i] = moved(column[i], p->columns, p->keys[k + 1], row[i]);
+            }
+        }
+        for (int64_t i = 0; i < lanes; i++) {
+            const int64_t x = (int64_t)(row[i] * p->columns + column[i]);
+
+            out[at + i] = (uint64_t)x < p->n ? x : graph_shuffled(p, x);
+        }
+    }
+}

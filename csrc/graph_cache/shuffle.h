@@ -21,4 +21,8 @@ graph_shuffle graph_shuffle_of(int64_t n, uint64_t seed, uint64_t epoch);
 /* Where i goes; 0 <= i < n. */
 int64_t graph_shuffled(const graph_shuffle *shuffle, int64_t i);
 
+/* out[i]: where first + i goes, for 0 <= i < n; all of them below the shuffle's n. */
+void graph_shuffled_run(const graph_shuffle *shuffle, int64_t first, int64_t n,
+                        int64_t *out);
+
 #endif

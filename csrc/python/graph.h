@@ -87,7 +87,12 @@ PyObject *py_graph_batch_vector(py_graph_batch *self, Py_ssize_t i);
 /* The first n of a count's sums, in memory of their own. */
 PyObject *py_graph_batch_sums(py_graph_batch *self, Py_ssize_t count, int64_t n);
 
-/* The method dicts(recipe, constants); graph_dicts.c. */
+/* The next batch of a GraphOrder, n == 0 at its end: indices that are the object's own,
+ * until the next call. Returns 0, or -1 with an exception. */
+int py_graph_order_next(PyObject *order, const int64_t **indices, int64_t *n);
+int64_t py_graph_order_position(PyObject *order);
+
+/* The method dicts(arrays, slices, starts, constants); graph_dicts.c. */
 PyObject *py_graph_batch_dicts(PyObject *self, PyObject *args);
 
 /* Functions of the module. */

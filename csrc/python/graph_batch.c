@@ -442,12 +442,11 @@ static PyGetSetDef batch_attributes[] = {
 
 static PyMethodDef batch_methods[] = {
     {"dicts", (PyCFunction)py_graph_batch_dicts, METH_VARARGS,
-     "dicts($self, recipe, constants, /)\n--\n\n"
-     "Three dicts, recipe = (names, arrays, sliced, slices, starts), all tuples.\n"
-     "{names[i]: array number arrays[i] of fields, ptrs and batches, one after "
+     "dicts($self, arrays, slices, starts, constants, /)\n--\n\n"
+     "Three dicts with the names of those given, which have numbers:\n"
+     "{name: array number arrays[name] of fields, ptrs and batches, one after "
      "another},\n"
-     "{sliced[i]: ptrs[slices[i]]} and {sliced[i]: starts(starts[i])}, of which each "
-     "is\n"
+     "{name: ptrs[slices[name]]} and {name: starts(starts[name])}, of which each is\n"
      "made once, in memory of its own; numbers beyond the counts are of constants."},
     {"starts", (PyCFunction)batch_starts, METH_O,
      "starts($self, count, /)\n--\n\nOne of sums, int64 [n_slots]: without the last."},

@@ -55,30 +55,23 @@ find_sums(const source *from, Py_ssize_t number)
     return Py_XNewRef(from->made[number]);
 }
 
-/* {names[i]: find(numbers[i])} */
+/* {name: find(numbers[name])}, in its order. A copy whose values change takes less than
+ * a dict that grows. */
 static PyObject *
-make_dict(PyObject *names, PyObject *numbers, const source *from,
+make_dict(PyObject *numbers, const source *from,
           PyObject *(*find)(const source *from, Py_ssize_t number))
 {
-    const Py_ssize_t n = PyTuple_Size(names);
-    PyObject *dict = PyDict_New();
+    PyObject *dict = PyDict_Copy(numbers), *name, *given;
+    Py_ssize_t at = 0;
 
-    if (dict != NULL && PyTuple_Size(numbers) != n) {
-        PyErr_Format(PyExc_ValueError,
-                     "recipe must have a number for each name, got "
-                     "%zd for %zd",
-                     PyTuple_Size(numbers), n);
-        Py_CLEAR(dict);
-    }
-    for (Py_ssize_t i = 0; i < n && dict != NULL; i++) {
-        const Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GetItem(numbers, i));
+    while (dict != NULL && PyDict_Next(numbers, &at, &name, &given)) {
+        const Py_ssize_t number = PyLong_AsSsize_t(given);
         PyObject *value = NULL;
 
         if (number != -1 || PyErr_Occurred() == NULL) {
             value = find(from, number);
         }
-        if (value == NULL ||
-            PyDict_SetItem(dict, PyTuple_GetItem(names, i), value) < 0) {
+        if (value == NULL || PyDict_SetItem(dict, name, value) < 0) {
             Py_CLEAR(dict);
         }
         Py_XDECREF(value);
@@ -88,7 +81,7 @@ make_dict(PyObject *names, PyObject *numbers, const source *from,
 
 /* The same for sums, of which `length` are in each array. */
 static PyObject *
-make_sums_dict(source *from, PyObject *names, PyObject *numbers, int64_t length)
+make_sums_dict(source *from, PyObject *numbers, int64_t length)
 {
     const int n_counts = py_graph_batch_counts(from->batch);
     PyObject *dict = NULL;
@@ -98,7 +91,7 @@ make_sums_dict(source *from, PyObject *names, PyObject *numbers, int64_t length)
     if (from->made == NULL) {
         return PyErr_NoMemory();
     }
-    dict = make_dict(names, numbers, from, find_sums);
+    dict = make_dict(numbers, from, find_sums);
     for (int k = 0; k < n_counts; k++) {
         Py_XDECREF(from->made[k]);
     }
@@ -110,22 +103,21 @@ PyObject *
 py_graph_batch_dicts(PyObject *self, PyObject *args)
 {
     source from = {.batch = (py_graph_batch *)self};
-    PyObject *names, *arrays, *sliced, *slices, *starts;
+    PyObject *arrays, *slices, *starts;
     PyObject *made[3] = {NULL, NULL, NULL}, *all = NULL;
     int64_t n_slots;
 
-    if (!PyArg_ParseTuple(args, "(O!O!O!O!O!)O:dicts", &PyTuple_Type, &names,
-                          &PyTuple_Type, &arrays, &PyTuple_Type, &sliced, &PyTuple_Type,
-                          &slices, &PyTuple_Type, &starts, &from.constants)) {
+    if (!PyArg_ParseTuple(args, "O!O!O!O:dicts", &PyDict_Type, &arrays, &PyDict_Type,
+                          &slices, &PyDict_Type, &starts, &from.constants)) {
         return NULL;
     }
     n_slots = from.batch->batch->n_slots;
-    made[0] = make_dict(names, arrays, &from, find_array);
+    made[0] = make_dict(arrays, &from, find_array);
     if (made[0] != NULL) {
-        made[1] = make_sums_dict(&from, sliced, slices, n_slots + 1);
+        made[1] = make_sums_dict(&from, slices, n_slots + 1);
     }
     if (made[1] != NULL) {
-        made[2] = make_sums_dict(&from, sliced, starts, n_slots);
+        made[2] = make_sums_dict(&from, starts, n_slots);
     }
     if (made[2] != NULL) {
         all = PyTuple_Pack(3, made[0], made[1], made[2]);

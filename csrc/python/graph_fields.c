@@ -148,9 +148,7 @@ unknown_keys(const py_graph_fields *self, PyObject *graph)
     }
     if (keys != NULL && unknown != NULL) {
         PyErr_Format(PyExc_ValueError,
-                     "keys must be those of the schema, got %R besides; one that only "
-                     "some graphs have must be in one of the first",
-                     unknown);
+                     "keys must be those of the schema, got %R besides", unknown);
     }
     Py_XDECREF(keys);
     Py_XDECREF(unknown);

@@ -181,24 +181,44 @@ order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* ---- Methods --------------------------------------------------------------------- */
 
-static PyObject *
-order_next(graph_order *self, PyObject *Py_UNUSED(unused))
+int
+py_graph_order_next(PyObject *order, const int64_t **indices, int64_t *n)
 {
-    int64_t n = 0;
+    graph_order *self = (graph_order *)order;
     const tfast_status status =
-        tfast_graph_order_next(&self->order, &self->position, self->next, &n);
+        tfast_graph_order_next(&self->order, &self->position, self->next, n);
+
+    *indices = self->next;
+    if (status != TFAST_OK) {
+        py_result(status);
+        return -1;
+    }
+    return 0;
+}
+
+int64_t
+py_graph_order_position(PyObject *order)
+{
+    return ((graph_order *)order)->position;
+}
+
+static PyObject *
+order_next(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    const int64_t *next;
+    int64_t n = 0;
     py_made made = {NULL, PY_INT64, 1, &n};
     PyObject *indices;
 
-    if (status != TFAST_OK) {
-        return py_result(status);
+    if (py_graph_order_next(self, &next, &n) < 0) {
+        return NULL;
     }
     if (n == 0) {
         Py_RETURN_NONE;
     }
-    indices = py_new_numpy(py_graph_state((PyObject *)self), &made);
+    indices = py_new_numpy(py_graph_state(self), &made);
     if (indices != NULL) {
-        memcpy(made.data, self->next, (size_t)n * sizeof *self->next);
+        memcpy(made.data, next, (size_t)n * sizeof *next);
     }
     return indices;
 }
@@ -279,7 +299,7 @@ order_dealloc(graph_order *self)
 }
 
 static PyMethodDef order_methods[] = {
-    {"next", (PyCFunction)order_next, METH_NOARGS,
+    {"next", order_next, METH_NOARGS,
      "next($self, /)\n--\n\nThe next batch's graphs, int64; None at the end."},
     {"at", (PyCFunction)order_at, METH_O,
      "at($self, place, /)\n--\n\nThe graph at a place of the epoch, of all ranks."},

@@ -51,6 +51,32 @@ prefetch_submit(graph_prefetch *self, PyObject *indices)
     return py_result(status);
 }
 
+static PyObject *
+prefetch_submit_next(graph_prefetch *self, PyObject *order)
+{
+    py_state *state = py_graph_state((PyObject *)self);
+    const int64_t *indices;
+    tfast_status status;
+    int64_t n = 0;
+
+    if (py_graph_object(state, order, PY_GRAPH_ORDER, "order") == NULL ||
+        begin(self) < 0) {
+        return NULL;
+    }
+    if (py_graph_order_next(order, &indices, &n) < 0) {
+        self->busy = false;
+        return NULL;
+    }
+    self->largest = n > self->largest ? n : self->largest;
+    status =
+        n == 0 ? TFAST_OK : tfast_graph_prefetch_submit(self->prefetch, indices, n);
+    self->busy = false;
+    if (status != TFAST_OK || n == 0) {
+        return py_result(status); /* None */
+    }
+    return PyLong_FromLongLong(py_graph_order_position(order));
+}
+
 /* Waits for a batch or an error. Returns 0, or -1 with an exception. A signal that came
  * meanwhile is looked at here, where the batch can be kept for the next call. */
 static int
@@ -202,6 +228,11 @@ prefetch_dealloc(graph_prefetch *self)
 static PyMethodDef prefetch_methods[] = {
     {"submit", (PyCFunction)prefetch_submit, METH_O,
      "submit($self, indices, /)\n--\n\nAsks for a batch of these graphs."},
+    {"submit_next", (PyCFunction)prefetch_submit_next, METH_O,
+     "submit_next($self, order, /)\n--\n\n"
+     "Asks for a batch of a GraphOrder's next graphs; returns its position after "
+     "them,\n"
+     "or None at its end."},
     {"next", (PyCFunction)prefetch_next, METH_NOARGS,
      "next($self, /)\n--\n\n"
      "Waits for the batch that was asked for first; raises its error."},

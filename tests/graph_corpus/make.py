@@ -12,7 +12,7 @@ from graph_worlds import World, molecules
 from reference_graph import counts_of
 
 from trainfast import _core
-from trainfast.graph_cache import Count, Field, Schema
+from trainfast.graph_cache.schema import Count, Field, Schema
 
 HERE = Path(__file__).parent
 

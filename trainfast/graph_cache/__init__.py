@@ -3,16 +3,14 @@
 from trainfast.graph_cache.build import BuildError, BuildReport, build
 from trainfast.graph_cache.cache import Cache, Subset, VerifyReport, open
 from trainfast.graph_cache.loader import Loader
-from trainfast.graph_cache.schema import Count, Counted, Field, Rule, Schema
+from trainfast.graph_cache.schema import Counted, Rule, Schema
 from trainfast.graph_cache.writer import Writer
 
 __all__ = [
     "BuildError",
     "BuildReport",
     "Cache",
-    "Count",
     "Counted",
-    "Field",
     "Loader",
     "Rule",
     "Schema",

@@ -38,6 +38,7 @@ def build(
     rules: Mapping[Hashable, Rule] | None = None,
     commit_every: int = 256,
     commit_seconds: float = 2.0,
+    samples: int = 8,
 ) -> "BuildReport":
     """Makes the cache at `path` hold `make(input)` for each of `inputs`, in order.
 
@@ -54,9 +55,11 @@ def build(
     `workers`: processes that make graphs; inputs and `make` are sent to them, so with
     the start method "spawn" they must pickle. The first few graphs are made here.
     `progress`: a bar with rate and remaining time (needs tqdm). `rules`: see `Rule`.
+    `samples`: graphs that are looked at before the first is written.
 
     Graphs that are made later may differ from those in the cache in their sizes only,
-    unless none of those is wanted any more.
+    and lack keys or have more of them (see `Writer`), unless none of those is wanted
+    any more.
 
     Raises BuildError where `make` failed (its cause is what it raised) or a worker
     died, ValueError or TypeError where a graph cannot be cached, OSError (disk full,
@@ -74,6 +77,7 @@ def build(
         {} if rules is None else rules,
         commit_every=commit_every,
         commit_seconds=commit_seconds,
+        samples=samples,
     )
     key_of = keys.key_maker(key, transform_id)
     if make is not None and not callable(make):

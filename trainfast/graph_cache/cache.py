@@ -156,16 +156,16 @@ class Cache(Graphs):
             raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}")
         self.path = Path(fspath(path))
         self._options = {"verify": verify, "mode": mode, "partial": partial}
-        self.core = GraphCache(
+        self._core = GraphCache(
             str(self.path),
             verify=VERIFY[verify],
             pread=mode == "pread",
             partial=bool(partial),
         )
-        encoded = self.core.schema
+        encoded = self._core.schema
         self.schema = None if encoded is None else Schema.decode(encoded)
-        self._get = self.core.get
-        self._len = len(self.core)
+        self._get = self._core.get
+        self._len = len(self._core)
         fields = () if self.schema is None else self.schema.fields
         self._keys = () if self.schema is None else self.schema.keys
         self._optional = [
@@ -175,7 +175,7 @@ class Cache(Graphs):
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits that change whenever the cache does."""
-        return self.core.fingerprint.hex()
+        return self._core.fingerprint.hex()
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -189,7 +189,7 @@ class Cache(Graphs):
 
     def counts(self, place: int) -> np.ndarray:
         """One of the schema's counts for each graph, int64 [graphs]."""
-        counts = np.asarray(self.core.counts(place))
+        counts = np.asarray(self._core.counts(place))
         counts.flags.writeable = False
         return counts
 
@@ -229,10 +229,10 @@ class Cache(Graphs):
         from time import perf_counter
 
         start = perf_counter()
-        damaged = self.core.verify(0, self._len, values)
+        damaged = self._core.verify(0, self._len, values)
         seconds = perf_counter() - start
         return VerifyReport(
-            str(self.path), self._len, self.core.file_bytes, seconds, damaged
+            str(self.path), self._len, self._core.file_bytes, seconds, damaged
         )
 
     def __reduce__(self) -> Any:
@@ -241,7 +241,7 @@ class Cache(Graphs):
     def __repr__(self) -> str:
         return (
             f"<graph cache {str(self.path)!r}: {self._len} graphs, "
-            f"{len(self._keys)} fields, {self.core.file_bytes} bytes>"
+            f"{len(self._keys)} fields, {self._core.file_bytes} bytes>"
         )
 
 

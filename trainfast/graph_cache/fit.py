@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from trainfast.graph_cache.arrays import dtype_and_shape, largest, smallest
-from trainfast.graph_cache.infer import UNTRUSTED, nodes_key, trust
-from trainfast.graph_cache.schema import Count, Field, Schema
+from trainfast.graph_cache.infer import UNTRUSTED, infer, nodes_key, trust
+from trainfast.graph_cache.schema import Count, Field, Rule, Schema
 
 _UNTOLD = -1  # to be taken from the shapes
 
@@ -80,12 +80,14 @@ class Counter:
 
 
 def agrees(a: Schema, b: Schema) -> bool:
-    """Whether graphs of both can be in one cache: all but sizes is the same."""
-    return _frame(a) == _frame(b)
+    """Whether graphs of both can be in one cache: all but sizes is the same, and one
+    may have more fields behind the other's."""
+    both = min(len(a.fields), len(b.fields))
+    return _frame(a, both) == _frame(b, both)
 
 
-def _frame(schema: Schema) -> tuple[Any, ...]:
-    """What two schemas must have in common."""
+def _frame(schema: Schema, n_fields: int) -> tuple[Any, ...]:
+    """What two schemas must have in common in their first fields."""
     named = [count for count in schema.counts if count.role in ("nodes", "edges")]
     fields = [
         replace(
@@ -94,7 +96,7 @@ def _frame(schema: Schema) -> tuple[Any, ...]:
             add=tuple(i if i < len(named) else -1 for i in field.add),
             optional=False,
         ).__dict__
-        for field in schema.fields
+        for field in schema.fields[:n_fields]
     ]
     return named, fields
 
@@ -147,16 +149,78 @@ def generalise(
     count and the graph's differ, the one with the most telling name keeps it. A field
     that the graph lacks becomes optional. Raises ValueError where that does not help.
     """
-    wider = schema
-    for i, field in enumerate(schema.fields):
-        if schema.keys[i] not in graph and not field.optional:
-            wider = _with_field(wider, i, optional=True)
+    wider = without(schema, graph)
     for i, dim in _misfits(schema, graph, given or {}):
         wider = with_size(wider, i, dim)
     if wider == schema:
         key = schema.keys[misfit]
         raise ValueError(f"{key!r} must fit the schema, got {_shape(graph, key)}")
     return wider
+
+
+def without(schema: Schema, graph: Mapping[Any, Any]) -> Schema:
+    """The schema in which the fields that `graph` lacks are optional."""
+    wider = schema
+    for i, field in enumerate(schema.fields):
+        if schema.keys[i] not in graph and not field.optional:
+            wider = _with_field(wider, i, optional=True)
+    return wider
+
+
+def with_late(
+    schema: Schema, graph: Mapping[Any, Any], rules: Mapping[Hashable, Rule]
+) -> Schema:
+    """The schema with optional fields behind its own, those of `graph` that it lacks.
+
+    They are what `infer` makes of this graph alone. Raises ValueError where they need
+    nodes or edges that the schema does not count.
+    """
+    try:
+        own = infer([graph], rules)
+    except (TypeError, ValueError) as error:  # the caller knows the graph's number
+        raise type(error)(str(error).removeprefix("graph 0, ")) from None
+    late = [i for i, key in enumerate(own.keys) if key not in schema.keys]
+    added = [i for f in late for i in _counts_in(own.fields[f])]
+    new = [i for i in sorted(set(added)) if own.counts[i].role in ("size", "increment")]
+    sizes = [i for i in new if own.counts[i].role == "size"]
+    at = sum(count.role != "increment" for count in schema.counts)
+    wider = schema
+    for _ in sizes:
+        wider = _with_size(wider)
+    places = {i: at + n for n, i in enumerate(sizes)}
+    increments = [i for i in new if i not in places]
+    places |= {i: len(wider.counts) + n for n, i in enumerate(increments)}
+    counts = (*wider.counts, *(Count("increment") for _ in increments))
+    for i, count in enumerate(own.counts):
+        if count.role in ("nodes", "edges"):
+            known = {"nodes": schema.nodes, "edges": schema.edges}[count.role]
+            places[i] = known.get(own.type_of(i), _UNTOLD)
+    fields = [_placed(own, i, places) for i in late]
+    return Schema(counts, (*wider.fields, *fields))
+
+
+def _counts_in(field: Field) -> set[int]:
+    """The counts that a field's type, sizes and addends are."""
+    named = () if field.type is None else (field.type,)
+    return {*named, *field.add, *(-1 - dim for dim in field.dims if dim < 0)}
+
+
+def _placed(schema: Schema, i: int, places: Mapping[int, int]) -> Field:
+    """A schema's field, optional, with its counts at other places."""
+    field = schema.fields[i]
+    for count in _counts_in(field):
+        if places[count] == _UNTOLD:
+            raise ValueError(
+                f"{schema.keys[i]!r} must come with the first graphs, which have no "
+                f"{schema.count_name(count)}: more samples, or one of those first"
+            )
+    return replace(
+        field,
+        type=None if field.type is None else places[field.type],
+        dims=tuple(-1 - places[-1 - dim] if dim < 0 else dim for dim in field.dims),
+        add=tuple(places[count] for count in field.add),
+        optional=True,
+    )
 
 
 def _misfits(
@@ -199,18 +263,24 @@ def _shape(graph: Mapping[Any, Any], key: Hashable) -> tuple[int, ...] | None:
 def with_size(schema: Schema, field: int, dim: int) -> Schema:
     """The schema in which a dimension of a field has a count of its own."""
     at = sum(count.role != "increment" for count in schema.counts)
+    wider = _with_size(schema)
+    dims = list(wider.fields[field].dims)
+    dims[dim] = -1 - at
+    return _with_field(wider, field, dims=tuple(dims))
+
+
+def _with_size(schema: Schema) -> Schema:
+    """The schema with one more count of a size, behind the others."""
+    at = sum(count.role != "increment" for count in schema.counts)
     counts = (*schema.counts[:at], Count("size"), *schema.counts[at:])
 
     def moved(count: int) -> int:
         return count + (count >= at)
 
     fields = []
-    for i, old in enumerate(schema.fields):
-        dims = [-1 - moved(-1 - d) if d < 0 else d for d in old.dims]
-        if i == field:
-            dims[dim] = -1 - at
-        add = tuple(map(moved, old.add))
-        fields.append(replace(old, dims=tuple(dims), add=add))
+    for old in schema.fields:
+        dims = tuple(-1 - moved(-1 - d) if d < 0 else d for d in old.dims)
+        fields.append(replace(old, dims=dims, add=tuple(map(moved, old.add))))
     return Schema(counts, tuple(fields))
 
 

@@ -47,6 +47,7 @@ class Job:
     rules: Mapping[Hashable, Rule]
     commit_every: int
     commit_seconds: float
+    samples: int
 
     @contextmanager
     def writer(
@@ -62,6 +63,7 @@ class Job:
             "rules": self.rules,
             "commit_every": self.commit_every,
             "commit_seconds": self.commit_seconds,
+            "samples": self.samples,
         }
         if on_schema is None:
             writer = Writer(self.path, schema, **options)
@@ -89,8 +91,8 @@ class Job:
             kind = next(kind for kind in REFUSED if isinstance(error, kind))
             reason = f"input {place}: {error.__cause__ or error}"
             if writer.schema is not None and not looks_like(writer.schema, graph):
-                reason += "; graphs of one cache differ in sizes only: if all look so "
-                reason += "now, another transform_id makes them all again"
+                reason += "; graphs of one cache have one dtype and rank a key: if all "
+                reason += "look so now, another transform_id makes them all again"
             raise kind(reason) from error
 
 

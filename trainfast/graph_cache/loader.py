@@ -112,7 +112,7 @@ class Loader:
     def __iter__(self) -> "Iteration":
         return Iteration(self)
 
-    def begin(self) -> "_Place":
+    def _begin(self) -> "_Place":
         """Where an iteration begins that asks for its first batch."""
         position = 0
         if self._resume is not None and self._resume[0] == self.epoch:
@@ -133,7 +133,7 @@ class Loader:
             whole, rest = divmod(len(self.sampler), self._batch_size)  # type: ignore
             return whole + (rest > 0 and not self.drop_last)
         if self._length is None or (self._budgets and self._length[0] != epoch):
-            self._length = epoch, self.order(epoch).batches()
+            self._length = epoch, self._order(epoch).batches()
         return self._length[1]
 
     def _running_epoch(self) -> int:
@@ -196,7 +196,7 @@ class Loader:
 
     # ---- What iterations need --------------------------------------------------------
 
-    def order(self, epoch: int) -> GraphOrder:
+    def _order(self, epoch: int) -> GraphOrder:
         """The core's order of an epoch, at its beginning."""
         return GraphOrder(
             len(self.dataset),
@@ -213,10 +213,10 @@ class Loader:
             oversize_alone=self.oversize == "alone",
         )
 
-    def batches(self, epoch: int, position: int) -> Any:
+    def _batches(self, epoch: int, position: int) -> Any:
         """What gives an epoch's batches of indices from a position on."""
         if self.batch_sampler is None and self.sampler is None:
-            order = self.order(epoch)
+            order = self._order(epoch)
             order.position = position
             return order
         batches: Iterable[Any] | None = self.batch_sampler
@@ -240,8 +240,8 @@ class Loader:
         self._plan_budgets()
         self._selections: dict[int, GraphSelection] = {}
         self._buckets: list[Bucket] = []
-        self.choose: Callable[[np.ndarray], int] | None = None
-        self.assemble: Assemble | None = None
+        self._choose: Callable[[np.ndarray], int] | None = None
+        self._assemble: Assemble | None = None
         if self._cache.schema is None:
             return
         self._plan = plan_batches(
@@ -251,7 +251,7 @@ class Loader:
             self.follow_batch,
             padded=self.pad_to is not None,
         )
-        self.assemble = self._assembler()
+        self._assemble = self._assembler()
         if self.pad_to is not None:
             self._plan_padding()
 
@@ -290,7 +290,7 @@ class Loader:
                 self._check_oversize(name, total, budget)
         self._batch_size = self.batch_size or self._most_graphs()
         if self.sampler is None and self.batch_sampler is None:
-            self.order(0)  # which refuses what cannot be shared out
+            self._order(0)  # which refuses what cannot be shared out
 
     def _most_graphs(self) -> int:
         if not self._budgets:
@@ -328,7 +328,7 @@ class Loader:
             {role: limit for role, limit in limits.items() if limit is not None},
         )
         if self.pad_to != "max":  # that has room for all
-            self.choose = chooser(self._buckets, self._cache)
+            self._choose = chooser(self._buckets, self._cache)
 
     def _assembler(self) -> Assemble:
         """What makes of the core's batch what the user gets."""
@@ -354,12 +354,12 @@ class Loader:
                 return lambda batch: assemble(move(batch))
         return assemble
 
-    def selection(self, bucket: int) -> GraphSelection:
+    def _selection(self, bucket: int) -> GraphSelection:
         """What the batches of one of pad_to's shapes hold; made once."""
         if bucket not in self._selections:
             shape = self._buckets[bucket] if self._buckets else Bucket(0, (), ())
             self._selections[bucket] = self._plan.selection(
-                self._cache.core,
+                self._cache._core,
                 self._array_type,
                 shape.slots,
                 shape.totals if self._buckets else None,
@@ -369,7 +369,14 @@ class Loader:
     # ---- Other processes -------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        made = {"_selections", "_plan", "assemble", "choose", "_buckets", "_array_type"}
+        made = {
+            "_selections",
+            "_plan",
+            "_assemble",
+            "_choose",
+            "_buckets",
+            "_array_type",
+        }
         made |= {"_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length"}
         kept = {k: v for k, v in self.__dict__.items() if k not in made}
         return {**kept, "_place": None, "_state": self.state_dict()}
@@ -400,8 +407,10 @@ class Iteration(Iterator[Any]):
         self._queue: deque[tuple[GraphPrefetch, int]] = deque()
         self._prefetches: dict[int, GraphPrefetch] = {}
         self._error: Exception | None = None
-        self._assemble = loader.assemble
+        self._assemble = loader._assemble
         self._source: Any = None
+        # Makes all batches, where none of their graphs need be looked at here.
+        self._only: GraphPrefetch | None = None
 
     def __next__(self) -> Any:
         queue = self._queue
@@ -425,9 +434,11 @@ class Iteration(Iterator[Any]):
 
     def _begin(self) -> None:
         loader = self._loader
-        place = self._place = loader.begin()
+        place = self._place = loader._begin()
         if self._assemble is not None:
-            self._source = loader.batches(place.epoch, place.position)
+            self._source = loader._batches(place.epoch, place.position)
+            if type(self._source) is GraphOrder and loader._choose is None:
+                self._only = self._prefetch(0)
         ahead = loader.prefetch if loader.threads else 1
         for _ in range(max(ahead, 1)):
             self._submit()
@@ -443,11 +454,18 @@ class Iteration(Iterator[Any]):
         if source is None:
             return
         try:
+            if self._only is not None:
+                position = self._only.submit_next(source)
+                if position is None:
+                    self._source = None
+                else:
+                    self._queue.append((self._only, position))
+                return
             indices = source.next()
             if indices is None:
                 self._source = None
                 return
-            choose = self._loader.choose
+            choose = self._loader._choose
             prefetch = self._prefetch(0 if choose is None else choose(indices))
             prefetch.submit(indices)
             self._queue.append((prefetch, source.position))
@@ -458,7 +476,7 @@ class Iteration(Iterator[Any]):
         prefetch = self._prefetches.get(bucket)
         if prefetch is None:
             loader = self._loader
-            prefetch = GraphPrefetch(loader.selection(bucket), loader.threads)
+            prefetch = GraphPrefetch(loader._selection(bucket), loader.threads)
             self._prefetches[bucket] = prefetch
         return prefetch
 
@@ -476,6 +494,7 @@ class Iteration(Iterator[Any]):
         if self._place is not None:
             self._place.done = True
         self._prefetches.clear()
+        self._only = None
         raise StopIteration
 
     def __reduce__(self) -> Any:

@@ -12,7 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from trainfast import _core
-from trainfast.graph_cache.fit import Counter, agrees, check_indices, generalise
+from trainfast.graph_cache.fit import (
+    Counter,
+    agrees,
+    check_indices,
+    generalise,
+    with_late,
+    without,
+)
 from trainfast.graph_cache.infer import infer
 from trainfast.graph_cache.schema import Counted, Rule, Schema
 
@@ -31,7 +38,9 @@ class Writer:
 
     `schema`: what the graphs look like; None: that of the cache, if it has graphs, else
     made from the first `samples` graphs and `rules` (see `Rule`). A graph whose sizes
-    contradict it makes the writer go on with a more general schema in a new segment.
+    contradict it, or whose keys do, makes the writer go on with a more general schema
+    in a new segment: a key that it lacks, or that none had before (which is worth a
+    warning), is optional there. A batch takes graphs that all have it or all lack it.
     Each `commit_every` graphs, and when `commit_seconds` have passed since the last
     commit, all that was appended becomes durable: no crash loses it. `durable=False`
     leaves it to the system when to write.
@@ -91,7 +100,7 @@ class Writer:
             if misfit is not None:
                 self._widen(graph, key, misfit)
         except REFUSED as error:
-            self._append_lacking(graph, key, error)
+            self._append_refused(graph, key, error)
         self._pending += 1
         if self._pending >= self._commit_every or monotonic() >= self._deadline:
             self.commit()
@@ -209,21 +218,53 @@ class Writer:
         counts = self._counter.counts(graph, given_counts(graph))
         return self._append(graph, key, counts)
 
-    def _append_lacking(self, graph: Any, key: bytes | None, error: Exception) -> None:
+    def _append_refused(self, graph: Any, key: bytes | None, error: Exception) -> None:
         """Appends a refused graph if it only lacks something that none has lacked yet,
-        in a new segment where that is optional. Raises the error else."""
-        lacking = None
-        if isinstance(error, ValueError) and self._schema is not None:
-            graph = self._flat(graph)
-            needed = zip(self._schema.keys, self._schema.fields)
-            lacks = (k for k, f in needed if k not in graph and not f.optional)
-            lacking = next(lacks, None)
-        if lacking is None or self._schema is None or self._closed:
+        or has something that none had, in a new segment where that is optional. Raises
+        the error else."""
+        if not isinstance(error, ValueError) or self._core is None or self._closed:
             raise _numbered(error, self.appended) from error
         try:
-            self._widen(graph, key, self._schema.field_of(lacking))
+            graph = self._flat(graph)
+            if not self._open_for_keys(graph):
+                raise error
+            self._widen(graph, key, self._append_other(graph, key))
         except REFUSED as other:
             raise _numbered(other, self.appended) from other
+
+    def _open_for_keys(self, graph: Mapping[Any, Any]) -> bool:
+        """Goes on with what the graph lacks, and what it adds, as optional; False: it
+        has just the keys that it must have."""
+        while True:
+            assert self._schema is not None
+            base = self._widest()
+            wider = without(base, graph)
+            late = [key for key in graph if key not in base.keys]
+            if late:
+                wider = with_late(wider, graph, self._rules_of([graph]))
+            if wider == self._schema:
+                return False
+            try:
+                self._go_on(wider)
+            except ValueError:
+                if agrees(wider, self._widest()):
+                    raise
+                continue  # another writer had other new keys meanwhile
+            if late:
+                names = ", ".join(map(repr, late))
+                message = f"graph {self.appended} is the first with {names}: optional, "
+                message += "and no batch can have it from some of its graphs only; if "
+                message += "all should have it, make them again (build: transform_id)"
+                warnings.warn(message, stacklevel=4)
+            return True
+
+    def _widest(self) -> Schema:
+        """This writer's schema, or that of another one that has added keys to it."""
+        assert self._schema is not None
+        found = _core.graph_schema(self._path)
+        other = self._schema if found is None else Schema.decode(found)
+        longer = len(other.fields) > len(self._schema.fields)
+        return other if longer else self._schema
 
     def _wait(self, graph: Mapping[Any, Any], key: bytes | None) -> None:
         if key is not None and (type(key) is not bytes or len(key) != 16):
@@ -271,7 +312,7 @@ class Writer:
                     self._widen(graph, key, misfit)
             except REFUSED as error:
                 try:
-                    self._append_lacking(graph, key, error)
+                    self._append_refused(graph, key, error)
                 except REFUSED as other:
                     failed = failed or _numbered(other, i)
         if failed is not None:
@@ -281,12 +322,17 @@ class Writer:
         """Goes on in a new segment whose schema fits `graph`, and appends it there."""
         graph = self._flat(graph)
         while misfit is not None:
-            assert self._schema is not None and self._core is not None
-            wider = generalise(self._schema, graph, misfit, given_counts(graph))
-            self._core.close()
-            self._before += self._core.committed
-            self._open(wider)
+            assert self._schema is not None
+            self._go_on(generalise(self._schema, graph, misfit, given_counts(graph)))
             misfit = self._append_other(graph, key)
+
+    def _go_on(self, schema: Schema) -> None:
+        """Goes on in a new segment."""
+        before = self._core
+        assert before is not None
+        self._open(schema)  # which fails before anything has changed
+        before.close()
+        self._before += before.committed
 
 
 def has_manifest(path: str) -> bool:

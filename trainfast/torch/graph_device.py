@@ -61,12 +61,13 @@ class MovedBatch:
         self.ptrs = _views(storage, first, arena.device, batch.ptrs, ptrs)
         self.batches = _views(storage, first, arena.device, batch.batches, batches)
 
-    def dicts(self, recipe: Any, constants: Any) -> tuple[Any, Any, Any]:
+    def dicts(
+        self, arrays: Any, slices: Any, starts: Any, constants: Any
+    ) -> tuple[Any, Any, Any]:
         """As of the core's batch; slices and starts stay on the CPU."""
-        names, numbers, *sliced = recipe
-        _, slices, starts = self.host.dicts(((), (), *sliced), constants)
-        arrays = [*self.fields, *self.ptrs, *self.batches]
-        return {n: arrays[i] for n, i in zip(names, numbers)}, slices, starts
+        _, *sums = self.host.dicts({}, slices, starts, constants)
+        made = [*self.fields, *self.ptrs, *self.batches]
+        return {name: made[i] for name, i in arrays.items()}, *sums
 
 
 def _views(

@@ -62,17 +62,15 @@ class _Store:
     """
 
     key: Hashable
-    names: list[str] = field(default_factory=list)
-    arrays: list[int] = field(default_factory=list)
-    sliced: list[str] = field(default_factory=list)
-    slices: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
+    arrays: dict[str, int] = field(default_factory=dict)
+    slices: dict[str, int] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
     converts: list[tuple[str, Convert]] = field(default_factory=list)
     num_nodes: int | None = None  # the array
 
-    def freeze(self) -> None:
-        lists = (self.names, self.arrays, self.sliced, self.slices, self.starts)
-        self.recipe = tuple(map(tuple, lists))
+    @property
+    def recipe(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        return self.arrays, self.slices, self.starts
 
 
 class _Constants:
@@ -151,8 +149,8 @@ class _Assembler:
             self._add(by_key[owner], name, place, entry, follows.get(key))
         for store in self.stores:
             self._add_batch_vector(store)
-            store.freeze()
         only = self.stores[0]
+        self.recipe = only.recipe
         self.homogeneous = not self.blank.hetero
         self.simple = self.homogeneous and not (
             only.converts or only.num_nodes is not None or plan.padded
@@ -163,22 +161,19 @@ class _Assembler:
     ) -> None:
         if name == "ptr":  # PyG leaves it out of batches
             return
-        store.names.append(name)
-        store.arrays.append(place)
+        store.arrays[name] = place
         if name == "num_nodes":
             store.num_nodes = place
             return
-        store.sliced.append(name)
-        store.slices.append(self.constants.slices(entry))
-        store.starts.append(self.constants.starts(entry))
+        store.slices[name] = self.constants.slices(entry)
+        store.starts[name] = self.constants.starts(entry)
         if entry.dtype in ("string", "bytes"):
             store.converts.append((name, _text_of(entry, place)))
         elif entry.scalar and entry.dtype == "float64":
             store.converts.append((name, _as_default_float))
         if follow is not None:
             for i, ending in enumerate(("batch", "ptr")):
-                store.names.append(f"{name}_{ending}")
-                store.arrays.append(place)
+                store.arrays[f"{name}_{ending}"] = place
                 convert = _follow_of(self.plan, follow, i)
                 store.converts.append((f"{name}_{ending}", convert))
 
@@ -192,12 +187,8 @@ class _Assembler:
             return
         n_fields, n_counts = len(plan.fields), len(plan.schema.counts)
         vector = n_fields + n_counts + plan.batch_of.index(nodes)
-        for name, array in (("batch", vector), ("ptr", n_fields + nodes)):
-            if name in store.names:  # replaced in its place, as PyG does
-                store.arrays[store.names.index(name)] = array
-            else:
-                store.names.append(name)
-                store.arrays.append(array)
+        # What has these names already is replaced in its place, as PyG does it.
+        store.arrays.update(batch=vector, ptr=n_fields + nodes)
 
     def __call__(self, core: Any) -> Any:
         # Slices and increments stay on the CPU, as they do in batch.to(device), and
@@ -205,7 +196,7 @@ class _Assembler:
         constants = self.constants.of_batch(_host(core))
         if not self.simple:
             return self._assemble(core, constants)
-        mapping, slices, incs = core.dicts(self.stores[0].recipe, constants)
+        mapping, slices, incs = core.dicts(*self.recipe, constants)
         out, inside = self.blank.new(mapping)
         inside["_num_graphs"] = core.n_slots
         inside["_slice_dict"] = slices
@@ -220,7 +211,7 @@ class _Assembler:
         numbers: dict[Any, list[int]] = {}
         for store in self.stores:
             key = store.key
-            mapping, slices, incs = core.dicts(store.recipe, constants)
+            mapping, slices, incs = core.dicts(*store.recipe, constants)
             mappings[key] = mapping
             for name, convert in store.converts:
                 mapping[name] = convert(mapping[name], core)
@@ -256,8 +247,7 @@ class _ItemAssembler:
         for place, (key, number) in enumerate(zip(plan.keys, plan.fields)):
             owner, name = _split(key)
             store, entry = by_key[owner], plan.schema.fields[number]
-            store.names.append(name)
-            store.arrays.append(place)
+            store.arrays[name] = place
             if entry.dtype in ("string", "bytes"):
                 text = _text_of(entry, place)
                 store.converts.append((name, lambda *given, text=text: text(*given)[0]))
@@ -265,13 +255,11 @@ class _ItemAssembler:
                 store.converts.append((name, lambda value, _: value.item()))
             elif entry.cat_dim is None:
                 store.converts.append((name, lambda value, _: value[0]))
-        for store in self.stores:
-            store.freeze()
 
     def __call__(self, core: Any) -> Any:
         mappings = {}
         for store in self.stores:
-            mapping, _, _ = core.dicts(store.recipe, ())
+            mapping, _, _ = core.dicts(*store.recipe, ())
             for name, convert in store.converts:
                 mapping[name] = convert(mapping[name], core)
             mappings[store.key] = mapping

@@ -195,7 +195,7 @@ def _complete(
     # From another build; this reads from each record.
     key_of = keys.key_maker(None, transform_id)
     wanted = b"".join(key_of(place, None) for place in range(size))
-    if cache.core.keys() != wanted:
+    if cache._core.keys() != wanted:
         return None
     _write_note(cache, transform_id)
     return cache
@@ -257,7 +257,7 @@ class CachedDataset(Dataset):
         fields: tuple[int, ...] = ()
         schema = self.cache.schema
         if schema is not None and any(field.optional for field in schema.fields):
-            values = self.cache.core.get(place)
+            values = self.cache._core.get(place)
             fields = tuple(i for i, value in enumerate(values) if value is not None)
         selection, assemble = self._once(("get", fields), self._make_getter, fields)
         return assemble(graph_collate(selection, [place]))
@@ -284,7 +284,7 @@ class CachedDataset(Dataset):
             raise IndexError("the cache has no graphs")
         wanted = [schema.keys[i] for i in fields] if fields else None
         plan = plan_batches(schema, wanted)
-        core = self.cache.core
+        core = self.cache._core
         selection = GraphSelection(core, plan.fields, (), array_type=torch.Tensor)
         return selection, item_assembler(plan, self.kind)
 
@@ -343,7 +343,7 @@ class Batcher:
         if any(schema.fields[i].optional for i in plan.fields):
             self.reason = "an attribute that not all graphs have"
             return
-        core = cache.core
+        core = cache._core
         self.selection = plan.selection(core, torch.Tensor)
         self.assemble: Callable[[GraphBatch], Any] = assembler(plan, kind)
 
