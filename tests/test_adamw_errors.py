@@ -160,6 +160,35 @@ def test_misaligned_elements_are_refused():
     )
 
 
+@pytest.mark.parametrize("at, name", [(0, "params"), (1, "grads"), (2, "exp_avgs")])
+def test_released_buffers_are_refused(at, name):
+    arrays = [[a[0], a[0].copy()] for a in four()]
+    arrays[at][1] = memoryview(bytearray(24)).cast("f")
+    arrays[at][1].release()
+    message = rf"{name}\[1\] must have data, got a buffer that was released"
+    assert_four_refused(arrays, ValueError, message)
+
+
+def test_a_refused_call_holds_no_buffer():
+    """bytearray refuses to grow while somebody holds its memory."""
+    memory = [bytearray(24) for _ in range(4)]
+    arrays = [[memoryview(m).cast("f")] for m in memory]
+    columns = [[*a, b[0]] for a, b in zip(arrays, four(), strict=True)]
+    columns[3][1] = "text"
+    for error, message in (
+        (TypeError, r"exp_avg_sqs\[1\] must be an array"),
+        (ValueError, r"grads\[1\] must have shape"),
+    ):
+        with pytest.raises(error, match=message):
+            trainfast.adamw_step(*columns, step=1, **HYPER)
+        columns[3][1], columns[1][1] = four()[3][0], np.ones(7, np.float32)
+    del columns
+    for (view,), m in zip(arrays, memory, strict=True):
+        view.release()
+        m.append(0)
+        assert not any(m)
+
+
 def test_lazily_negated_gradients_are_refused():
     """Their memory holds other values than they say, and the strides give them away."""
     import torch

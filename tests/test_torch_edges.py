@@ -63,6 +63,23 @@ def test_a_resized_gradient_is_refused(backend, device):
     assert all(float(optimizer.state[p]["step"]) == 5 for p in params)
 
 
+@pytest.mark.parametrize("what", ["params", "grads", "exp_avgs"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids="+".join)
+def test_a_freed_tensor_is_refused(backend, device, what, options):
+    """As sharding libraries free memory; torch's own step reads it and crashes."""
+    params = make_params(device, shapes=[(5000,), (5000,)])
+    optimizer = train(AdamW, params, **options)
+    state = optimizer.state[params[1]]
+    freed = {"params": params[1], "grads": params[1].grad, "exp_avgs": state["exp_avg"]}
+    freed[what].untyped_storage().resize_(0)
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match=rf"{what}\[1\] must have data, got a tensor"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert [float(optimizer.state[p]["step"]) for p in params] == [5, 5]
+    assert fallbacks() == {}
+
+
 @pytest.mark.parametrize("option", ["zero_grad", "write_back_grads"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_written_gradient_that_two_parameters_share_is_refused(
@@ -195,6 +212,16 @@ def test_fake_tensors_run_torchs_step(backend):
     assert "subclass" in str(fallbacks()) or "null pointer" in str(fallbacks())
 
 
+def test_meta_tensors_run_torchs_step(backend):
+    params = make_params("meta", shapes=[(4,), (2, 3)])
+    optimizer = train(AdamW, params, steps=2, amsgrad=True)
+    for p in params:
+        assert optimizer.state[p]["max_exp_avg_sq"].is_meta
+        assert optimizer.state[p]["step"] == 2
+    (reason,) = fallbacks()
+    assert "meta" in reason
+
+
 def test_distributed_tensors_run_torchs_step(tmp_path):
     distributed = torch.distributed
     if not distributed.is_available():
@@ -261,6 +288,26 @@ def test_torchs_grad_scaler(backend, device, overflow, unscale):
         torch.testing.assert_close(p.grad, q.grad)  # written back unscaled
     assert a.get_scale() == b.get_scale()
     assert fallbacks() == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids="+".join)
+def test_torchs_grad_scaler_without_gradients(backend, device, options):
+    """Its flag is an int then."""
+    (param,) = make_params(device, shapes=[(5,)])
+    optimizer = AdamW([param], **options)
+    before = param.detach().clone()
+    scaler = torch.amp.GradScaler(device, init_scale=8.0)
+    scaler.scale(param.sum())
+    scaler.step(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to"):
+        scaler.update()
+    scaler = torch.amp.GradScaler(device, init_scale=8.0)
+    loss = scaler.scale(param.sum())
+    scaler.unscale_(optimizer)
+    loss.backward()  # too late: these are neither checked nor unscaled
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this"):
+        scaler.step(optimizer)
+    assert torch.equal(param, before) and not optimizer.state
 
 
 def test_grad_scaler_with_a_transposed_gradient_writes_it_back(backend, device):

@@ -247,7 +247,7 @@ amp_grads(const tfast_amp_grads_args *args)
     amp_job job = amp_job_of(args, factor, scale);
 
     if (wanted) {
-        job.sums = malloc((size_t)(job.chunks + 1) * sizeof *job.sums);
+        job.sums = tfast_scratch_take((size_t)(job.chunks + 1) * sizeof *job.sums);
         if (job.sums == NULL) {
             return tfast_fail(TFAST_ENOMEM, "no memory for the sums of %lld chunks",
                               (long long)job.chunks);
@@ -259,7 +259,7 @@ amp_grads(const tfast_amp_grads_args *args)
     if (wanted) {
         amp_write_results(&job, scale);
     }
-    free(job.sums);
+    tfast_scratch_give(job.sums);
     return TFAST_OK;
 }
 

@@ -236,6 +236,10 @@ take_buffer(PyObject *object, py_argument argument, int how, py_array *array)
             PyErr_Clear();
             py_argument_error(PyExc_ValueError, argument,
                               "must be a writable, strided buffer");
+        } else if (PyErr_ExceptionMatches(PyExc_ValueError)) {
+            PyErr_Clear(); /* of a released memoryview, a closed mmap */
+            py_argument_error(PyExc_ValueError, argument,
+                              "must have data, got a buffer that was released");
         }
         return NULL;
     }

@@ -315,11 +315,31 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
                              "must be an array (NumPy, torch, DLPack or a buffer)");
 }
 
+/* Whether a torch tensor's storage was resized to nothing, as sharding libraries free
+ * memory. Torch's own kernels read it all the same, so they must not be tried. */
+static bool
+is_freed(PyObject *object)
+{
+    PyObject *storage = PyObject_CallMethod(object, "untyped_storage", NULL);
+    PyObject *bytes =
+        storage == NULL ? NULL : PyObject_CallMethod(storage, "nbytes", NULL);
+    const bool freed = bytes != NULL && PyLong_AsLongLong(bytes) == 0;
+
+    PyErr_Clear();
+    Py_XDECREF(bytes);
+    Py_XDECREF(storage);
+    return freed;
+}
+
 static int
-check_data(py_argument argument, const py_array *array)
+check_data(PyObject *object, py_argument argument, const py_array *array)
 {
     if (array->numel == 0) {
         return 0;
+    }
+    if (array->data == NULL && is_freed(object)) {
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "must have data, got a tensor whose memory was freed");
     }
     if (array->data == NULL) {
         return py_argument_error(
@@ -355,7 +375,7 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
         status = borrow_unknown(state, object, argument, how, array);
     }
     if (status == 0) {
-        status = check_data(argument, array);
+        status = check_data(object, argument, array);
     }
     if (status < 0) {
         py_release(array);

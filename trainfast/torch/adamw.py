@@ -97,9 +97,21 @@ class _FusedStep:
         if self._before_ema:
             raise RuntimeError("step() must not run while the EMA is in the parameters")
         groups = [group for group in self.param_groups if group["params"]]
-        if groups:
+        if groups and self._has_flag(groups):
             self._step_groups(groups)
         return loss
+
+    def _has_flag(self, groups: list[dict[str, Any]]) -> bool:
+        """False where torch's scaler has found no gradients, and there are none.
+
+        Its found_inf is a plain 0 then, the sum of no flags. Gradients that came after
+        its unscale_() are neither checked nor unscaled.
+        """
+        if isinstance(self.__dict__.get("found_inf"), (Tensor, type(None))):
+            return True
+        if any(p.grad is not None for group in groups for p in group["params"]):
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        return False
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         """Steps all groups in one call, or apart where that cannot be."""

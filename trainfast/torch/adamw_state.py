@@ -101,8 +101,8 @@ def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
 
 def new_step(device: torch.device) -> Tensor:
     """A step counter at 0, without a copy from the host to a GPU."""
-    if device.type == "cpu":
-        return torch.tensor(0.0, dtype=torch.float32)  # fake tensors know its value
+    if device.type in ("cpu", "meta"):  # fake tensors know its value; torch reads it
+        return torch.tensor(0.0, dtype=torch.float32)
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
