@@ -104,10 +104,14 @@ def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
     }
 
 
-def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]:
-    """out and lse; knows nothing of autograd."""
+def forward(
+    inputs: Inputs, extras: Extras, o: Options, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out, in the tensor that is given or a new one, and lse; knows nothing of
+    autograd."""
     q, k, v = inputs[:3]
-    out = empty_rows(q, v.shape[-1])
+    if out is None:
+        out = empty_rows(q, v.shape[-1])
     lse = empty_lse(q, o.bnhd)
     _fill_rest(out, extras.cu_seqlens_q, 0.0, 0)
     _fill_rest(lse, extras.cu_seqlens_q, -math.inf, 1)
