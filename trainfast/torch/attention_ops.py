@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfast import _core
+from trainfast import _core, attention_lengths
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import attention_math
 from trainfast.torch.attention_math import Extras, Inputs, Options
@@ -80,6 +80,8 @@ def _stream(q: Tensor) -> int:
 
 def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
     """What both of the core's calls take beside arrays of rows."""
+    if attention_lengths.DEBUG and inputs.q.is_cuda:
+        _check_lengths(inputs, extras, o)
     return {
         "mask": extras.mask,
         "bias": inputs.bias,
@@ -102,6 +104,22 @@ def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
         "stream": _stream(inputs.q),
         "scratch": partial(torch.empty, dtype=torch.float32, device=inputs.q.device),
     }
+
+
+def _check_lengths(inputs: Inputs, extras: Extras, o: Options) -> None:
+    """Of lengths on a GPU, unless its work is captured, when nobody can look."""
+    given = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.kv_lens)
+    if given != (None,) * 3 and not torch.cuda.is_current_stream_capturing():
+        attention_lengths.check_lengths(
+            inputs.q.shape,
+            inputs.k.shape,
+            cu_seqlens_q=given[0],
+            cu_seqlens_k=given[1],
+            kv_lens=given[2],
+            max_seqlen_q=o.max_seqlen_q,
+            max_seqlen_k=o.max_seqlen_k,
+            bnhd=o.bnhd,
+        )
 
 
 def forward(
