@@ -167,3 +167,49 @@ def test_a_forced_cpu_backend_refuses_arrays_on_a_gpu():
         "NotImplementedError: arrays on a CUDA device, but backend scalar is forced",
         TRAINFAST_BACKEND="scalar",
     )
+
+
+# ---- What the runtime refuses --------------------------------------------------------
+
+FAILING = """
+simt = ctypes.CDLL(os.environ["TRAINFAST_CUDA_LIBRARY"])
+out = call(q, k, v)
+def fail():
+    simt.tfast_simt_fail_launches({error})
+    call(q.astype("{dtype}"), k.astype("{dtype}"), v.astype("{dtype}"))
+"""
+LAUNCH = "RuntimeError: launch of attention_plain_forward: "
+NOT_BUILT = (
+    "this library was not built for the GPU, an sm_89; in trainfast's sources, "
+    "TRAINFAST_CUDA_ARCHS=89 pip install . builds one that is"
+)
+ERRORS = [
+    (209, "89", LAUNCH + NOT_BUILT),
+    (209, "61", LAUNCH + "the GPU must be sm_75 or newer, got sm_61"),
+    # A stream of another device, or one that has been destroyed.
+    (400, "80", LAUNCH + "invalid resource handle"),
+]
+
+
+@pytest.mark.parametrize("error, device, message", ERRORS)
+def test_a_launch_that_fails_says_why(error, device, message):
+    code = FAILING.format(error=error, dtype="f") + "fail()"
+    refused(code, message, TRAINFAST_SIMT_DEVICE=device)
+
+
+def test_a_launch_of_tensor_cores_that_fails_says_why():
+    code = FAILING.format(error=400, dtype="e") + "fail()"
+    refused(code, "RuntimeError: launch of attention_mma_forward: invalid resource")
+
+
+def test_a_launch_that_failed_leaves_the_next_call_alone():
+    good(
+        FAILING.format(error=400, dtype="f")
+        + """
+try:
+    fail()
+except RuntimeError:
+    simt.tfast_simt_fail_launches(0)
+same(out, call(q, k, v))
+"""
+    )
