@@ -1,6 +1,7 @@
 """Attention of arrays at odd addresses and with odd strides: off alignment,
 overlapping, backwards, and further apart than 32 bits count."""
 
+import ctypes
 import mmap
 
 import numpy as np
@@ -166,3 +167,28 @@ def test_a_mask_of_more_than_2_to_the_31_elements_is_addressed(rng, path):
     problem.options["bias"] = bias
     expected = problem.expected()
     problem.check_forward(expected=expected)
+
+
+# ---- Grids ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_works_past_the_largest_grid_are_done_too(rng, simt, dtype, blocks):
+    """All but tensor cores' kernels, which take no call with more blocks than a grid
+    may have."""
+    bias = rng.standard_normal((2, 1, 70, 90))
+    slopes, sinks = rng.random((2, 2, 4))
+    options = dict(bias=bias, alibi_slopes=slopes, sinks=sinks[0], is_causal=True)
+    problem = Problem(rng, (2, 4, 70, 90, 16), dtype=dtype, kv_heads=2, **options)
+    trainfast.use_backend("simt")
+    found = []
+    for order, most in enumerate((0, blocks, blocks, blocks)):
+        simt.library.tfast_simt_seed(ctypes.c_uint64(order))
+        simt.library.tfast_simt_most_blocks(most)
+        made = (*problem.forward(), *problem.backward())
+        found.append([x.tobytes() for x in made])
+    simt.library.tfast_simt_most_blocks(0)
+    simt.library.tfast_simt_seed(ctypes.c_uint64(0))
+    trainfast.use_backend(None)
+    assert found[1:] == found[:1] * 3

@@ -37,6 +37,7 @@ bool capturing;
 std::atomic<int64_t> n_syncs, n_allocations, n_launches, n_copies;
 std::atomic<int64_t> allocations_left{-1};
 std::atomic<int> launch_error{cudaSuccess};
+std::atomic<unsigned> most_blocks{0};
 
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -353,9 +354,13 @@ simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t,
              std::function<void()> body)
 {
     const std::lock_guard<std::recursive_mutex> guard(lock);
-    work piece = {{}, grid, block, dynamic, std::move(body)};
+    const unsigned most = most_blocks;
 
     n_launches++;
+    if (most > 0 && grid.x > most) {
+        grid.x = most;
+    }
+    work piece = {{}, grid, block, dynamic, std::move(body)};
     last_error = static_cast<cudaError_t>(launch_error.load());
     if (last_error != cudaSuccess) {
         return;
@@ -409,6 +414,12 @@ EXPORTED
 tfast_simt_fail_launches(int error)
 {
     launch_error = error;
+}
+
+EXPORTED
+tfast_simt_most_blocks(unsigned blocks)
+{
+    most_blocks = blocks;
 }
 
 EXPORTED

@@ -134,6 +134,9 @@ void tfast_simt_matrices(uint64_t counts[2]);
 void tfast_simt_seed(uint64_t seed);
 void tfast_simt_fail_allocations(int64_t after); /* n more succeed; negative: all do */
 void tfast_simt_fail_launches(int error); /* with this cudaError_t; 0: they succeed */
+/* Grids have at most so many blocks, as where a kernel loops over what is past its
+ * grid's limit; 0: any number. */
+void tfast_simt_most_blocks(unsigned blocks);
 void tfast_simt_capture_begin();
 void tfast_simt_capture_end();
 void tfast_simt_replay(); /* what was captured last */
