@@ -366,14 +366,12 @@ attention_plain_term(const tfast_attention_args args, const plain_term term,
 
 /* ---- Sinks ----------------------------------------------------------------------- */
 
-/* A block's head; its warps share out the rows of each item. */
+/* One head, whose rows the block's warps share out, item by item. */
 template <typename REAL>
-TFAST_KERNEL(PLAIN_THREADS, 1)
-attention_plain_dsinks(const tfast_attention_args args)
+DEVICE void
+plain_dsinks_head(const tfast_attention_args &args, int64_t head, double *parts)
 {
     enum { WARPS = PLAIN_THREADS / 32 };
-    SHARED(double, parts, WARPS);
-    const int64_t head = blockIdx.x;
     const REAL sink = ((const REAL *)args.sinks)[head];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     double sum = 0;
@@ -397,6 +395,18 @@ attention_plain_dsinks(const tfast_attention_args args)
             sum += parts[w];
         }
         ((REAL *)args.dsinks)[head] = (REAL)sum;
+    }
+}
+
+template <typename REAL>
+TFAST_KERNEL(PLAIN_THREADS, 1)
+attention_plain_dsinks(const tfast_attention_args args)
+{
+    SHARED(double, parts, PLAIN_THREADS / 32);
+
+    for (int64_t head = blockIdx.x; head < args.heads; head += gridDim.x) {
+        plain_dsinks_head<REAL>(args, head, parts);
+        __syncthreads(); /* before the numbers in `parts` change */
     }
 }
 

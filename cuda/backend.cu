@@ -8,6 +8,28 @@
 
 tfast_fail_function tfast_cuda_fail;
 
+/* The current GPU is of an architecture that this library holds no code for. */
+static tfast_status
+fail_without_code(const char *call)
+{
+    int device = 0, major = 0, minor = 0;
+
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (major * 10 + minor < 75) {
+        return tfast_cuda_fail(TFAST_ECUDA,
+                               "%s: the GPU must be sm_75 or newer, got sm_%d%d", call,
+                               major, minor);
+    }
+    return tfast_cuda_fail(
+        TFAST_ECUDA,
+        "%s: this library was not built for the GPU, an sm_%d%d; in "
+        "trainfast's sources, TRAINFAST_CUDA_ARCHS=%d%d pip install . "
+        "builds one that is",
+        call, major, minor, major, minor);
+}
+
 tfast_status
 tfast_cuda_status(cudaError_t error, const char *call)
 {
@@ -15,6 +37,9 @@ tfast_cuda_status(cudaError_t error, const char *call)
         return TFAST_OK;
     }
     cudaGetLastError(); /* reported here, so the next check must not see it again */
+    if (error == cudaErrorNoKernelImageForDevice) {
+        return fail_without_code(call);
+    }
     return tfast_cuda_fail(TFAST_ECUDA, "%s: %s", call, cudaGetErrorString(error));
 }
 

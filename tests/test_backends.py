@@ -121,6 +121,22 @@ def test_no_gpu_is_named():
     assert said in ("no CUDA driver is installed", "no GPU is visible")
 
 
+OLD = "driver too old: it supports CUDA 12.8, this library was built with 13.0"
+
+
+@pytest.mark.parametrize(
+    "driver, message", [("12080", OLD), ("0", "no CUDA driver is installed")]
+)
+def test_a_driver_older_than_the_library_is_named(driver, message):
+    simt = os.environ.get("TRAINFAST_SIMT_LIBRARY")
+    if not simt:
+        pytest.skip("no SIMT library")
+    environment = {"TRAINFAST_CUDA_LIBRARY": simt, "TRAINFAST_SIMT_DRIVER": driver}
+    assert reason("cuda", **environment) == message
+    done = run("import trainfast", TRAINFAST_BACKEND="cuda", **environment)
+    assert f"ValueError: backend cuda cannot run here: {message}" in done.stderr
+
+
 def test_a_forced_backend_serves_forked_children():
     code = """
 import os, sys, trainfast

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainfast import _core
+from trainfast import _core, attention_lengths
 from trainfast.arrays import (
     Array,
     as_array,
@@ -76,8 +76,10 @@ def attention(
             same seed drops the same elements on every device and in the gradients.
         cu_seqlens_q, cu_seqlens_k: [B + 1] of int32 or int64: q, k and v are then
             [total, H, D], and item b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
-            On a GPU they are not checked.
+            On a GPU they are not checked but with TRAINFAST_DEBUG=1 in the
+            environment, since that waits for it; nothing outside is touched.
         kv_lens: [B] of int32 or int64: the item's keys from there on are forbidden.
+            Checked as cu_seqlens.
         layout: "bhnd", or "bnhd" for [B, N, H, D].
         return_lse: whether to return (out, lse): the natural logarithm of each row's
             sum, [B, H, Nq] or [H, total], float32 (float64 where q is); -infinity for
@@ -383,6 +385,17 @@ def _check_shapes(options: dict[str, Any], **arrays: Array) -> None:
                 f"{name} must not require a gradient: nothing is recorded here "
                 "(trainfast.torch.attention is differentiable)"
             )
+    if attention_lengths.DEBUG:
+        _check_lengths(options, arrays["q"], arrays["k"])
+
+
+def _check_lengths(options: dict[str, Any], q: Array, k: Array) -> None:
+    """Of lengths that lie on a GPU; the core looks at others."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "kv_lens")
+    lengths = {name: options[name] for name in names}
+    if any(x is not None and _on_gpu(x) for x in lengths.values()):
+        bnhd = options["bnhd"]
+        attention_lengths.check_lengths(q.shape, k.shape, **lengths, bnhd=bnhd)
 
 
 def _records() -> bool:
@@ -413,7 +426,8 @@ def _run(
             raise
         core(*copies, *outputs, **options)
         count_fallback("attention", "an array without stride 1 was copied")
-    count_call("attention", _core.backend_in_use())
+    on_gpu = _on_gpu(inputs[0])
+    count_call("attention", "cuda" if on_gpu else _core.backend_in_use())
 
 
 def _tell_torch(written: Sequence[Array]) -> None:

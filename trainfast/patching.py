@@ -331,13 +331,19 @@ register(
         (f"torch.nn.functional.{name}", f"trainfast.torch.attention_patch.{name}")
         for name in ("scaled_dot_product_attention", "multi_head_attention_forward")
     ],
-    # Outside training, torch's transformer modules would compute all by themselves.
     settings=[
+        # Outside training, torch's transformer modules would compute all by themselves.
         (
             "torch.backends.mha.get_fastpath_enabled",
             "torch.backends.mha.set_fastpath_enabled",
             False,
-        )
+        ),
+        # What does not go through these names, torch's C++ for one.
+        (
+            "trainfast.torch.attention_overrides.are_patched",
+            "trainfast.torch.attention_overrides.set_patched",
+            True,
+        ),
     ],
 )
 register(

@@ -36,6 +36,10 @@ uint64_t issued, done; /* pieces of work */
 bool capturing;
 std::atomic<int64_t> n_syncs, n_allocations, n_launches, n_copies;
 std::atomic<int64_t> allocations_left{-1};
+std::atomic<int> launch_error{cudaSuccess};
+std::atomic<unsigned> most_blocks{0};
+
+thread_local cudaError_t last_error = cudaSuccess;
 
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
@@ -135,39 +139,62 @@ release(std::map<const char *, size_t> &blocks, void *pointer, const char *name)
 
 /* ---- Devices and errors ---------------------------------------------------------- */
 
+/* Of launches: every other twin that can fail returns its error. */
 cudaError_t
 cudaGetLastError()
 {
-    return cudaSuccess; /* every twin that can fail returns its error */
+    const cudaError_t error = last_error;
+
+    last_error = cudaSuccess;
+    return error;
 }
 
 const char *
 cudaGetErrorString(cudaError_t error)
 {
-    return error == cudaErrorMemoryAllocation ? "out of memory"
-           : error == cudaErrorInvalidDevice  ? "invalid device ordinal"
-           : error == cudaErrorInvalidValue   ? "invalid argument"
-                                              : "another error";
+    switch (error) {
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorInvalidDevice:
+        return "invalid device ordinal";
+    case cudaErrorInvalidValue:
+        return "invalid argument";
+    case cudaErrorNoKernelImageForDevice:
+        return "no kernel image is available for execution on the device";
+    case cudaErrorUnsupportedPtxVersion:
+        return "the provided PTX was compiled with an unsupported toolchain.";
+    case cudaErrorInvalidResourceHandle:
+        return "invalid resource handle";
+    default:
+        return "another error";
+    }
+}
+
+static const int RUNTIME_VERSION = 13000;
+
+cudaError_t
+cudaDriverGetVersion(int *version)
+{
+    const char *driver = getenv("TRAINFAST_SIMT_DRIVER");
+
+    *version = driver == nullptr ? RUNTIME_VERSION : atoi(driver);
+    return cudaSuccess;
 }
 
 cudaError_t
 cudaGetDeviceCount(int *count)
 {
-    *count = 1;
-    return cudaSuccess;
-}
+    int driver;
 
-cudaError_t
-cudaDriverGetVersion(int *version)
-{
-    *version = 13000;
-    return cudaSuccess;
+    cudaDriverGetVersion(&driver);
+    *count = driver < RUNTIME_VERSION ? 0 : 1;
+    return *count == 0 ? cudaErrorInsufficientDriver : cudaSuccess;
 }
 
 cudaError_t
 cudaRuntimeGetVersion(int *version)
 {
-    *version = 13000;
+    *version = RUNTIME_VERSION;
     return cudaSuccess;
 }
 
@@ -185,9 +212,14 @@ cudaSetDevice(int device)
 }
 
 cudaError_t
-cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int device)
+cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)
 {
-    *value = 2;
+    const char *named = getenv("TRAINFAST_SIMT_DEVICE");
+    const int capability = named == nullptr ? 80 : atoi(named);
+
+    *value = attribute == cudaDevAttrComputeCapabilityMajor   ? capability / 10
+             : attribute == cudaDevAttrComputeCapabilityMinor ? capability % 10
+                                                              : 2;
     return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
@@ -322,9 +354,17 @@ simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t,
              std::function<void()> body)
 {
     const std::lock_guard<std::recursive_mutex> guard(lock);
-    work piece = {{}, grid, block, dynamic, std::move(body)};
+    const unsigned most = most_blocks;
 
     n_launches++;
+    if (most > 0 && grid.x > most) {
+        grid.x = most;
+    }
+    work piece = {{}, grid, block, dynamic, std::move(body)};
+    last_error = static_cast<cudaError_t>(launch_error.load());
+    if (last_error != cudaSuccess) {
+        return;
+    }
     if (capturing) {
         captured.push_back(std::move(piece));
         return;
@@ -368,6 +408,18 @@ EXPORTED
 tfast_simt_fail_allocations(int64_t after)
 {
     allocations_left = after;
+}
+
+EXPORTED
+tfast_simt_fail_launches(int error)
+{
+    launch_error = error;
+}
+
+EXPORTED
+tfast_simt_most_blocks(unsigned blocks)
+{
+    most_blocks = blocks;
 }
 
 EXPORTED

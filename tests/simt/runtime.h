@@ -23,6 +23,9 @@ typedef enum {
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorUnsupportedPtxVersion = 222,
+    cudaErrorInvalidResourceHandle = 400,
     cudaErrorNotReady = 600
 } cudaError_t;
 
@@ -36,7 +39,11 @@ typedef enum {
     cudaStreamCaptureModeThreadLocal = 1,
     cudaStreamCaptureModeRelaxed = 2
 } cudaStreamCaptureMode;
-typedef enum { cudaDevAttrMultiProcessorCount = 16 } cudaDeviceAttr;
+typedef enum {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76
+} cudaDeviceAttr;
 typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
 
 struct cudaFuncAttributes {
@@ -50,11 +57,14 @@ typedef struct simt_event *cudaEvent_t;
 
 cudaError_t cudaGetLastError();
 const char *cudaGetErrorString(cudaError_t error);
+/* TRAINFAST_SIMT_DRIVER, such as 12080, is the driver's version, 0 for none; by default
+ * the runtime's own, 13000. */
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
+/* Two multiprocessors of what TRAINFAST_SIMT_DEVICE says, such as 75; 80 by default. */
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 
 cudaError_t cudaMalloc(void **pointer, size_t bytes);
@@ -123,6 +133,10 @@ void tfast_simt_reset(); /* counts from zero */
 void tfast_simt_matrices(uint64_t counts[2]);
 void tfast_simt_seed(uint64_t seed);
 void tfast_simt_fail_allocations(int64_t after); /* n more succeed; negative: all do */
+void tfast_simt_fail_launches(int error); /* with this cudaError_t; 0: they succeed */
+/* Grids have at most so many blocks, as where a kernel loops over what is past its
+ * grid's limit; 0: any number. */
+void tfast_simt_most_blocks(unsigned blocks);
 void tfast_simt_capture_begin();
 void tfast_simt_capture_end();
 void tfast_simt_replay(); /* what was captured last */

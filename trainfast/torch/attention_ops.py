@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfast import _core
+from trainfast import _core, attention_lengths
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import attention_math
 from trainfast.torch.attention_math import Extras, Inputs, Options
@@ -80,6 +80,8 @@ def _stream(q: Tensor) -> int:
 
 def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
     """What both of the core's calls take beside arrays of rows."""
+    if attention_lengths.DEBUG and inputs.q.is_cuda:
+        _check_lengths(inputs, extras, o)
     return {
         "mask": extras.mask,
         "bias": inputs.bias,
@@ -104,10 +106,30 @@ def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
     }
 
 
-def forward(inputs: Inputs, extras: Extras, o: Options) -> tuple[Tensor, Tensor]:
-    """out and lse; knows nothing of autograd."""
+def _check_lengths(inputs: Inputs, extras: Extras, o: Options) -> None:
+    """Of lengths on a GPU, unless its work is captured, when nobody can look."""
+    given = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.kv_lens)
+    if given != (None,) * 3 and not torch.cuda.is_current_stream_capturing():
+        attention_lengths.check_lengths(
+            inputs.q.shape,
+            inputs.k.shape,
+            cu_seqlens_q=given[0],
+            cu_seqlens_k=given[1],
+            kv_lens=given[2],
+            max_seqlen_q=o.max_seqlen_q,
+            max_seqlen_k=o.max_seqlen_k,
+            bnhd=o.bnhd,
+        )
+
+
+def forward(
+    inputs: Inputs, extras: Extras, o: Options, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out, in the tensor that is given or a new one, and lse; knows nothing of
+    autograd."""
     q, k, v = inputs[:3]
-    out = empty_rows(q, v.shape[-1])
+    if out is None:
+        out = empty_rows(q, v.shape[-1])
     lse = empty_lse(q, o.bnhd)
     _fill_rest(out, extras.cu_seqlens_q, 0.0, 0)
     _fill_rest(lse, extras.cu_seqlens_q, -math.inf, 1)

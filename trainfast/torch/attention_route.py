@@ -4,7 +4,9 @@ know, or torch's own operations.
 What the kernels do not take is counted, with the reason, in trainfast.stats().
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -84,8 +86,32 @@ def _refusal_when_compiling() -> str | None:
     return None
 
 
-def torchs_are_faster(q: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+class _Left(threading.local):
+    to_torch = False
+
+
+_left = _Left()
+
+
+@contextmanager
+def left_to_torch() -> Iterator[None]:
+    """In this thread torch's operators are its own, whatever is under them."""
+    before, _left.to_torch = _left.to_torch, True
+    try:
+        yield
+    finally:
+        _left.to_torch = before
+
+
+def is_left_to_torch() -> bool:
+    return _left.to_torch
+
+
+def torchs_are_faster(
+    q: Tensor, v: Tensor, mask: Tensor | None, chosen: bool = False
+) -> str | None:
     """Why torch's own function is the better choice where it computes the same.
+    `chosen`: the user has asked for our kernels by name.
 
     From sm_80 on torch has flash attention, beside which our kernels have not been
     measured yet. Before that it has none, and ours use the tensor cores for float16
@@ -95,12 +121,14 @@ def torchs_are_faster(q: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     """
     if q.device.type != "cuda":
         return None
-    if _has_flash_attention(q.device):
+    has_flash = _has_flash_attention(q.device)
+    if has_flash and not chosen:
         return "CUDA: torch's flash attention, until ours is measured beside it"
     dtype = q.dtype
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    if dtype != torch.float16 or max(q.shape[-1], v.shape[-1]) > TENSOR_CORE_DIM:
+    dtypes = (torch.float16, torch.bfloat16) if has_flash else (torch.float16,)
+    if dtype not in dtypes or max(q.shape[-1], v.shape[-1]) > TENSOR_CORE_DIM:
         return "CUDA: no kernel with tensor cores for this dtype or dim"
     if mask is not None and mask.requires_grad:
         return "CUDA: no kernel with tensor cores for the gradient of a mask"

@@ -24,6 +24,7 @@ from trainfast.torch.attention_route import (
     count_once,
     draw_seed,
     is_plain,
+    left_to_torch,
     refusal_of,
     run,
     torchs_are_faster,
@@ -87,7 +88,8 @@ def scaled_dot_product_attention(
             refusal = str(error)
     # Forward mode: torch's fused kernels cannot, its plain operations can.
     way = sdpa_kernel(SDPBackend.MATH) if refusal == FORWARD_MODE else nullcontext()
-    with way:
+    own = nullcontext() if torch.compiler.is_compiling() else left_to_torch()
+    with own, way:
         out = _by_torch(
             query,
             key,

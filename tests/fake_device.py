@@ -1,0 +1,67 @@
+"""A GPU for tests without one: host memory that says through DLPack that it lies there,
+and the SIMT library in the place of the CUDA library, which takes it as it is.
+
+A process opens its CUDA library once, so `run` starts another one.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+HERE = Path(__file__).parent
+DLPACK_CUDA = 2
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = ctypes.py_object, ctypes.c_char_p
+
+
+class OnDevice:
+    """A NumPy array that says it lies on GPU `index`."""
+
+    def __init__(self, array, index=0):
+        self.array, self.index = np.asarray(array), index
+        self.shape, self.dtype, self.device = self.array.shape, self.array.dtype, index
+
+    def __dlpack_device__(self):
+        return DLPACK_CUDA, self.index
+
+    def __dlpack__(self):
+        capsule = self.array.__dlpack__()
+        # A DLTensor begins with its data's address, its device's type and index.
+        at = _pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        (ctypes.c_int32 * 2).from_address(at)[:] = DLPACK_CUDA, self.index
+        return capsule
+
+    def __array_namespace__(self):
+        def empty(shape, dtype, device):
+            return OnDevice(np.empty(shape, dtype), device)
+
+        return SimpleNamespace(empty=empty, float32=np.float32, float64=np.float64)
+
+    def __setitem__(self, where, value):
+        self.array[where] = value
+
+    def get(self):
+        return self.array
+
+
+def run(code, library=None, **environment):
+    """Runs Python code with this CUDA library, by default the SIMT one; what it printed
+    and its errors. It finds the names of this module and the tests' others."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TRAINFAST_")}
+    env["TRAINFAST_CUDA_LIBRARY"] = str(library or os.environ["TRAINFAST_SIMT_LIBRARY"])
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "from fake_device import *\n" + code],
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)

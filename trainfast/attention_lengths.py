@@ -1,0 +1,56 @@
+"""With TRAINFAST_DEBUG=1 the lengths of attention are looked at on a GPU, too.
+
+Without it they are the caller's word there, since a look waits for the GPU: kernels
+clamp them, so that nothing outside the arrays is read or written, and what comes out is
+some other call's attention.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trainfast import _core
+
+DEBUG = os.environ.get("TRAINFAST_DEBUG", "") not in ("", "0")
+
+
+def check_lengths(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    kv_lens: Any,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    bnhd: bool = False,
+) -> None:
+    """Raises ValueError, as on the CPU, for int64 lengths that lie anywhere; waits for
+    them. q and k have these shapes."""
+    q, k = (_without_heads(shape, bnhd) for shape in (q_shape, k_shape))
+    _core.attention(  # checks all and, without a head, computes nothing
+        *(q, k, k, q, None),
+        scale=1.0,
+        cu_seqlens_q=_on_host(cu_seqlens_q),
+        cu_seqlens_k=_on_host(cu_seqlens_k),
+        kv_lens=_on_host(kv_lens),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        bnhd=bnhd,
+    )
+
+
+def _without_heads(shape: Sequence[int], bnhd: bool) -> Any:
+    sizes = [*shape[:-1], 1]
+    sizes[2 if bnhd else 1] = 0
+    return np.empty(sizes, np.float32)
+
+
+def _on_host(array: Any) -> Any:
+    if array is None or isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "cpu"):  # torch's
+        return array.cpu().numpy()
+    return array.get() if hasattr(array, "get") else np.asarray(array)  # CuPy's
