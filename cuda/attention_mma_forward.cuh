@@ -28,9 +28,10 @@ struct mma_forward_shape {
                                     : D == 128 && ASYNC == FAST ? 32
                                     : D == 64 && FAST           ? 48
                                                                 : 64;
-    static constexpr int HELD = D == 256 ? (ASYNC || FAST ? 8 : 0)
-                                : ASYNC && FAST && (D == 96 || D == 128) ? 0
-                                                                         : D / 16;
+    static constexpr int HELD = D == 256 && !ASYNC && OPTIONS             ? 0
+                                : D == 256 || (D == 192 && ASYNC && FAST) ? 8
+                                : ASYNC && FAST && (D == 96 || D == 128)  ? 0
+                                                                          : D / 16;
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
 
     static constexpr int THREADS = WARPS * 32, ROWS = WARPS * PIECES * 16;
