@@ -42,6 +42,9 @@
  *   the shapes of all arrays, and where they lie, follow from a record's counts.
  *   Counts come sorted by role, in the order of the enum. Field names and types of a
  *   schema are unique together.
+ *   The schemas of a cache's segments have the same counts of nodes and edges and the
+ *   same fields in the same order, but for sizes and what is optional; one may have
+ *   more fields behind those of another, whose graphs have none of these.
  *   Layout: graph_schema_header, graph_schema_count[n_counts],
  *   graph_schema_field[n_fields], names (UTF-8, without zeros, each at its own place,
  *   in order and without gaps: counts first), zeros to a multiple of 16.
