@@ -1,7 +1,7 @@
 /* Attention by tensor cores: what the kernels share. Two instruction paths give the
  * same fragments, so that one source serves both:
  *
- *   path_75   m16n8k8, tiles by way of registers; float16
+ *   path_75   m16n8k8, tiles by way of registers; float16, and bfloat16 as float16
  *   path_80   m16n8k16, tiles by cp.async; float16 and bfloat16
  *
  * Tiles in shared memory are 16 bits an element, dims past the arrays' zero. In a
@@ -39,21 +39,27 @@
 #define TFAST_ATTENTION_MMA_CUH
 
 #include "attention_head.cuh"
+#include "attention_mma_scale.cuh"
 
 /* What a launch passes to its kernel. */
 struct mma_call {
     tfast_attention_args args;
-    bool chunks; /* all rows that are read begin at multiples of 16 bytes */
-    bool pairs;  /* all rows that are written, of 4 bytes */
+    int32_t *exponents; /* of bfloat16 that is multiplied as float16; in scratch */
+    bool chunks;        /* all rows that are read begin at multiples of 16 bytes */
+    bool pairs;         /* all rows that are written, of 4 bytes */
 };
 
 /* A grid's x has 31 bits, as the number of a tile has. */
-static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
+static const int64_t MMA_MAX_DIM = 256, MMA_MAX_BLOCKS = 0x7FFFFFFF;
 static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
 
 /* In attention_mma.cu: the version of PTX, 75 or 80 and later, whose instructions take
  * the call; 0 where there are no kernels for it. */
 tfast_status tfast_mma_path(int *version, const tfast_attention_args *args);
+
+/* Launches what finds the exponents of the call's first `tensors` tensors, if it has a
+ * place for them. Its `chunks` must hold for all of these. */
+tfast_status tfast_mma_find_exponents(const mma_call &call, int tensors);
 
 /* Whether rows begin at multiples of so many elements, a power of two. */
 bool tfast_mma_is_aligned(const tfast_attention_rows *rows, int64_t elements);
@@ -66,18 +72,6 @@ bool tfast_mma_has_options(const tfast_attention_args *args);
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);
-
-/* ---- Element types --------------------------------------------------------------- */
-
-struct mma_f16 {
-    static constexpr int DTYPE = TFAST_F16;
-    DEVICE uint32_t pack(float low, float high) { return pack_f16(low, high); }
-};
-
-struct mma_bf16 {
-    static constexpr int DTYPE = TFAST_BF16;
-    DEVICE uint32_t pack(float low, float high) { return pack_bf16(low, high); }
-};
 
 /* ---- Instruction paths ----------------------------------------------------------- */
 
@@ -105,7 +99,8 @@ struct path_80 {
     template <typename T>
     DEVICE void mma(float *c, const uint32_t *a, const uint32_t *b)
     {
-        if constexpr (T::DTYPE == TFAST_BF16) {
+        static_assert(!T::SCALED, "copies are not converted");
+        if constexpr (T::MULTIPLIED == TFAST_BF16) {
             mma_m16n8k16_bf16(c, a, b);
         } else {
             mma_m16n8k16_f16(c, a, b);
@@ -144,6 +139,21 @@ mma_keys(const tfast_attention_args &args, const attention_head &h,
 {
     return {(uint16_t *)rows.data + key_row(args, h, rows, first), rows.row,
             mma_left(h.n_k, first, most), (int)dims};
+}
+
+/* The column of element i of fragment n of a tile of scores; its row is i / 2. */
+DEVICE int
+fragment_column(int n, int i)
+{
+    return n * 8 + (int)(threadIdx.x % 4) * 2 + i % 2;
+}
+
+/* The same rows from a column on. With a lane's own columns so, all else about them is
+ * constant, and takes no registers. */
+DEVICE mma_rows
+columns_from(const mma_rows &rows, int column)
+{
+    return {rows.data + column, rows.stride, rows.n, rows.dims - column};
 }
 
 /* Up to 8 elements, zeros behind them. Rarely used, so it is kept small. */
@@ -228,8 +238,8 @@ struct mma_tile {
     static_assert(ROWS * D / 8 % THREADS == 0, "all threads have the same to do");
     uint4 staged[PATH::ASYNC ? 1 : EACH];
 
-    DEVICE int row(int i) { return (i * THREADS + (int)threadIdx.x) / (D / 8); }
-    DEVICE int chunk(int i) { return (i * THREADS + (int)threadIdx.x) % (D / 8); }
+    DEVICE int row(int i) { return (i * THREADS + threadIdx.x) / (D / 8); }
+    DEVICE int chunk(int i) { return (i * THREADS + threadIdx.x) % (D / 8); }
 
     /* Begins to; rows past the end become zeros. Nobody may read `to` any more. */
     __device__ __forceinline__ void fetch(smem to, const mma_rows &rows, bool chunks)
@@ -255,16 +265,21 @@ struct mma_tile {
         }
     }
 
-    /* Ends all but the last LATER fetches; a barrier must follow before a read. */
-    template <int LATER>
-    __device__ __forceinline__ void land(smem to)
+    /* Ends all but the last LATER fetches; a barrier must follow before a read.
+     * Elements are multiplied by `power` where their type says so. */
+    template <int LATER, typename T = mma_f16>
+    __device__ __forceinline__ void land(smem to, float power = 1)
     {
         if constexpr (PATH::ASYNC) {
+            (void)power;
             cp_async_wait<LATER>();
         } else {
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                st_shared_128(to + layout::at(row(i), chunk(i)), staged[i]);
+                const uint4 x = staged[i];
+                st_shared_128(to + layout::at(row(i), chunk(i)),
+                              make_uint4(T::load(x.x, power), T::load(x.y, power),
+                                         T::load(x.z, power), T::load(x.w, power)));
             }
         }
     }
@@ -273,7 +288,9 @@ struct mma_tile {
 /* A block's head and rows. Kept in shared memory, where they take no registers. */
 struct mma_block {
     attention_head h;
-    int64_t first, last; /* its own rows: the last one too */
+    int64_t first, last;     /* its own rows: the last one too */
+    float unit;              /* what products of queries and keys are multiplied by */
+    int exponent[EXPONENTS]; /* of the head's tensors, where they are scaled */
 };
 
 /* Whether the tile's elements that this thread has landed are finite; `at` is where
@@ -282,7 +299,7 @@ template <typename T, typename TILE>
 DEVICE bool
 is_finite(const TILE &tile, const char *at)
 {
-    constexpr bool BF16 = T::DTYPE == TFAST_BF16;
+    constexpr bool BF16 = T::MULTIPLIED == TFAST_BF16;
     constexpr uint32_t EXPONENTS = BF16 ? 0x7F807F80 : 0x7C007C00;
     constexpr uint32_t ONES = BF16 ? 0x00800080 : 0x04000400; /* of the exponents */
     uint32_t seen = 0; /* the sum reaches the sign where an exponent is full */
@@ -306,11 +323,11 @@ struct mma_reader {
 
     __device__ __forceinline__ mma_reader()
     {
-        const int lane = threadIdx.x % 32, r = lane % 8, i = lane / 8;
-        left_row = (i % 2 * 8 + r) * layout::ROW_BYTES;
-        left_chunk = (i / 2 ^ layout::swizzle(r)) * 16;
-        right_row = (i / 2 * 8 + r) * layout::ROW_BYTES;
-        right_chunk = (i % 2 ^ layout::swizzle(r)) * 16;
+        const unsigned lane = threadIdx.x % 32;
+        left_row = lane % 16 * layout::ROW_BYTES;
+        left_chunk = (lane / 16 ^ layout::swizzle(lane % 8)) * 16;
+        right_row = (lane / 16 * 8 + lane % 8) * layout::ROW_BYTES;
+        right_chunk = (lane / 8 % 2 ^ layout::swizzle(lane % 8)) * 16;
     }
 
     /* Left operand of 16 rows from `row` on; also, transposed, the right operand whose
@@ -331,36 +348,48 @@ struct mma_reader {
     }
 };
 
-/* 16 rows of a warp as left operands: in registers, read from global memory once, or in
- * shared memory. */
-template <int D, bool REGISTERS>
+/* 16 rows of a warp as left operands: HELD pieces of 16 columns in registers, read from
+ * global memory once, those behind them in shared memory. */
+template <int D, int HELD>
 struct mma_own {
-    uint32_t piece[REGISTERS ? D / 16 : 1][4];
+    static constexpr int REST = D - HELD * 16; /* columns */
+    static_assert(HELD == 0 || REST % 64 == 0, "the reader is the whole tile's");
+    uint32_t piece[HELD == 0 ? 1 : HELD][4];
 
-    __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs)
+    template <typename T = mma_f16>
+    __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs,
+                                         float power = 1)
     {
-        if constexpr (REGISTERS) {
-            const int lane = threadIdx.x % 32;
+        const mma_rows mine = columns_from(rows, fragment_column(0, 0));
+        const int first = row + (int)threadIdx.x % 32 / 4;
 #pragma unroll
-            for (int i = 0; i < D / 4; i++) {
-                const int at = row + lane / 4 + i % 2 * 8;
-                const int column = i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2;
-                piece[i / 4][i % 4] = read_pair(rows, at, column, pairs);
-            }
+        for (int i = 0; i < HELD * 4; i++) {
+            const uint32_t pair = read_pair(mine, first + i % 2 * 8, i / 2 * 8, pairs);
+            piece[i / 4][i % 4] = T::load(pair, power);
         }
     }
 
+    /* The columns that are not in registers. */
+    DEVICE mma_rows rest(const mma_rows &rows)
+    {
+        const bool any = rows.dims > HELD * 16;
+
+        return {rows.data + (any ? HELD * 16 : 0), rows.stride, rows.n,
+                rows.dims - HELD * 16};
+    }
+
+    /* Piece k; `tile` has the columns of rest(). */
     template <int ROWS>
     __device__ __forceinline__ void get(uint32_t a[4], const mma_reader<D> &reader,
                                         smem tile, int row, int k) const
     {
-        if constexpr (REGISTERS) {
+        if (k < HELD) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 a[i] = piece[k][i];
             }
         } else {
-            ldmatrix_x4(a, reader.template left<ROWS>(tile, row, 2 * k));
+            ldmatrix_x4(a, reader.template left<ROWS>(tile, row, 2 * (k - HELD)));
         }
     }
 };
@@ -372,13 +401,6 @@ template <typename S>
 struct mma_scores {
     float at[S::STREAMED / 8][4];
 };
-
-/* The column of element i of fragment n of a tile of scores; its row is i / 2. */
-DEVICE int
-fragment_column(int n, int i)
-{
-    return n * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
-}
 
 /* Weights, rounded, as left operands. */
 template <typename T, typename S>
@@ -394,14 +416,16 @@ pack_weights(uint32_t w[S::STREAMED / 16][4], const mma_scores<S> &s)
     }
 }
 
-/* out += weights . rows for a tile with elements that are not finite: those of weight 0
- * are left out. Reads global memory, in float32. Fragments take turns to be the first,
- * so that the loop need not be unrolled. */
+/* out += weights . power rows for a tile with elements that are not finite: those of
+ * weight 0 are left out. Reads global memory, in float32. Fragments take turns to be
+ * the first, so that the loop need not be unrolled. */
 template <typename T, typename S>
 DEVICE void
-add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows)
+add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows,
+              float power = 1)
 {
-    const int t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4 * 4;
+    const int quad = threadIdx.x % 32 / 4 * 4;
+    const mma_rows mine = columns_from(rows, fragment_column(0, 0));
 
 #pragma unroll 1
     for (int pair = 0; pair < S::STREAMED / 2; pair++) {
@@ -411,13 +435,19 @@ add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows)
             const float w0 = __shfl_sync(~0u, s.at[0][odd], quad + pair % 4);
             const float w8 = __shfl_sync(~0u, s.at[0][2 + odd], quad + pair % 4);
 #pragma unroll
-            for (int i = 0; i < S::D / 4; i++) {
-                const int column = i / 2 * 8 + t * 2 + i % 2;
-                if (j < rows.n && column < rows.dims) {
-                    const uint16_t x = rows.data[j * rows.stride + column];
-                    float *o0 = &out[i / 2][i % 2], *o8 = &out[i / 2][2 + i % 2];
-                    *o0 = w0 == 0 ? *o0 : fused(w0, from_half(x, T::DTYPE), *o0);
-                    *o8 = w8 == 0 ? *o8 : fused(w8, from_half(x, T::DTYPE), *o8);
+            for (int n = 0; n < S::D / 8; n++) {
+                if (j >= rows.n || n * 8 >= rows.dims) {
+                    break; /* also keeps the loads of all columns from being held */
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint16_t half = n * 8 + i < mine.dims
+                                              ? mine.data[j * mine.stride + n * 8 + i]
+                                              : 0;
+                    const float x = from_half(half, T::DTYPE) * power;
+                    float *o0 = &out[n][i], *o8 = &out[n][2 + i];
+                    *o0 = w0 == 0 ? *o0 : fused(w0, x, *o0);
+                    *o8 = w8 == 0 ? *o8 : fused(w8, x, *o8);
                 }
             }
         }

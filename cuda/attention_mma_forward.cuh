@@ -12,28 +12,34 @@
 
 /* ---- Tiles ----------------------------------------------------------------------- */
 
-/* A kernel's sizes. Blocks of fewer than 8 warps are asked for twice a multiprocessor,
- * which bounds them to 255 registers a thread either way. */
+/* A kernel's sizes; HELD: the pieces of q in registers, see mma_own. Blocks of fewer
+ * than 8 warps are asked for twice a multiprocessor, which bounds them to 255 registers
+ * a thread either way. */
 template <typename PATH, int DIM, bool HAS_OPTIONS>
 struct mma_forward_shape {
     static constexpr bool OPTIONS = HAS_OPTIONS;
     static constexpr int D = DIM;
-    static constexpr bool WIDE = D > 64; /* dims fill the registers */
-    static constexpr bool EIGHT = !OPTIONS && WIDE && !(PATH::ASYNC && D == 128);
-    static constexpr int WARPS = EIGHT ? 8 : 4;
+    static constexpr bool ASYNC = PATH::ASYNC, FAST = !OPTIONS;
+    static constexpr int WARPS = FAST && D > 64 && !(ASYNC && D == 128) ? 8 : 4;
     static constexpr int PIECES = OPTIONS || WARPS == 8 ? 1 : 2;
-    static constexpr int STREAMED = D == 128 && PATH::ASYNC != OPTIONS ? 32
-                                    : D == 64 && !OPTIONS              ? 48
-                                                                       : 64;
-    static constexpr bool OWN = OPTIONS || !(PATH::ASYNC && WIDE); /* q in registers */
+    static constexpr int STREAMED = D == 256 ? (ASYNC && FAST ? 32 : 16)
+                                    : D == 192 && ASYNC != FAST ? 32
+                                    : D == 192 && !ASYNC        ? 16
+                                    : D == 128 && ASYNC == FAST ? 32
+                                    : D == 64 && FAST           ? 48
+                                                                : 64;
+    static constexpr int HELD = D == 256 && !ASYNC && OPTIONS             ? 0
+                                : D == 256 || (D == 192 && ASYNC && FAST) ? 8
+                                : ASYNC && FAST && (D == 96 || D == 128)  ? 0
+                                                                          : D / 16;
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
 
     static constexpr int THREADS = WARPS * 32, ROWS = WARPS * PIECES * 16;
-    static constexpr int STAGES = PATH::ASYNC ? 2 : 1; /* tiles of keys */
-    static constexpr int OWN_BYTES = OWN ? 0 : ROWS * D * 2;
+    static constexpr int STAGES = ASYNC ? 2 : 1; /* tiles of keys */
+    static constexpr int OWN_BYTES = ROWS * (D - HELD * 16) * 2;
     static constexpr int TILE_BYTES = STREAMED * D * 2;
     static constexpr int BYTES = OWN_BYTES + (STAGES + 1) * TILE_BYTES;
-    static_assert(BYTES + (int)sizeof(mma_block) <= (PATH::ASYNC ? 101376 : 65536),
+    static_assert(BYTES + (int)sizeof(mma_block) <= (ASYNC ? 101376 : 65536),
                   "what sm_86, or sm_75, has for a block");
 };
 
@@ -186,7 +192,7 @@ add_values(mma_softmax<S> *state, const mma_scores<S> s[S::PIECES],
 /* What a thread keeps for all tiles of keys. */
 template <typename S>
 struct mma_forward_thread {
-    mma_own<S::D, S::OWN> own[S::PIECES];
+    mma_own<S::D, S::HELD> own[S::PIECES];
     mma_reader<S::D> reader;
     smem q;
 };
@@ -216,7 +222,7 @@ template <typename S>
 DEVICE int
 piece_row(int piece)
 {
-    return ((int)threadIdx.x / 32 * S::PIECES + piece) * 16;
+    return (int)(threadIdx.x / 32 * S::PIECES + piece) * 16;
 }
 
 /* Products of queries and keys. */
@@ -253,25 +259,39 @@ weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
            const tfast_attention_args &args, const mma_block &block, int64_t key,
            bool bounded)
 {
-    const float unit = (float)(args.scale * 1.4426950408889634);
-
 #pragma unroll
     for (int p = 0; p < S::PIECES; p++) {
-        const int row = piece_row<S>(p) + (int)threadIdx.x % 32 / 4;
+        const int row = piece_row<S>(p) + (int)(threadIdx.x % 32 / 4);
         const mma_place place = {block.first + row, key};
         if constexpr (S::OPTIONS) {
-            const attention_rule<float> rule = rule_of<float>(args, block.h);
+            attention_rule<float> rule = rule_of<float>(args, block.h);
+            rule.scale = block.unit;
             finish_mma_scores(&s[p], args, block.h, rule, place);
         } else if (bounded) {
             bound_scores(&s[p], args, block.h, place);
         }
-        soften_piece(&s[p], state, p, unit);
+        soften_piece(&s[p], state, p, block.unit);
         if constexpr (S::OPTIONS) {
             if (args.dropout_p > 0) {
                 drop_weights(&s[p], dropout_of(args, block.h), place);
             }
         }
     }
+}
+
+/* What an element of the head's tensor has been multiplied by, and its reciprocal. */
+template <typename T>
+DEVICE float
+own_power(const mma_block &block, int tensor)
+{
+    return T::SCALED ? power_of(block.exponent[tensor]) : 1;
+}
+
+template <typename T>
+DEVICE float
+own_power_back(const mma_block &block, int tensor)
+{
+    return T::SCALED ? power_back(block.exponent[tensor]) : 1;
 }
 
 /* Writes the outputs and lse, sinks included. */
@@ -282,12 +302,14 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
     const tfast_attention_args &args = call.args;
     const attention_head &h = block.h;
     const mma_rows out =
-        mma_queries(args, h, args.out, args.dim_v, block.first, S::ROWS);
+        columns_from(mma_queries(args, h, args.out, args.dim_v, block.first, S::ROWS),
+                     fragment_column(0, 0));
     const float *sinks = (const float *)args.sinks;
     const float unit = S::OPTIONS ? 1 : 1.44269504f;
     const float sink = sinks == nullptr ? -INFINITY : sinks[h.head];
     const float kept =
         S::OPTIONS && args.dropout_p > 0 ? (float)dropout_of(args, h).scale : 1;
+    const float back = own_power_back<T>(block, EXPONENT_V);
     const int lane = threadIdx.x % 32;
 
 #pragma unroll
@@ -305,8 +327,9 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
 #pragma unroll
         for (int n = 0; n < S::D / 8; n++) {
             const float *o = &state->out[p][n][2 * r];
-            const uint32_t pair = empty ? 0 : T::pack(o[0] * factor, o[1] * factor);
-            write_pair(out, row, n * 8 + lane % 4 * 2, pair, call.pairs);
+            const uint32_t pair =
+                empty ? 0 : T::store(o[0] * factor * back, o[1] * factor * back);
+            write_pair(out, row, n * 8, pair, call.pairs);
         }
     }
 }
@@ -337,7 +360,7 @@ walk_keys(const mma_call &call, const mma_block &block,
         const bool bounded = S::OPTIONS || is_bounded<S>(args, block, tile);
         const smem keys = k_at + stage * S::TILE_BYTES;
         mma_scores<S> s[S::PIECES] = {};
-        k_tile.template land<0>(keys);
+        k_tile.template land<0, T>(keys, own_power<T>(block, EXPONENT_K));
         __syncthreads(); /* keys are there, and nobody reads the old values any more */
         v_tile.fetch(v_at, keys_of<S>(args, h, args.v, args.dim_v, tile), call.chunks);
         stage ^= PATH::ASYNC;
@@ -349,20 +372,66 @@ walk_keys(const mma_call &call, const mma_block &block,
         }
         multiply_keys<PATH, T>(s, own, keys);
         weigh_keys(s, &state, args, block, (int64_t)tile * S::STREAMED, bounded);
-        v_tile.template land<1>(v_at);
+        v_tile.template land<1, T>(v_at, own_power<T>(block, EXPONENT_V));
         const char *landed = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
         /* values are there, and nobody reads these keys any more */
         if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 add_carefully<T>(state.out[p], s[p],
-                                 keys_of<S>(args, h, args.v, args.dim_v, tile));
+                                 keys_of<S>(args, h, args.v, args.dim_v, tile),
+                                 own_power<T>(block, EXPONENT_V));
             }
         } else {
             add_values<PATH, T>(&state, s, own.reader, v_at);
         }
     }
     finish_mma_rows<T>(&state, call, block);
+}
+
+/* Products' factor, with what the elements' powers take away. Powers that are out of
+ * float32's range may end at its bounds: with these all scores are 0, or far apart. */
+template <typename T, typename S>
+DEVICE float
+unit_of(const tfast_attention_args &args, const mma_block &block)
+{
+    double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
+                  : args.softcap != 0 ? args.scale / args.softcap
+                                      : args.scale;
+
+    if constexpr (T::SCALED) {
+        unit *= (double)power_back(block.exponent[EXPONENT_Q]) *
+                power_back(block.exponent[EXPONENT_K]);
+    }
+    const float bounded =
+        fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
+    return S::OPTIONS ? bounded : fmaxf(bounded, 1.17549435e-38f);
+}
+
+/* Which head and rows are the block's; by its first warp. */
+template <typename T, typename S>
+DEVICE void
+begin_block(mma_block *block, const mma_call &call)
+{
+    const tfast_attention_args &args = call.args;
+    const int64_t tiles = (args.n_q + S::ROWS - 1) / S::ROWS;
+    const int64_t item = blockIdx.x / tiles, head = item % args.heads;
+
+    if constexpr (T::SCALED) {
+        for (int tensor = 0; tensor <= EXPONENT_V; tensor++) {
+            const int exponent =
+                read_exponent(call.exponents, args, tensor, item / args.heads, head);
+            if (threadIdx.x == 0) {
+                block->exponent[tensor] = exponent;
+            }
+        }
+    }
+    if (threadIdx.x == 0) {
+        block->h = attention_head_of(args, item / args.heads, head);
+        block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
+        block->last = block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
+        block->unit = unit_of<T, S>(args, *block);
+    }
 }
 
 template <typename PATH, typename T, typename S>
@@ -373,15 +442,10 @@ attention_mma_forward(const __grid_constant__ mma_call call)
         SHARED_DYNAMIC(base);
         SHARED(mma_block, block, 1);
         const tfast_attention_args &args = call.args;
-        const int64_t tiles = (args.n_q + S::ROWS - 1) / S::ROWS;
-        const int64_t head = blockIdx.x / tiles;
         mma_forward_thread<S> own;
 
-        if (threadIdx.x == 0) {
-            block->h = attention_head_of(args, head / args.heads, head % args.heads);
-            block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
-            block->last =
-                block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
+        if (threadIdx.x < 32) {
+            begin_block<T, S>(block, call);
         }
         __syncthreads();
         if (block->last < block->first) {
@@ -389,15 +453,17 @@ attention_mma_forward(const __grid_constant__ mma_call call)
         }
         const mma_rows q =
             mma_queries(args, block->h, args.q, args.dim, block->first, S::ROWS);
+        const float power = own_power<T>(*block, EXPONENT_Q);
         own.q = smem_address(base);
 #pragma unroll
         for (int p = 0; p < S::PIECES; p++) {
-            own.own[p].read(q, piece_row<S>(p), call.chunks);
+            own.own[p].template read<T>(q, piece_row<S>(p), call.chunks, power);
         }
-        if constexpr (!S::OWN) { /* a barrier follows before it is read */
-            mma_tile<PATH, S::ROWS, S::D, S::THREADS> q_tile;
-            q_tile.fetch(own.q, q, call.chunks);
-            q_tile.template land<0>(own.q);
+        if constexpr (S::OWN_BYTES > 0) { /* a barrier follows before it is read */
+            typedef mma_own<S::D, S::HELD> held;
+            mma_tile<PATH, S::ROWS, held::REST, S::THREADS> q_tile;
+            q_tile.fetch(own.q, held::rest(q), call.chunks);
+            q_tile.template land<0, T>(own.q, power);
         }
         walk_keys<PATH, T>(call, *block, own, base);
     }
