@@ -220,7 +220,7 @@ struct mma_layout {
     }
 };
 
-/* Brings a tile from global memory, all threads of the block together. */
+/* Brings a tile from global memory, THREADS threads together: a block's, or a warp's. */
 template <typename PATH, int ROWS, int D, int THREADS>
 struct mma_tile {
     typedef mma_layout<ROWS, D> layout;
@@ -228,8 +228,13 @@ struct mma_tile {
     static_assert(ROWS * D / 8 % THREADS == 0, "all threads have the same to do");
     uint4 staged[PATH::ASYNC ? 1 : EACH];
 
-    DEVICE int row(int i) { return (i * THREADS + (int)threadIdx.x) / (D / 8); }
-    DEVICE int chunk(int i) { return (i * THREADS + (int)threadIdx.x) % (D / 8); }
+    DEVICE int thread()
+    {
+        return THREADS == 32 ? (int)threadIdx.x % 32 : (int)threadIdx.x;
+    }
+
+    DEVICE int row(int i) { return (i * THREADS + thread()) / (D / 8); }
+    DEVICE int chunk(int i) { return (i * THREADS + thread()) % (D / 8); }
 
     /* Begins to; rows past the end become zeros. Nobody may read `to` any more. */
     __device__ __forceinline__ void fetch(smem to, const mma_rows &rows, bool chunks)

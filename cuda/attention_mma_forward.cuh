@@ -73,7 +73,30 @@ bound_scores(mma_scores<S> *s, const tfast_attention_args &args,
     }
 }
 
-/* The same, and everything else that makes a score from a product. */
+/* The same for row r of a fragment, and everything else that makes a score from a
+ * product. */
+template <typename S>
+DEVICE void
+finish_row(mma_scores<S> *s, int r, const tfast_attention_args &args,
+           const attention_head &h, const attention_rule<float> &rule,
+           const mma_place &place)
+{
+    const attention_reach reach =
+        reach_of(args, h, place.query, place.key, S::STREAMED);
+
+#pragma unroll
+    for (int i = 0; i < S::STREAMED / 4; i++) {
+        const int key = fragment_column(i / 2, i % 2);
+        float *score = &s->at[i / 2][r * 2 + i % 2], slope;
+        if (reach.first <= key && key < reach.end) {
+            *score =
+                score_of(&slope, *score, args, h, rule, place.query, place.key + key);
+        } else {
+            *score = -INFINITY;
+        }
+    }
+}
+
 template <typename S>
 DEVICE void
 finish_mma_scores(mma_scores<S> *s, const tfast_attention_args &args,
@@ -82,19 +105,7 @@ finish_mma_scores(mma_scores<S> *s, const tfast_attention_args &args,
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int64_t query = place.query + r * 8;
-        const attention_reach reach = reach_of(args, h, query, place.key, S::STREAMED);
-#pragma unroll
-        for (int i = 0; i < S::STREAMED / 4; i++) {
-            const int key = fragment_column(i / 2, i % 2);
-            float *score = &s->at[i / 2][r * 2 + i % 2], slope;
-            if (reach.first <= key && key < reach.end) {
-                *score =
-                    score_of(&slope, *score, args, h, rule, query, place.key + key);
-            } else {
-                *score = -INFINITY;
-            }
-        }
+        finish_row(s, r, args, h, rule, {place.query + r * 8, place.key});
     }
 }
 
