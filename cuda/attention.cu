@@ -23,10 +23,8 @@ tfast_status
 tfast_cuda_attention_scratch(int64_t *bytes, const tfast_attention_args *args,
                              bool backward)
 {
-    (void)args;
-    (void)backward;
     *bytes = 0;
-    return TFAST_OK;
+    return backward ? TFAST_OK : tfast_decode_scratch(bytes, args);
 }
 
 /* ---- Forward --------------------------------------------------------------------- */
@@ -50,6 +48,9 @@ tfast_cuda_attention(const tfast_attention_args *args)
     bool taken = false;
 
     if (status == TFAST_OK) {
+        status = tfast_decode_attention(&taken, args);
+    }
+    if (status == TFAST_OK && !taken) {
         status = tfast_mma_attention(&taken, args);
     }
     if (status != TFAST_OK || taken) {

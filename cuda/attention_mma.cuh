@@ -67,6 +67,11 @@ tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);
 
+/* In attention_decode.cu: the same for calls of few queries and many keys, and the bytes
+ * of scratch that it takes for them, 0 for all others. */
+tfast_status tfast_decode_attention(bool *taken, const tfast_attention_args *args);
+tfast_status tfast_decode_scratch(int64_t *bytes, const tfast_attention_args *args);
+
 /* ---- Element types --------------------------------------------------------------- */
 
 struct mma_f16 {
