@@ -1,5 +1,24 @@
 /* Launches of attention's forward for few queries and many keys. */
 #include "attention_decode.cuh"
+#include "attention_scratch.cuh"
+
+/* Whether the queries are so few that it pays to split the keys: where one tile of rows
+ * does, where several read them less often than a block for every head, or where such
+ * blocks would be few. `version` is tfast_mma_path()'s. */
+static bool
+is_taken(const tfast_attention_args *args, int version)
+{
+    const int64_t heads = args->batch * args->heads;
+    int64_t group, tiles;
+
+    if (version == 0 || args->n_q == 0 || args->n_k < 2 * DECODE_LEAST_KEYS ||
+        heads > MMA_MAX_BLOCKS / args->n_q) {
+        return false;
+    }
+    group = args->heads / args->kv_heads;
+    tiles = (args->n_q * group + DECODE_ROWS - 1) / DECODE_ROWS;
+    return tiles <= DECODE_MAX_TILES && (tiles <= group || heads < DECODE_BLOCKS / 2);
+}
 
 static decode_plan
 plan_of(const tfast_attention_args *args)
@@ -13,110 +32,86 @@ plan_of(const tfast_attention_args *args)
     return {rows, tiles, wanted < most ? wanted : most, (args->dim_v + 3) / 4 * 4};
 }
 
-/* How many results of a split there are. */
+/* Rows of results: one for each row of queries and each split. */
 static int64_t
 results_of(const tfast_attention_args *args, const decode_plan &plan)
 {
     return args->batch * args->kv_heads * plan.rows * plan.splits;
 }
 
-/* Whether the queries are so few that to split keys pays: where one tile of rows does,
- * where more of them still read the keys less often than a block for every head does,
- * and where such blocks would be few. */
-static tfast_status
-takes(int *version, const tfast_attention_args *args)
+int64_t
+tfast_decode_results(const tfast_attention_args *args, int version)
 {
-    const tfast_status status = tfast_mma_path(version, args);
-    int64_t group, tiles;
-
-    if (status != TFAST_OK || *version == 0) {
-        return status;
+    if (!is_taken(args, version)) {
+        return 0;
     }
-    group = args->heads / args->kv_heads;
-    tiles = (args->n_q * group + DECODE_ROWS - 1) / DECODE_ROWS;
-    if (args->n_q == 0 || args->n_k < 2 * DECODE_LEAST_KEYS ||
-        tiles > DECODE_MAX_TILES ||
-        (tiles > group && args->batch * args->heads >= DECODE_BLOCKS / 2) ||
-        args->batch * args->heads > MMA_MAX_BLOCKS / args->n_q) {
-        *version = 0;
-    }
-    return TFAST_OK;
-}
-
-tfast_status
-tfast_decode_scratch(int64_t *bytes, const tfast_attention_args *args)
-{
-    int version;
-    const tfast_status status = takes(&version, args);
-
-    *bytes = 0;
-    if (status == TFAST_OK && version != 0) {
-        const decode_plan plan = plan_of(args);
-        *bytes = results_of(args, plan) * (plan.pitch + 2) * (int64_t)sizeof(float);
-    }
-    return status;
+    const decode_plan plan = plan_of(args);
+    return results_of(args, plan) * (plan.pitch + 2) * (int64_t)sizeof(float);
 }
 
 static decode_call
-call_of(const tfast_attention_args *args)
+call_of(const tfast_attention_args *args, int version)
 {
+    const attention_scratch scratch = attention_scratch_of(args, version, false);
     const decode_plan plan = plan_of(args);
-    float *sums = (float *)args->scratch;
+    float *sums = (float *)((char *)args->scratch + scratch.results);
 
-    return {{*args,
-             tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) &&
-                 tfast_mma_is_aligned(&args->v, 8),
-             false},
-            plan,
-            sums,
+    return {tfast_mma_forward_call(args, version), plan, sums,
             (float2 *)(sums + results_of(args, plan) * plan.pitch)};
 }
 
 template <typename PATH, typename T, int D>
 static tfast_status
-launch_decode(const tfast_attention_args *args)
+launch_decode(const decode_call &call)
 {
     typedef decode_shape<PATH, D> S;
     constexpr auto kernel = attention_decode<PATH, T, S>;
-    const decode_call call = call_of(args);
     const decode_plan &plan = call.plan;
-    const int64_t heads = args->batch * args->kv_heads;
+    const tfast_attention_args &args = call.mma.args;
+    const cudaStream_t stream = (cudaStream_t)args.stream;
+    const int64_t heads = args.batch * args.kv_heads;
 
     if (S::BYTES > 48 << 10) {
         CUDA_TRY(cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     LAUNCH(kernel, (unsigned)(heads * plan.splits * plan.tiles), S::THREADS, S::BYTES,
-           (cudaStream_t)args->stream, call);
-    CUDA_TRY(cudaGetLastError());
+           stream, call);
     LAUNCH(attention_decode_combine, (unsigned)(heads * plan.rows), COMBINE_THREADS, 0,
-           (cudaStream_t)args->stream, call);
-    return tfast_cuda_status(cudaGetLastError(), "launch of attention_decode_combine");
+           stream, call);
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_decode");
 }
 
 template <typename PATH, typename T>
 static tfast_status
-decode_of_type(const tfast_attention_args *args)
+decode_of_type(const decode_call &call)
 {
-    const int64_t dim = args->dim > args->dim_v ? args->dim : args->dim_v;
+    const tfast_attention_args &args = call.mma.args;
 
-    return dim <= 64 ? launch_decode<PATH, T, 64>(args)
-                     : launch_decode<PATH, T, 128>(args);
+    return args.dim <= 64 && args.dim_v <= 64 ? launch_decode<PATH, T, 64>(call)
+                                              : launch_decode<PATH, T, 128>(call);
 }
 
 tfast_status
 tfast_decode_attention(bool *taken, const tfast_attention_args *args)
 {
     int version;
-    const tfast_status status = takes(&version, args);
+    tfast_status status = tfast_mma_path(&version, args);
 
-    *taken = version != 0;
-    if (status != TFAST_OK || !*taken) {
+    *taken = status == TFAST_OK && is_taken(args, version);
+    if (!*taken) {
+        return status;
+    }
+    const decode_call call = call_of(args, version);
+    status = tfast_mma_find_exponents(call.mma, EXPONENT_V + 1);
+    if (status != TFAST_OK) {
         return status;
     }
     if (version < 80) {
-        return decode_of_type<path_75, mma_f16>(args);
+        return call.mma.exponents != nullptr
+                   ? decode_of_type<path_75, mma_bf16_as_f16>(call)
+                   : decode_of_type<path_75, mma_f16>(call);
     }
-    return args->dtype == TFAST_F16 ? decode_of_type<path_80, mma_f16>(args)
-                                    : decode_of_type<path_80, mma_bf16>(args);
+    return args->dtype == TFAST_F16 ? decode_of_type<path_80, mma_f16>(call)
+                                    : decode_of_type<path_80, mma_bf16>(call);
 }

@@ -59,9 +59,13 @@ struct decode_block {
     attention_head h; /* the first of those that share their keys */
     int64_t row;      /* the tile's first */
     int n_rows;
-    int64_t key, end; /* the split's keys */
-    int64_t result;   /* of its first row: the next row's is `splits` further */
-    int query[DECODE_ROWS], head[DECODE_ROWS]; /* of each row, from the first head */
+    int64_t key, end;        /* the split's keys */
+    int64_t result;          /* of its first row: the next row's is `splits` further */
+    int exponent[EXPONENTS]; /* of keys and values, where they are scaled */
+    struct {
+        int query, head;   /* the head from the first one */
+        float power, unit; /* the query's, and what its products are multiplied by */
+    } rows[DECODE_ROWS];
 };
 
 /* The split's share of `unit` keys at a time of all that the rows may look at. */
@@ -101,23 +105,49 @@ find_block(decode_block *block, const decode_call &call, int unit)
     }
 }
 
+/* Number `i` of the tile's rows, which there need not be; by a whole warp. */
+template <typename T, typename S>
 DEVICE void
 find_row(decode_block *block, const decode_call &call, int i)
 {
-    const int group = (int)(call.mma.args.heads / call.mma.args.kv_heads);
+    const tfast_attention_args &args = call.mma.args;
+    const int group = (int)(args.heads / args.kv_heads);
     const int row = (int)(blockIdx.x % call.plan.tiles) * DECODE_ROWS + i;
+    int exponent[EXPONENTS] = {};
 
-    block->query[i] = row / group;
-    block->head[i] = row % group;
+    if constexpr (T::SCALED) {
+        const int64_t keys = blockIdx.x / call.plan.tiles / call.plan.splits;
+        const int64_t head = keys % args.kv_heads * group + row % group;
+        for (int tensor = 0; tensor <= EXPONENT_V; tensor++) {
+            exponent[tensor] = read_exponent(call.mma.exponents, args, tensor,
+                                             keys / args.kv_heads, head);
+        }
+    }
+    if (threadIdx.x % 32 == 0) {
+        block->rows[i] = {row / group, row % group,
+                          T::SCALED ? power_of(exponent[EXPONENT_Q]) : 1,
+                          unit_of<T, S>(args, exponent)};
+        if (i == 0) {
+            block->exponent[EXPONENT_K] = exponent[EXPONENT_K];
+            block->exponent[EXPONENT_V] = exponent[EXPONENT_V];
+        }
+    }
 }
 
-/* The head of row r of a thread's fragments: rows g and g + 8. */
+/* The tile's row that is row r of a thread's fragments: g, or g + 8. */
+DEVICE int
+fragment_row(int r)
+{
+    return (int)threadIdx.x % 32 / 4 + r * 8;
+}
+
+/* Its head. */
 DEVICE attention_head
 head_of_row(const decode_block &block, int r)
 {
     attention_head h = block.h;
 
-    h.head += block.head[(int)threadIdx.x % 32 / 4 + r * 8];
+    h.head += block.rows[fragment_row(r)].head;
     return h;
 }
 
@@ -125,10 +155,10 @@ head_of_row(const decode_block &block, int r)
 DEVICE mma_place
 place_of_row(const decode_block &block, int r, int64_t key)
 {
-    return {block.query[(int)threadIdx.x % 32 / 4 + r * 8], key};
+    return {block.rows[fragment_row(r)].query, key};
 }
 
-template <typename S>
+template <typename T, typename S>
 DEVICE void
 read_queries(mma_forward_thread<S> *own, const mma_call &call,
              const decode_block &block)
@@ -142,7 +172,8 @@ read_queries(mma_forward_thread<S> *own, const mma_call &call,
 #pragma unroll
         for (int n = 0; n < S::D / 8; n++) {
             own->own[0].piece[n / 2][n % 2 * 2 + r] =
-                read_pair(q, 0, fragment_column(n, 0), call.chunks);
+                T::load(read_pair(q, 0, fragment_column(n, 0), call.chunks),
+                        block.rows[fragment_row(r)].power);
         }
     }
 }
@@ -180,7 +211,9 @@ weigh_split_keys(mma_scores<S> *s, mma_softmax<S> *state,
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const attention_head h = head_of_row(block, r);
-        finish_row(s, r, args, h, rule_of<float>(args, h), place_of_row(block, r, key));
+        attention_rule<float> rule = rule_of<float>(args, h);
+        rule.scale = block.rows[fragment_row(r)].unit;
+        finish_row(s, r, args, h, rule, place_of_row(block, r, key));
     }
     soften_piece(s, state, 0, 1);
     if (args.dropout_p > 0) {
@@ -229,17 +262,17 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
         fetch_keys(&k_tile, k_at + S::TILE_BYTES, call, block, args.k, args.dim,
                    key + S::UNIT);
     }
-    read_queries(&own, call, block);
+    read_queries<T>(&own, call, block);
     for (; key < block.end; key += S::UNIT) {
         const int other = S::STAGES == 1 ? 0 : S::TILE_BYTES - now;
         mma_scores<S> s = {};
-        k_tile.template land<2>(k_at + now);
+        k_tile.template land<2, T>(k_at + now, own_power<T>(block, EXPONENT_K));
         __syncwarp(); /* keys are there, and nobody reads the last values any more */
         fetch_keys(&v_tile, v_at + other, call, block, args.v, args.dim_v,
                    key + S::AHEAD);
         multiply_keys<PATH, T>(&s, own, k_at + now);
         weigh_split_keys(&s, state, args, block, key);
-        v_tile.template land<2>(v_at + now);
+        v_tile.template land<2, T>(v_at + now, own_power<T>(block, EXPONENT_V));
         __syncwarp(); /* values are there, and nobody reads these keys any more */
         const char *landed = base + S::STAGES * S::TILE_BYTES + now;
         const bool finite = is_finite<T>(v_tile, landed);
@@ -248,7 +281,8 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
         if (__any_sync(~0u, !finite)) {
             add_carefully<T>(
                 state->out[0], s,
-                mma_keys(args, block.h, args.v, args.dim_v, key, S::STREAMED));
+                mma_keys(args, block.h, args.v, args.dim_v, key, S::STREAMED),
+                own_power<T>(block, EXPONENT_V));
         } else {
             add_values<PATH, T>(state, &s, own.reader, v_at + now);
         }
@@ -293,7 +327,7 @@ highest(const float2 *numbers, int n, int step)
 }
 
 /* Adds up row r of the fragments over the warps; each does every WARPS-th fragment. */
-template <typename S>
+template <typename T, typename S>
 DEVICE void
 add_warps(const decode_call &call, const decode_block &block, const char *base,
           const float2 *numbers, int r)
@@ -301,6 +335,7 @@ add_warps(const decode_call &call, const decode_block &block, const char *base,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4 + r * 8;
     const int64_t result = block.result + row * call.plan.splits;
     const float top = highest(numbers + row, S::WARPS, S::ROWS);
+    const float back = own_power_back<T>(block, EXPONENT_V);
     float fade[S::WARPS], sum = 0;
 
     if (row >= block.n_rows) {
@@ -327,7 +362,8 @@ add_warps(const decode_call &call, const decode_block &block, const char *base,
             both.y = fused(own[32], fade[w], both.y);
         }
         if (column < call.plan.pitch && sum != 0) {
-            *(float2 *)(call.sums + result * call.plan.pitch + column) = both;
+            *(float2 *)(call.sums + result * call.plan.pitch + column) =
+                make_float2(both.x * back, both.y * back);
         }
     }
 }
@@ -346,8 +382,9 @@ attention_decode(const __grid_constant__ decode_call call)
         if (threadIdx.x == 0) {
             find_block(block, call, S::UNIT);
         }
-        if (threadIdx.x < DECODE_ROWS) {
-            find_row(block, call, threadIdx.x);
+#pragma unroll
+        for (int i = 0; i < S::ROWS / S::WARPS; i++) {
+            find_row<T, S>(block, call, i * S::WARPS + (int)threadIdx.x / 32);
         }
         __syncthreads();
         if (block->key >= block->end) {
@@ -362,8 +399,8 @@ attention_decode(const __grid_constant__ decode_call call)
         __syncwarp(); /* nobody reads the last values any more */
         leave_sums((float *)own, numbers, state);
         __syncthreads();
-        add_warps<S>(call, *block, base, numbers, 0);
-        add_warps<S>(call, *block, base, numbers, 1);
+        add_warps<T, S>(call, *block, base, numbers, 0);
+        add_warps<T, S>(call, *block, base, numbers, 1);
     }
 }
 

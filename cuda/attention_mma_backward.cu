@@ -4,7 +4,7 @@
 static mma_call
 call_of(const tfast_attention_args *args)
 {
-    return {*args,
+    return {*args, nullptr,
             tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) &&
                 tfast_mma_is_aligned(&args->v, 8) &&
                 tfast_mma_is_aligned(&args->dout, 8),
@@ -86,7 +86,8 @@ tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
     int version;
     const tfast_status status = tfast_mma_path(&version, args);
 
-    *taken = version != 0 && has_room;
+    *taken = version != 0 && has_room && args->dim <= 128 && args->dim_v <= 128 &&
+             (version >= 80 || args->dtype == TFAST_F16);
     if (status != TFAST_OK || !*taken) {
         return status;
     }
