@@ -11,7 +11,8 @@ is_taken(const tfast_attention_args *args, int version)
     const int64_t heads = args->batch * args->heads;
     int64_t group, tiles;
 
-    if (version == 0 || args->n_q == 0 || args->n_k < 2 * DECODE_LEAST_KEYS ||
+    if (version == 0 || args->dim > DECODE_MAX_DIM || args->dim_v > DECODE_MAX_DIM ||
+        args->n_q == 0 || args->n_k < 2 * DECODE_LEAST_KEYS ||
         heads > MMA_MAX_BLOCKS / args->n_q) {
         return false;
     }

@@ -144,6 +144,13 @@ def test_keys_are_split_where_it_pays(launches, rng, dtype, shape, kv_heads, exp
     assert launches(problem.forward) == expected
 
 
+@pytest.mark.parametrize("dim, dim_v", [(129, 16), (16, 129), (256, 256)])
+def test_larger_dims_are_left_to_others(launches, rng, dtype, dim, dim_v):
+    problem = Problem(rng, (1, 2, 1, 300, dim), dim_v=dim_v, dtype=dtype)
+    problem.check_forward()
+    assert launches(problem.forward) != LAUNCHES
+
+
 def test_float32_is_left_to_the_plain_kernels(simt, dtype, rng):
     problem = Problem(rng, (1, 2, 1, 300, 16))
     simt.counts()
