@@ -10,6 +10,7 @@
 struct attention_scratch {
     int64_t exponents; /* int32 [EXPONENTS, batch * heads, EXPONENT_PARTS]: see
                           attention_mma_scale.cuh */
+    int64_t results;   /* of splits of the keys: see attention_decode.cuh */
     int64_t bytes;     /* of all parts */
 };
 
@@ -22,6 +23,9 @@ place_scratch(attention_scratch *scratch, int64_t bytes)
     scratch->bytes += (bytes + unit - 1) / unit * unit;
     return at;
 }
+
+/* In attention_decode.cu: bytes of the results of splits of the keys. */
+int64_t tfast_decode_results(const tfast_attention_args *args, int version);
 
 /* Whether bfloat16 is multiplied as float16; `version` is tfast_mma_path()'s. */
 static inline bool
@@ -36,10 +40,11 @@ attention_scratch_of(const tfast_attention_args *args, int version, bool backwar
     const int64_t heads = args->batch * args->heads;
     attention_scratch scratch = {};
 
-    (void)backward;
     scratch.exponents = place_scratch(
         &scratch,
         is_scaled(args, version) ? EXPONENTS * heads * EXPONENT_PARTS * 4 : 0);
+    scratch.results =
+        place_scratch(&scratch, backward ? 0 : tfast_decode_results(args, version));
     return scratch;
 }
 
