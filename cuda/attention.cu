@@ -23,10 +23,15 @@ tfast_status
 tfast_cuda_attention_scratch(int64_t *bytes, const tfast_attention_args *args,
                              bool backward)
 {
-    (void)args;
-    (void)backward;
-    *bytes = 0;
-    return TFAST_OK;
+    tfast_device_scope scope;
+    tfast_status status = scope.enter(args->device.index);
+    int version = 0;
+
+    if (status == TFAST_OK) {
+        status = tfast_mma_path(&version, args);
+    }
+    *bytes = backward && version != 0 ? tfast_mma_backward_scratch(args) : 0;
+    return status;
 }
 
 /* ---- Forward --------------------------------------------------------------------- */

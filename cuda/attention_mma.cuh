@@ -67,6 +67,9 @@ tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);
 
+/* The bytes of scratch with the backward's numbers of rows. */
+int64_t tfast_mma_backward_scratch(const tfast_attention_args *args);
+
 /* ---- Element types --------------------------------------------------------------- */
 
 struct mma_f16 {

@@ -12,6 +12,12 @@ call_of(const tfast_attention_args *args)
                 tfast_mma_is_aligned(&args->dv, 2)};
 }
 
+static bool
+wants_keys(const tfast_attention_args *args)
+{
+    return args->dk.data != nullptr || args->dv.data != nullptr;
+}
+
 template <typename PATH, typename T, typename S>
 static tfast_status
 launch_backward(const tfast_attention_args *args)
@@ -21,8 +27,7 @@ launch_backward(const tfast_attention_args *args)
     const int64_t heads = S::KEYS ? args->kv_heads : args->heads;
     const int64_t blocks = (rows + S::ROWS - 1) / S::ROWS * heads * args->batch;
 
-    if (blocks == 0 ||
-        (S::KEYS && args->dk.data == nullptr && args->dv.data == nullptr)) {
+    if (blocks == 0 || !(S::KEYS ? wants_keys(args) : args->dq.data != nullptr)) {
         return TFAST_OK;
     }
     if (S::BYTES > 48 << 10) {
@@ -39,12 +44,14 @@ launch_delta(const tfast_attention_args *args)
 {
     const int64_t rows = (args->n_q + 3) / 4 * args->heads * args->batch;
 
+    if (rows == 0 || !(wants_keys(args) || args->dq.data != nullptr)) {
+        return TFAST_OK;
+    }
     LAUNCH(attention_mma_delta, (unsigned)(rows < 1 << 20 ? rows : 1 << 20),
            DELTA_THREADS, 0, (cudaStream_t)args->stream, *args);
     return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_delta");
 }
 
-/* dq comes last: until then it holds the rows' numbers. */
 template <typename PATH, typename T, int D, bool OPTIONS>
 static tfast_status
 backward_of_shape(const tfast_attention_args *args)
@@ -78,15 +85,22 @@ backward_of_type(const tfast_attention_args *args)
                        : backward_of_dim<PATH, T, 128>(args);
 }
 
+int64_t
+tfast_mma_backward_scratch(const tfast_attention_args *args)
+{
+    const int64_t rows =
+        args->cu_seqlens_q == nullptr ? args->batch * args->n_q : args->total_q;
+
+    return rows * args->heads * (int64_t)sizeof(float);
+}
+
 tfast_status
 tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
 {
-    const bool has_room = args->dq.data != nullptr && args->dim >= 2 &&
-                          tfast_mma_is_aligned(&args->dq, 2) && args->n_q > 0;
     int version;
     const tfast_status status = tfast_mma_path(&version, args);
 
-    *taken = version != 0 && has_room;
+    *taken = version != 0;
     if (status != TFAST_OK || !*taken) {
         return status;
     }

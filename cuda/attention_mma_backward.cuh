@@ -7,8 +7,8 @@
  *   dq       q, dout     k, v       dq  += ds k
  *   dk, dv   k, v        q, dout    dk  += ds' q, dv += p' dout
  *
- * dout . out - dlse of each query is needed by both. Before dq is written, the first 4
- * bytes of its rows hold that number: nobody has to allocate anything. */
+ * dout . out - dlse of each query is needed by both: a kernel before them writes these
+ * numbers to the call's scratch. */
 #ifndef TFAST_ATTENTION_MMA_BACKWARD_CUH
 #define TFAST_ATTENTION_MMA_BACKWARD_CUH
 
@@ -52,11 +52,16 @@ struct mma_backward_thread {
 
 /* ---- Rows' numbers --------------------------------------------------------------- */
 
-/* Where the number of a query of this head lies: in dq's row. */
-DEVICE uint32_t *
+/* Where the number of a query of this head lies: [batch, heads, n_q] in scratch, or
+ * [heads, total_q]. */
+DEVICE float *
 delta_at(const tfast_attention_args &args, const attention_head &h, int64_t query)
 {
-    return (uint32_t *)((uint16_t *)args.dq.data + query_row(args, h, args.dq, query));
+    const int64_t row = args.cu_seqlens_q == nullptr
+                            ? (h.batch * args.heads + h.head) * args.n_q
+                            : h.head * args.total_q + h.first_q;
+
+    return (float *)args.scratch + row + query;
 }
 
 /* lse so that whatever has none gets weight 0. */
@@ -85,7 +90,7 @@ attention_mma_delta(const tfast_attention_args args)
             const float delta =
                 delta_of<float>(args, h, query, (int)threadIdx.x % 32, 32);
             if (threadIdx.x % 32 == 0) {
-                *delta_at(args, h, query) = __float_as_uint(delta);
+                *delta_at(args, h, query) = delta;
             }
         }
     }
@@ -146,8 +151,7 @@ fetch_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
         const bool is_lse = (int)threadIdx.x < S::STREAMED;
         own->number = is_lse ? INFINITY : 0;
         if ((int)threadIdx.x < 2 * S::STREAMED && query < h.n_q) {
-            own->number = is_lse ? lse_of(args, h, query)
-                                 : __uint_as_float(*delta_at(args, h, query));
+            own->number = is_lse ? lse_of(args, h, query) : *delta_at(args, h, query);
         }
     }
 }
@@ -492,7 +496,7 @@ read_own(mma_backward_thread<PATH, S> *own, const mma_call &call,
         const int64_t query = block.first + row + (int)threadIdx.x % 32 / 4 + r * 8;
         const bool is = !S::KEYS && query <= block.last;
         own->lse[r] = is ? lse_of(args, block.h, query) : INFINITY;
-        own->delta[r] = is ? __uint_as_float(*delta_at(args, block.h, query)) : 0;
+        own->delta[r] = is ? *delta_at(args, block.h, query) : 0;
     }
 }
 
@@ -515,7 +519,6 @@ store_own(const mma_backward_thread<PATH, S> &own, const mma_call &call,
             store_rows<T, S>(dv, own.dy, 1, call.pairs);
         }
     } else {
-        __syncthreads(); /* nobody reads the numbers in these rows any more */
         store_rows<T, S>(own_rows<S>(args, block, args.dq, args.dim), own.dx, scale,
                          call.pairs);
     }
