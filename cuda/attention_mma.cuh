@@ -48,7 +48,7 @@ struct mma_call {
 };
 
 /* A grid's x has 31 bits, as the number of a tile has. */
-static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
+static const int64_t MMA_MAX_DIM = 256, MMA_MAX_BLOCKS = 0x7FFFFFFF;
 static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
 
 /* In attention_mma.cu: the version of PTX, 75 or 80 and later, whose instructions take

@@ -80,9 +80,12 @@ backward_of_type(const tfast_attention_args *args)
 {
     const int64_t dim = args->dim > args->dim_v ? args->dim : args->dim_v;
 
-    return dim <= 32   ? backward_of_dim<PATH, T, 32>(args)
-           : dim <= 64 ? backward_of_dim<PATH, T, 64>(args)
-                       : backward_of_dim<PATH, T, 128>(args);
+    return dim <= 32    ? backward_of_dim<PATH, T, 32>(args)
+           : dim <= 64  ? backward_of_dim<PATH, T, 64>(args)
+           : dim <= 96  ? backward_of_dim<PATH, T, 96>(args)
+           : dim <= 128 ? backward_of_dim<PATH, T, 128>(args)
+           : dim <= 192 ? backward_of_dim<PATH, T, 192>(args)
+                        : backward_of_dim<PATH, T, 256>(args);
 }
 
 int64_t

@@ -63,9 +63,9 @@ any_rows()
 int64_t
 any_dim()
 {
-    const int64_t dims[] = {1, 7, 8, 16, 32, 40, 64, 72, 96, 128};
+    const int64_t dims[] = {1, 7, 8, 16, 32, 40, 64, 72, 96, 128, 160, 192, 250, 256};
 
-    return dims[any_of(10)];
+    return dims[any_of(14)];
 }
 
 void
