@@ -3,6 +3,7 @@
 #include "attention_mma.cuh"
 #include "attention_plain_backward.cuh"
 #include "attention_plain_forward.cuh"
+#include "attention_scratch.cuh"
 
 /* A grid's x has 31 bits; what is past it the blocks do after their first. */
 static const int64_t MOST_BLOCKS = 1 << 30;
@@ -30,7 +31,8 @@ tfast_cuda_attention_scratch(int64_t *bytes, const tfast_attention_args *args,
     if (status == TFAST_OK) {
         status = tfast_mma_path(&version, args);
     }
-    *bytes = backward && version != 0 ? tfast_mma_backward_scratch(args) : 0;
+    *bytes =
+        status == TFAST_OK ? attention_scratch_of(args, version, backward).bytes : 0;
     return status;
 }
 

@@ -1,7 +1,7 @@
 /* Attention by tensor cores: what the kernels share. Two instruction paths give the
  * same fragments, so that one source serves both:
  *
- *   path_75   m16n8k8, tiles by way of registers; float16
+ *   path_75   m16n8k8, tiles by way of registers; float16, and bfloat16 as float16
  *   path_80   m16n8k16, tiles by cp.async; float16 and bfloat16
  *
  * Tiles in shared memory are 16 bits an element, dims past the arrays' zero. In a
@@ -39,12 +39,14 @@
 #define TFAST_ATTENTION_MMA_CUH
 
 #include "attention_head.cuh"
+#include "attention_mma_scale.cuh"
 
 /* What a launch passes to its kernel. */
 struct mma_call {
     tfast_attention_args args;
-    bool chunks; /* all rows that are read begin at multiples of 16 bytes */
-    bool pairs;  /* all rows that are written, of 4 bytes */
+    int32_t *exponents; /* of bfloat16 that is multiplied as float16; in scratch */
+    bool chunks;        /* all rows that are read begin at multiples of 16 bytes */
+    bool pairs;         /* all rows that are written, of 4 bytes */
 };
 
 /* A grid's x has 31 bits, as the number of a tile has. */
@@ -54,6 +56,10 @@ static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
 /* In attention_mma.cu: the version of PTX, 75 or 80 and later, whose instructions take
  * the call; 0 where there are no kernels for it. */
 tfast_status tfast_mma_path(int *version, const tfast_attention_args *args);
+
+/* Launches what finds the exponents of the call's first `tensors` tensors, if it has a
+ * place for them. Its `chunks` must hold for all of these. */
+tfast_status tfast_mma_find_exponents(const mma_call &call, int tensors);
 
 /* Whether rows begin at multiples of so many elements, a power of two. */
 bool tfast_mma_is_aligned(const tfast_attention_rows *rows, int64_t elements);
@@ -66,21 +72,6 @@ bool tfast_mma_has_options(const tfast_attention_args *args);
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);
-
-/* The bytes of scratch with the backward's numbers of rows. */
-int64_t tfast_mma_backward_scratch(const tfast_attention_args *args);
-
-/* ---- Element types --------------------------------------------------------------- */
-
-struct mma_f16 {
-    static constexpr int DTYPE = TFAST_F16;
-    DEVICE uint32_t pack(float low, float high) { return pack_f16(low, high); }
-};
-
-struct mma_bf16 {
-    static constexpr int DTYPE = TFAST_BF16;
-    DEVICE uint32_t pack(float low, float high) { return pack_bf16(low, high); }
-};
 
 /* ---- Instruction paths ----------------------------------------------------------- */
 
@@ -108,7 +99,8 @@ struct path_80 {
     template <typename T>
     DEVICE void mma(float *c, const uint32_t *a, const uint32_t *b)
     {
-        if constexpr (T::DTYPE == TFAST_BF16) {
+        static_assert(!T::SCALED, "copies are not converted");
+        if constexpr (T::MULTIPLIED == TFAST_BF16) {
             mma_m16n8k16_bf16(c, a, b);
         } else {
             mma_m16n8k16_f16(c, a, b);
@@ -258,16 +250,21 @@ struct mma_tile {
         }
     }
 
-    /* Ends all but the last LATER fetches; a barrier must follow before a read. */
-    template <int LATER>
-    __device__ __forceinline__ void land(smem to)
+    /* Ends all but the last LATER fetches; a barrier must follow before a read.
+     * Elements are multiplied by `power` where their type says so. */
+    template <int LATER, typename T = mma_f16>
+    __device__ __forceinline__ void land(smem to, float power = 1)
     {
         if constexpr (PATH::ASYNC) {
+            (void)power;
             cp_async_wait<LATER>();
         } else {
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                st_shared_128(to + layout::at(row(i), chunk(i)), staged[i]);
+                const uint4 x = staged[i];
+                st_shared_128(to + layout::at(row(i), chunk(i)),
+                              make_uint4(T::load(x.x, power), T::load(x.y, power),
+                                         T::load(x.z, power), T::load(x.w, power)));
             }
         }
     }
@@ -276,7 +273,9 @@ struct mma_tile {
 /* A block's head and rows. Kept in shared memory, where they take no registers. */
 struct mma_block {
     attention_head h;
-    int64_t first, last; /* its own rows: the last one too */
+    int64_t first, last;     /* its own rows: the last one too */
+    float unit;              /* what products of queries and keys are multiplied by */
+    int exponent[EXPONENTS]; /* of the head's tensors, where they are scaled */
 };
 
 /* Whether the tile's elements that this thread has landed are finite; `at` is where
@@ -285,7 +284,7 @@ template <typename T, typename TILE>
 DEVICE bool
 is_finite(const TILE &tile, const char *at)
 {
-    constexpr bool BF16 = T::DTYPE == TFAST_BF16;
+    constexpr bool BF16 = T::MULTIPLIED == TFAST_BF16;
     constexpr uint32_t EXPONENTS = BF16 ? 0x7F807F80 : 0x7C007C00;
     constexpr uint32_t ONES = BF16 ? 0x00800080 : 0x04000400; /* of the exponents */
     uint32_t seen = 0; /* the sum reaches the sign where an exponent is full */
@@ -340,7 +339,9 @@ template <int D, bool REGISTERS>
 struct mma_own {
     uint32_t piece[REGISTERS ? D / 16 : 1][4];
 
-    __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs)
+    template <typename T = mma_f16>
+    __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs,
+                                         float power = 1)
     {
         if constexpr (REGISTERS) {
             const int lane = threadIdx.x % 32;
@@ -348,7 +349,8 @@ struct mma_own {
             for (int i = 0; i < D / 4; i++) {
                 const int at = row + lane / 4 + i % 2 * 8;
                 const int column = i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2;
-                piece[i / 4][i % 4] = read_pair(rows, at, column, pairs);
+                piece[i / 4][i % 4] =
+                    T::load(read_pair(rows, at, column, pairs), power);
             }
         }
     }
@@ -397,12 +399,13 @@ pack_weights(uint32_t w[S::STREAMED / 16][4], const mma_scores<S> &s)
     }
 }
 
-/* out += weights . rows for a tile with elements that are not finite: those of weight 0
- * are left out. Reads global memory, in float32. Fragments take turns to be the first,
- * so that the loop need not be unrolled. */
+/* out += weights . power rows for a tile with elements that are not finite: those of
+ * weight 0 are left out. Reads global memory, in float32. Fragments take turns to be
+ * the first, so that the loop need not be unrolled. */
 template <typename T, typename S>
 DEVICE void
-add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows)
+add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows,
+              float power = 1)
 {
     const int t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4 * 4;
 
@@ -417,10 +420,11 @@ add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows)
             for (int i = 0; i < S::D / 4; i++) {
                 const int column = i / 2 * 8 + t * 2 + i % 2;
                 if (j < rows.n && column < rows.dims) {
-                    const uint16_t x = rows.data[j * rows.stride + column];
+                    const uint16_t half = rows.data[j * rows.stride + column];
+                    const float x = from_half(half, T::DTYPE) * power;
                     float *o0 = &out[i / 2][i % 2], *o8 = &out[i / 2][2 + i % 2];
-                    *o0 = w0 == 0 ? *o0 : fused(w0, from_half(x, T::DTYPE), *o0);
-                    *o8 = w8 == 0 ? *o8 : fused(w8, from_half(x, T::DTYPE), *o8);
+                    *o0 = w0 == 0 ? *o0 : fused(w0, x, *o0);
+                    *o8 = w8 == 0 ? *o8 : fused(w8, x, *o8);
                 }
             }
         }

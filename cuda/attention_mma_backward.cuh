@@ -54,7 +54,7 @@ streamed_v(const tfast_attention_args &args, const attention_head &h, int tile)
 /* Begins to bring a step's tiles into a stage. */
 template <typename PATH, typename S>
 DEVICE void
-fetch_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
+fetch_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
            const mma_backward_block &block, const mma_step &step, int stage)
 {
     const tfast_attention_args &args = call.args;
@@ -69,7 +69,8 @@ fetch_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
         const bool is_lse = (int)threadIdx.x < S::STREAMED;
         own->number = is_lse ? INFINITY : 0;
         if ((int)threadIdx.x < 2 * S::STREAMED && query < h.n_q) {
-            own->number = is_lse ? lse_of(args, h, query) : *delta_at(args, h, query);
+            own->number = is_lse ? lse_of(args, h, query)
+                                 : call.delta[number_row(args, h) + query];
         }
     }
 }
@@ -132,7 +133,6 @@ weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &a
     constexpr int KEYS = S::KEYS ? 2 : S::STREAMED / 4;
     const int64_t row = block.first + warp_row<S>() + threadIdx.x % 32 / 4;
     const int64_t column = (int64_t)tile * S::STREAMED;
-    const float unit = (float)(args.scale * 1.4426950408889634);
 
 #pragma unroll
     for (int x = 0; x < QUERIES; x++) {
@@ -156,13 +156,15 @@ weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &a
             float *p = &s->at[c / 2][r * 2 + c % 2];
             if constexpr (S::OPTIONS) {
                 float *bent = &slope->at[c / 2][r * 2 + c % 2];
-                const attention_rule<float> rule = rule_of<float>(args, h);
+                attention_rule<float> rule = rule_of<float>(args, h);
+                rule.scale = block.unit;
                 const float score =
                     allowed ? score_of(bent, *p, args, h, rule, query, first + key)
                             : -INFINITY;
                 *p = score == -INFINITY ? 0 : exponential(score - lse);
             } else {
-                *p = allowed ? ex2_approx(fused(*p, unit, lse * -1.44269504f)) : 0;
+                *p =
+                    allowed ? ex2_approx(fused(*p, block.unit, lse * -1.44269504f)) : 0;
             }
         }
     }
@@ -233,7 +235,7 @@ finish_step(mma_scores<S> *e, const mma_scores<S> &p, const mma_scores<S> &slope
  * finite, and some query may not look at some key. */
 template <typename PATH, typename T, typename S>
 DEVICE void
-take_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
+take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
           const mma_backward_block &block, char *base, const mma_step &step, int stage,
           bool bounded, bool careful)
 {
@@ -284,7 +286,7 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
 
 template <typename PATH, typename T, typename S>
 DEVICE void
-walk_steps(mma_backward_thread<PATH, S> *own, const mma_call &call,
+walk_steps(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
            const mma_backward_block &block, char *base)
 {
     mma_step step = {0, block.begin};
@@ -346,7 +348,7 @@ own_rows(const tfast_attention_args &args, const mma_backward_block &block,
 
 template <typename PATH, typename S>
 DEVICE void
-read_own(mma_backward_thread<PATH, S> *own, const mma_call &call,
+read_own(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
          const mma_backward_block &block)
 {
     const tfast_attention_args &args = call.args;
@@ -379,13 +381,13 @@ read_own(mma_backward_thread<PATH, S> *own, const mma_call &call,
         const int64_t query = block.first + row + (int)threadIdx.x % 32 / 4 + r * 8;
         const bool is = !S::KEYS && query <= block.last;
         own->lse[r] = is ? lse_of(args, block.h, query) : INFINITY;
-        own->delta[r] = is ? *delta_at(args, block.h, query) : 0;
+        own->delta[r] = is ? call.delta[number_row(args, block.h) + query] : 0;
     }
 }
 
 template <typename T, typename S, typename PATH>
 DEVICE void
-store_own(const mma_backward_thread<PATH, S> &own, const mma_call &call,
+store_own(const mma_backward_thread<PATH, S> &own, const mma_backward_call &call,
           const mma_backward_block &block)
 {
     const tfast_attention_args &args = call.args;
@@ -405,6 +407,17 @@ store_own(const mma_backward_thread<PATH, S> &own, const mma_call &call,
         store_rows<T, S>(own_rows<S>(args, block, args.dq, args.dim), own.dx, scale,
                          call.pairs);
     }
+}
+
+/* What products of queries and keys are multiplied by: for log2's units, or with
+ * OPTIONS as score_of() takes it. */
+template <typename S>
+DEVICE double
+unit_of(const tfast_attention_args &args)
+{
+    return !S::OPTIONS         ? args.scale * 1.4426950408889634
+           : args.softcap != 0 ? args.scale / args.softcap
+                               : args.scale;
 }
 
 /* Which rows are the block's, and what it walks over; by one thread. The tile of rows
@@ -427,6 +440,7 @@ begin_backward(mma_backward_block *block, const tfast_attention_args &args)
     const int64_t end = S::KEYS ? end_query(args, h, last) : end_key(args, h, last);
 
     block->h = h;
+    block->unit = (float)unit_of<S>(args);
     block->first = first;
     block->last = last;
     block->heads = last >= first && begin < end ? (int)group : 0;
@@ -439,7 +453,7 @@ begin_backward(mma_backward_block *block, const tfast_attention_args &args)
 
 template <typename PATH, typename T, typename S>
 TFAST_KERNEL(S::THREADS, S::BLOCKS)
-attention_mma_backward(const __grid_constant__ mma_call call)
+attention_mma_backward(const __grid_constant__ mma_backward_call call)
 {
     if constexpr (PATH::HERE) {
         SHARED_DYNAMIC(base);

@@ -1,16 +1,21 @@
 /* Attention backward by tensor cores: the sizes of its kernels' tiles, the numbers of
  * rows, and the products of a step.
  *
- * Results of 16 rows x 128 dims, two of them, are all that a warp's registers hold. With
- * more dims two warps share their 16 rows: each makes one of the two products of a step
- * that are summed over the dims, shows it to the other by way of shared memory, and adds
- * to its half of the results' dims. That is 7 products for the whole backward, as with
- * fewer dims; dk and dv by kernels of their own would be 8. The shown scores are float32,
- * 16 x 16 a warp, and cost one more barrier a step. */
+ * Results of 16 rows x 128 dims, two of them, are all that a warp's registers hold.
+ * With more dims two warps share their 16 rows: each makes one of the two products of a
+ * step that are summed over the dims, for both by way of shared memory, and adds to its
+ * half of the results' dims. That is 7 products for the whole backward, as with fewer
+ * dims; dk and dv by kernels of their own would be 8. What it costs is 16 x 16 floats
+ * of shared memory a warp and one more barrier a step. */
 #ifndef TFAST_ATTENTION_MMA_BACKWARD_TILES_CUH
 #define TFAST_ATTENTION_MMA_BACKWARD_TILES_CUH
 
 #include "attention_mma.cuh"
+
+/* What a launch passes to its kernel; the pointers are to scratch. */
+struct mma_backward_call : mma_call {
+    float *delta; /* dout . out - dlse of each query: see number_row() */
+};
 
 /* ---- Tiles ----------------------------------------------------------------------- */
 
@@ -26,8 +31,9 @@ template <typename PATH, int DIM, bool OWNS_KEYS, bool HAS_OPTIONS>
 struct mma_backward_shape {
     static constexpr bool KEYS = OWNS_KEYS, OPTIONS = HAS_OPTIONS;
     static constexpr int D = DIM;
-    static constexpr bool PAIRS = D > 128;
-    static constexpr int WARPS = D == 256 && !KEYS ? 8 : 4;
+    static constexpr bool FULL = D == 128 && KEYS && OPTIONS && !PATH::ASYNC;
+    static constexpr bool PAIRS = D > 128 || FULL; /* registers are full without */
+    static constexpr int WARPS = (D == 256 && !KEYS) || FULL ? 8 : 4;
     static constexpr int STREAMED =
         PAIRS || (D == 128 && (OPTIONS || !PATH::ASYNC)) ? 16 : 32;
     static constexpr int STAGES = D == 256 && KEYS && !PATH::ASYNC ? 1 : 2;
@@ -90,16 +96,13 @@ struct mma_backward_thread {
 
 /* ---- Rows' numbers --------------------------------------------------------------- */
 
-/* Where the number of a query of this head lies: [batch, heads, n_q] in scratch, or
+/* The first of this head's queries among all of the call's: [batch, heads, n_q], or
  * [heads, total_q]. */
-DEVICE float *
-delta_at(const tfast_attention_args &args, const attention_head &h, int64_t query)
+DEVICE int64_t
+number_row(const tfast_attention_args &args, const attention_head &h)
 {
-    const int64_t row = args.cu_seqlens_q == nullptr
-                            ? (h.batch * args.heads + h.head) * args.n_q
-                            : h.head * args.total_q + h.first_q;
-
-    return (float *)args.scratch + row + query;
+    return args.cu_seqlens_q == nullptr ? (h.batch * args.heads + h.head) * args.n_q
+                                        : h.head * args.total_q + h.first_q;
 }
 
 /* lse so that whatever has none gets weight 0. */
@@ -115,8 +118,9 @@ enum { DELTA_THREADS = 128 };
 
 /* A warp a query; blocks go on until all rows of all heads are done. */
 TFAST_KERNEL(DELTA_THREADS, 4)
-attention_mma_delta(const tfast_attention_args args)
+attention_mma_delta(const __grid_constant__ mma_backward_call call)
 {
+    const tfast_attention_args &args = call.args;
     const int64_t heads = args.heads * args.batch, warps = DELTA_THREADS / 32;
     const int64_t rows = (args.n_q + warps - 1) / warps;
 
@@ -128,7 +132,7 @@ attention_mma_delta(const tfast_attention_args args)
             const float delta =
                 delta_of<float>(args, h, query, (int)threadIdx.x % 32, 32);
             if (threadIdx.x % 32 == 0) {
-                *delta_at(args, h, query) = delta;
+                call.delta[number_row(args, h) + query] = delta;
             }
         }
     }

@@ -253,25 +253,39 @@ weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
            const tfast_attention_args &args, const mma_block &block, int64_t key,
            bool bounded)
 {
-    const float unit = (float)(args.scale * 1.4426950408889634);
-
 #pragma unroll
     for (int p = 0; p < S::PIECES; p++) {
         const int row = piece_row<S>(p) + (int)threadIdx.x % 32 / 4;
         const mma_place place = {block.first + row, key};
         if constexpr (S::OPTIONS) {
-            const attention_rule<float> rule = rule_of<float>(args, block.h);
+            attention_rule<float> rule = rule_of<float>(args, block.h);
+            rule.scale = block.unit;
             finish_mma_scores(&s[p], args, block.h, rule, place);
         } else if (bounded) {
             bound_scores(&s[p], args, block.h, place);
         }
-        soften_piece(&s[p], state, p, unit);
+        soften_piece(&s[p], state, p, block.unit);
         if constexpr (S::OPTIONS) {
             if (args.dropout_p > 0) {
                 drop_weights(&s[p], dropout_of(args, block.h), place);
             }
         }
     }
+}
+
+/* What an element of the head's tensor has been multiplied by, and its reciprocal. */
+template <typename T>
+DEVICE float
+own_power(const mma_block &block, int tensor)
+{
+    return T::SCALED ? power_of(block.exponent[tensor]) : 1;
+}
+
+template <typename T>
+DEVICE float
+own_power_back(const mma_block &block, int tensor)
+{
+    return T::SCALED ? power_back(block.exponent[tensor]) : 1;
 }
 
 /* Writes the outputs and lse, sinks included. */
@@ -288,6 +302,7 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
     const float sink = sinks == nullptr ? -INFINITY : sinks[h.head];
     const float kept =
         S::OPTIONS && args.dropout_p > 0 ? (float)dropout_of(args, h).scale : 1;
+    const float back = own_power_back<T>(block, EXPONENT_V);
     const int lane = threadIdx.x % 32;
 
 #pragma unroll
@@ -305,7 +320,8 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
 #pragma unroll
         for (int n = 0; n < S::D / 8; n++) {
             const float *o = &state->out[p][n][2 * r];
-            const uint32_t pair = empty ? 0 : T::pack(o[0] * factor, o[1] * factor);
+            const uint32_t pair =
+                empty ? 0 : T::store(o[0] * factor * back, o[1] * factor * back);
             write_pair(out, row, n * 8 + lane % 4 * 2, pair, call.pairs);
         }
     }
@@ -337,7 +353,7 @@ walk_keys(const mma_call &call, const mma_block &block,
         const bool bounded = S::OPTIONS || is_bounded<S>(args, block, tile);
         const smem keys = k_at + stage * S::TILE_BYTES;
         mma_scores<S> s[S::PIECES] = {};
-        k_tile.template land<0>(keys);
+        k_tile.template land<0, T>(keys, own_power<T>(block, EXPONENT_K));
         __syncthreads(); /* keys are there, and nobody reads the old values any more */
         v_tile.fetch(v_at, keys_of<S>(args, h, args.v, args.dim_v, tile), call.chunks);
         stage ^= PATH::ASYNC;
@@ -349,20 +365,66 @@ walk_keys(const mma_call &call, const mma_block &block,
         }
         multiply_keys<PATH, T>(s, own, keys);
         weigh_keys(s, &state, args, block, (int64_t)tile * S::STREAMED, bounded);
-        v_tile.template land<1>(v_at);
+        v_tile.template land<1, T>(v_at, own_power<T>(block, EXPONENT_V));
         const char *landed = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
         /* values are there, and nobody reads these keys any more */
         if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 add_carefully<T>(state.out[p], s[p],
-                                 keys_of<S>(args, h, args.v, args.dim_v, tile));
+                                 keys_of<S>(args, h, args.v, args.dim_v, tile),
+                                 own_power<T>(block, EXPONENT_V));
             }
         } else {
             add_values<PATH, T>(&state, s, own.reader, v_at);
         }
     }
     finish_mma_rows<T>(&state, call, block);
+}
+
+/* Products' factor, with what the elements' powers take away. Powers that are out of
+ * float32's range may end at its bounds: with these all scores are 0, or far apart. */
+template <typename T, typename S>
+DEVICE float
+unit_of(const tfast_attention_args &args, const mma_block &block)
+{
+    double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
+                  : args.softcap != 0 ? args.scale / args.softcap
+                                      : args.scale;
+
+    if constexpr (T::SCALED) {
+        unit *= (double)power_back(block.exponent[EXPONENT_Q]) *
+                power_back(block.exponent[EXPONENT_K]);
+    }
+    const float bounded =
+        fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
+    return S::OPTIONS ? bounded : fmaxf(bounded, 1.17549435e-38f);
+}
+
+/* Which head and rows are the block's; by its first warp. */
+template <typename T, typename S>
+DEVICE void
+begin_block(mma_block *block, const mma_call &call)
+{
+    const tfast_attention_args &args = call.args;
+    const int64_t tiles = (args.n_q + S::ROWS - 1) / S::ROWS;
+    const int64_t item = blockIdx.x / tiles, head = item % args.heads;
+
+    if constexpr (T::SCALED) {
+        for (int tensor = 0; tensor <= EXPONENT_V; tensor++) {
+            const int exponent =
+                read_exponent(call.exponents, args, tensor, item / args.heads, head);
+            if (threadIdx.x == 0) {
+                block->exponent[tensor] = exponent;
+            }
+        }
+    }
+    if (threadIdx.x == 0) {
+        block->h = attention_head_of(args, item / args.heads, head);
+        block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
+        block->last = block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
+        block->unit = unit_of<T, S>(args, *block);
+    }
 }
 
 template <typename PATH, typename T, typename S>
@@ -373,15 +435,10 @@ attention_mma_forward(const __grid_constant__ mma_call call)
         SHARED_DYNAMIC(base);
         SHARED(mma_block, block, 1);
         const tfast_attention_args &args = call.args;
-        const int64_t tiles = (args.n_q + S::ROWS - 1) / S::ROWS;
-        const int64_t head = blockIdx.x / tiles;
         mma_forward_thread<S> own;
 
-        if (threadIdx.x == 0) {
-            block->h = attention_head_of(args, head / args.heads, head % args.heads);
-            block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
-            block->last =
-                block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
+        if (threadIdx.x < 32) {
+            begin_block<T, S>(block, call);
         }
         __syncthreads();
         if (block->last < block->first) {
@@ -389,15 +446,16 @@ attention_mma_forward(const __grid_constant__ mma_call call)
         }
         const mma_rows q =
             mma_queries(args, block->h, args.q, args.dim, block->first, S::ROWS);
+        const float power = own_power<T>(*block, EXPONENT_Q);
         own.q = smem_address(base);
 #pragma unroll
         for (int p = 0; p < S::PIECES; p++) {
-            own.own[p].read(q, piece_row<S>(p), call.chunks);
+            own.own[p].template read<T>(q, piece_row<S>(p), call.chunks, power);
         }
         if constexpr (!S::OWN) { /* a barrier follows before it is read */
             mma_tile<PATH, S::ROWS, S::D, S::THREADS> q_tile;
             q_tile.fetch(own.q, q, call.chunks);
-            q_tile.template land<0>(own.q);
+            q_tile.template land<0, T>(own.q, power);
         }
         walk_keys<PATH, T>(call, *block, own, base);
     }

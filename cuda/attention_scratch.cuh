@@ -1,0 +1,51 @@
+/* How attention by tensor cores divides a call's scratch. Host side only: kernels get
+ * pointers. */
+#ifndef TFAST_ATTENTION_SCRATCH_CUH
+#define TFAST_ATTENTION_SCRATCH_CUH
+
+#include "attention_mma_scale.cuh"
+
+/* Where each part begins, in bytes: a multiple of TFAST_SCRATCH_ALIGNMENT. Parts that a
+ * call has no use for have no bytes. */
+struct attention_scratch {
+    int64_t exponents; /* int32 [EXPONENTS, batch * heads, EXPONENT_PARTS]: see
+                          attention_mma_scale.cuh */
+    int64_t delta;     /* float [batch, heads, n_q] or [heads, total_q]: the backward's
+                          dout . out - dlse */
+    int64_t bytes;     /* of all parts */
+};
+
+/* Puts a part of so many bytes behind the others. */
+static inline int64_t
+place_scratch(attention_scratch *scratch, int64_t bytes)
+{
+    const int64_t at = scratch->bytes, unit = TFAST_SCRATCH_ALIGNMENT;
+
+    scratch->bytes += (bytes + unit - 1) / unit * unit;
+    return at;
+}
+
+/* Whether bfloat16 is multiplied as float16; `version` is tfast_mma_path()'s. */
+static inline bool
+is_scaled(const tfast_attention_args *args, int version)
+{
+    return version != 0 && version < 80 && args->dtype == TFAST_BF16;
+}
+
+static inline attention_scratch
+attention_scratch_of(const tfast_attention_args *args, int version, bool backward)
+{
+    const int64_t heads = args->batch * args->heads;
+    const int64_t rows =
+        args->cu_seqlens_q == nullptr ? args->batch * args->n_q : args->total_q;
+    attention_scratch scratch = {};
+
+    scratch.exponents = place_scratch(
+        &scratch,
+        is_scaled(args, version) ? EXPONENTS * heads * EXPONENT_PARTS * 4 : 0);
+    scratch.delta =
+        place_scratch(&scratch, backward && version != 0 ? rows * args->heads * 4 : 0);
+    return scratch;
+}
+
+#endif
