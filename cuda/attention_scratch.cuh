@@ -11,6 +11,8 @@ struct attention_scratch {
     int64_t exponents; /* int32 [EXPONENTS, batch * heads, EXPONENT_PARTS]: see
                           attention_mma_scale.cuh */
     int64_t results;   /* of splits of the keys: see attention_decode.cuh */
+    int64_t delta;     /* float [batch, heads, n_q] or [heads, total_q]: the backward's
+                          dout . out - dlse */
     int64_t bytes;     /* of all parts */
 };
 
@@ -38,6 +40,8 @@ static inline attention_scratch
 attention_scratch_of(const tfast_attention_args *args, int version, bool backward)
 {
     const int64_t heads = args->batch * args->heads;
+    const int64_t rows =
+        args->cu_seqlens_q == nullptr ? args->batch * args->n_q : args->total_q;
     attention_scratch scratch = {};
 
     scratch.exponents = place_scratch(
@@ -45,6 +49,8 @@ attention_scratch_of(const tfast_attention_args *args, int version, bool backwar
         is_scaled(args, version) ? EXPONENTS * heads * EXPONENT_PARTS * 4 : 0);
     scratch.results =
         place_scratch(&scratch, backward ? 0 : tfast_decode_results(args, version));
+    scratch.delta =
+        place_scratch(&scratch, backward && version != 0 ? rows * args->heads * 4 : 0);
     return scratch;
 }
 

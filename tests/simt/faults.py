@@ -156,7 +156,7 @@ def number_of(name):
 PLAIN, PLAIN_FORWARD = "attention_plain.cuh", "attention_plain_forward.cuh"
 PLAIN_BACKWARD, HEAD = "attention_plain_backward.cuh", "attention_head.cuh"
 MMA, FORWARD = "attention_mma.cuh", "attention_mma_forward.cuh"
-BACKWARD = "attention_mma_backward.cuh"
+BACKWARD, DECODE = "attention_mma_backward.cuh", "attention_decode.cuh"
 ADAMW, AMP = "adamw_kernel.cuh", "amp_kernel.cuh"
 
 FAULTS = {
@@ -347,6 +347,9 @@ FAULTS = {
     "one row too many fetched": Fault(
         MMA, "@row(i) < rows.n@ ? rows.dims", "row(i) <= rows.n", "address", BOUNDS
     ),
+    "chunk that is not aligned fetched": Fault(
+        MMA, "whole = @chunks@ && left", "true", "address", "aligned"
+    ),
     "one element too many gathered": Fault(
         MMA, "@n < 8 ? n - 1 : 7@", "n < 8 ? n : 7", "address", f"{BOUNDS}|{DIFFERS}"
     ),
@@ -455,6 +458,14 @@ FAULTS = {
         DIFFERS,
     ),
     # ---- Attention by tensor cores: backward ----
+    "gradients taken for aligned": Fault(
+        "attention_mma_backward.cu",
+        "@tfast_mma_is_aligned(&args->dq, 2) && tfast_mma_is_aligned(&args->dk, 2) && "
+        "tfast_mma_is_aligned(&args->dv, 2)@",
+        "true",
+        "address",
+        MISALIGNED,
+    ),
     "number of a query past the end read": Fault(
         BACKWARD,
         "2 * S::STREAMED && @query < h.n_q@)",
@@ -470,7 +481,7 @@ FAULTS = {
         BOUNDS,
     ),
     "delta of a query past the end made": Fault(
-        BACKWARD,
+        "attention_mma_backward_tiles.cuh",
         "if (@query < h.n_q@) { const float delta",
         "query <= h.n_q",
         "address",
@@ -491,7 +502,7 @@ FAULTS = {
         DIFFERS,
     ),
     "step's tiles brought where they are read": Fault(
-        BACKWARD, "next, @stage ^ 1@);", "stage", "thread", RACE
+        BACKWARD, "next, @stage ^ (S::STAGES - 1)@);", "stage", "thread", RACE
     ),
     "step's head always the first": Fault(
         BACKWARD, "h.head += S::KEYS ? @step.head@ : 0;", "0", "plain", DIFFERS
@@ -511,10 +522,44 @@ FAULTS = {
         DIFFERS,
     ),
     "step's last tile left out": Fault(
-        BACKWARD, "(@end_row + S::STREAMED - 1@) / S", "end_row", "plain", DIFFERS
+        BACKWARD, "(@end + S::STREAMED - 1@) / S", "end", "plain", DIFFERS
     ),
     "slope of the softcap left out": Fault(
         BACKWARD, "? @x * slope.at[n][i]@ : x", "x", "plain", DIFFERS
+    ),
+    "power of two not given back": Fault(
+        "attention_mma_scale.cuh", "@exponent - 15@)", "exponent - 14", "plain", DIFFERS
+    ),
+    # ---- Attention of few queries: splits of the keys ----
+    "rows past a tile's end summed": Fault(
+        DECODE,
+        "if (@row >= block.n_rows@) {",
+        "false",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "sums past their pitch written": Fault(
+        DECODE,
+        "if (@column < call.plan.pitch@ &&",
+        "true",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "sums that no split wrote read": Fault(
+        DECODE, "if (@number.y != 0@) {", "true", "plain", DIFFERS
+    ),
+    "split without keys says nothing": Fault(
+        DECODE, "if (@(int)threadIdx.x < block->n_rows@) {", "false", "plain", DIFFERS
+    ),
+    "rows all of the first head": Fault(
+        DECODE, "h.head += @block.rows[fragment_row(r)].head@;", "0", "plain", DIFFERS
+    ),
+    "empty group of a split not counted": Fault(
+        DECODE,
+        "@cp_async_commit();@ /* an empty group",
+        "",
+        "plain",
+        f"{DIFFERS}|never waited for",
     ),
 }
 FAULTS |= barriers()
