@@ -57,6 +57,9 @@ tfast_cuda_attention(const tfast_attention_args *args)
     bool taken = false;
 
     if (status == TFAST_OK) {
+        status = tfast_decode_attention(&taken, args);
+    }
+    if (status == TFAST_OK && !taken) {
         status = tfast_mma_attention(&taken, args);
     }
     if (status != TFAST_OK || taken) {

@@ -67,11 +67,17 @@ bool tfast_mma_is_aligned(const tfast_attention_rows *rows, int64_t elements);
 /* Whether scores are more than bounded products of a positive scale. */
 bool tfast_mma_has_options(const tfast_attention_args *args);
 
+/* In attention_mma_forward.cu: what the forward's launches pass. */
+mma_call tfast_mma_forward_call(const tfast_attention_args *args, int version);
+
 /* In attention_mma_forward.cu and attention_mma_backward.cu: these do the call if there
  * are kernels for it. The backward does not make the gradients of options. */
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);
+
+/* In attention_decode.cu: the same for calls of few queries and many keys. */
+tfast_status tfast_decode_attention(bool *taken, const tfast_attention_args *args);
 
 /* ---- Instruction paths ----------------------------------------------------------- */
 
@@ -230,7 +236,7 @@ struct mma_layout {
     }
 };
 
-/* Brings a tile from global memory, all threads of the block together. */
+/* Brings a tile from global memory, THREADS threads together: a block's, or a warp's. */
 template <typename PATH, int ROWS, int D, int THREADS>
 struct mma_tile {
     typedef mma_layout<ROWS, D> layout;
@@ -238,8 +244,9 @@ struct mma_tile {
     static_assert(ROWS * D / 8 % THREADS == 0, "all threads have the same to do");
     uint4 staged[PATH::ASYNC ? 1 : EACH];
 
-    DEVICE int row(int i) { return (i * THREADS + threadIdx.x) / (D / 8); }
-    DEVICE int chunk(int i) { return (i * THREADS + threadIdx.x) % (D / 8); }
+    DEVICE unsigned thread() { return THREADS == 32 ? threadIdx.x % 32 : threadIdx.x; }
+    DEVICE int row(int i) { return (i * THREADS + thread()) / (D / 8); }
+    DEVICE int chunk(int i) { return (i * THREADS + thread()) % (D / 8); }
 
     /* Begins to; rows past the end become zeros. Nobody may read `to` any more. */
     __device__ __forceinline__ void fetch(smem to, const mma_rows &rows, bool chunks)

@@ -2,8 +2,8 @@
 #include "attention_mma_forward.cuh"
 #include "attention_scratch.cuh"
 
-static mma_call
-call_of(const tfast_attention_args *args, int version)
+mma_call
+tfast_mma_forward_call(const tfast_attention_args *args, int version)
 {
     const attention_scratch scratch = attention_scratch_of(args, version, false);
     char *at = (char *)args->scratch;
@@ -62,11 +62,11 @@ tfast_mma_attention(bool *taken, const tfast_attention_args *args)
     int version;
     tfast_status status = tfast_mma_path(&version, args);
 
-    *taken = version != 0;
+    *taken = version != 0 && args->dim <= 128 && args->dim_v <= 128;
     if (status != TFAST_OK || !*taken) {
         return status;
     }
-    const mma_call call = call_of(args, version);
+    const mma_call call = tfast_mma_forward_call(args, version);
     status = tfast_mma_find_exponents(call, EXPONENT_V + 1);
     if (status != TFAST_OK) {
         return status;

@@ -79,7 +79,30 @@ bound_scores(mma_scores<S> *s, const tfast_attention_args &args,
     }
 }
 
-/* The same, and everything else that makes a score from a product. */
+/* The same for row r of a fragment, and everything else that makes a score from a
+ * product. */
+template <typename S>
+DEVICE void
+finish_row(mma_scores<S> *s, int r, const tfast_attention_args &args,
+           const attention_head &h, const attention_rule<float> &rule,
+           const mma_place &place)
+{
+    const attention_reach reach =
+        reach_of(args, h, place.query, place.key, S::STREAMED);
+
+#pragma unroll
+    for (int i = 0; i < S::STREAMED / 4; i++) {
+        const int key = fragment_column(i / 2, i % 2);
+        float *score = &s->at[i / 2][r * 2 + i % 2], slope;
+        if (reach.first <= key && key < reach.end) {
+            *score =
+                score_of(&slope, *score, args, h, rule, place.query, place.key + key);
+        } else {
+            *score = -INFINITY;
+        }
+    }
+}
+
 template <typename S>
 DEVICE void
 finish_mma_scores(mma_scores<S> *s, const tfast_attention_args &args,
@@ -88,19 +111,7 @@ finish_mma_scores(mma_scores<S> *s, const tfast_attention_args &args,
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int64_t query = place.query + r * 8;
-        const attention_reach reach = reach_of(args, h, query, place.key, S::STREAMED);
-#pragma unroll
-        for (int i = 0; i < S::STREAMED / 4; i++) {
-            const int key = fragment_column(i / 2, i % 2);
-            float *score = &s->at[i / 2][r * 2 + i % 2], slope;
-            if (reach.first <= key && key < reach.end) {
-                *score =
-                    score_of(&slope, *score, args, h, rule, query, place.key + key);
-            } else {
-                *score = -INFINITY;
-            }
-        }
+        finish_row(s, r, args, h, rule, {place.query + r * 8, place.key});
     }
 }
 
@@ -280,16 +291,16 @@ weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
 }
 
 /* What an element of the head's tensor has been multiplied by, and its reciprocal. */
-template <typename T>
+template <typename T, typename BLOCK>
 DEVICE float
-own_power(const mma_block &block, int tensor)
+own_power(const BLOCK &block, int tensor)
 {
     return T::SCALED ? power_of(block.exponent[tensor]) : 1;
 }
 
-template <typename T>
+template <typename T, typename BLOCK>
 DEVICE float
-own_power_back(const mma_block &block, int tensor)
+own_power_back(const BLOCK &block, int tensor)
 {
     return T::SCALED ? power_back(block.exponent[tensor]) : 1;
 }
@@ -393,15 +404,15 @@ walk_keys(const mma_call &call, const mma_block &block,
  * float32's range may end at its bounds: with these all scores are 0, or far apart. */
 template <typename T, typename S>
 DEVICE float
-unit_of(const tfast_attention_args &args, const mma_block &block)
+unit_of(const tfast_attention_args &args, const int exponent[EXPONENTS])
 {
     double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
                   : args.softcap != 0 ? args.scale / args.softcap
                                       : args.scale;
 
     if constexpr (T::SCALED) {
-        unit *= (double)power_back(block.exponent[EXPONENT_Q]) *
-                power_back(block.exponent[EXPONENT_K]);
+        unit *=
+            (double)power_back(exponent[EXPONENT_Q]) * power_back(exponent[EXPONENT_K]);
     }
     const float bounded =
         fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
@@ -430,7 +441,7 @@ begin_block(mma_block *block, const mma_call &call)
         block->h = attention_head_of(args, item / args.heads, head);
         block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
         block->last = block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
-        block->unit = unit_of<T, S>(args, *block);
+        block->unit = unit_of<T, S>(args, block->exponent);
     }
 }
 

@@ -283,7 +283,8 @@ add_term_head(REAL sums[4][4], const tfast_attention_args &args,
 }
 
 /* Sums up a tile of shared memory over the dimensions in which the term is broadcast:
- * what is left is in the first row, column or element. */
+ * what is left is in the first row, column or element. Row i of a column is thread i's,
+ * who may read it without a barrier; of the rest all threads may read any. */
 template <typename REAL>
 DEVICE void
 reduce_tile(REAL *tile, bool rows, bool columns)
@@ -306,7 +307,6 @@ reduce_tile(REAL *tile, bool rows, bool columns)
         }
         tile[own * PITCH] = (REAL)sum;
     }
-    __syncthreads();
 }
 
 template <typename REAL>

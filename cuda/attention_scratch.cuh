@@ -10,6 +10,9 @@
 struct attention_scratch {
     int64_t exponents; /* int32 [EXPONENTS, batch * heads, EXPONENT_PARTS]: see
                           attention_mma_scale.cuh */
+    int64_t results;   /* of splits of the keys: see attention_decode.cuh */
+    int64_t delta;     /* float [batch, heads, n_q] or [heads, total_q]: the backward's
+                          dout . out - dlse */
     int64_t bytes;     /* of all parts */
 };
 
@@ -23,6 +26,9 @@ place_scratch(attention_scratch *scratch, int64_t bytes)
     return at;
 }
 
+/* In attention_decode.cu: bytes of the results of splits of the keys. */
+int64_t tfast_decode_results(const tfast_attention_args *args, int version);
+
 /* Whether bfloat16 is multiplied as float16; `version` is tfast_mma_path()'s. */
 static inline bool
 is_scaled(const tfast_attention_args *args, int version)
@@ -34,12 +40,17 @@ static inline attention_scratch
 attention_scratch_of(const tfast_attention_args *args, int version, bool backward)
 {
     const int64_t heads = args->batch * args->heads;
+    const int64_t rows =
+        args->cu_seqlens_q == nullptr ? args->batch * args->n_q : args->total_q;
     attention_scratch scratch = {};
 
-    (void)backward;
     scratch.exponents = place_scratch(
         &scratch,
         is_scaled(args, version) ? EXPONENTS * heads * EXPONENT_PARTS * 4 : 0);
+    scratch.results =
+        place_scratch(&scratch, backward ? 0 : tfast_decode_results(args, version));
+    scratch.delta =
+        place_scratch(&scratch, backward && version != 0 ? rows * args->heads * 4 : 0);
     return scratch;
 }
 

@@ -6,42 +6,68 @@ import os
 import re
 import shutil
 import subprocess
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # a run waits for its program to be built
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-SPEC = importlib.util.spec_from_file_location("simt_build", HERE / "simt" / "build.py")
-build = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(build)
+
+
+def module(name):
+    path = HERE / "simt" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"simt_{name}", path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+build, faults = module("build"), module("faults")
 
 # ---- Programs ------------------------------------------------------------------------
 
+LOCKS = defaultdict(Lock)  # of a program while it is built
+
+
+def program(name, mode, planted=False):
+    """One of tests/simt with the kernels, if it calls them: as they are, or planted."""
+    with LOCKS[name, mode, planted]:
+        return build_program(name, mode, planted)
+
 
 @cache
-def program(name, mode):
+def build_program(name, mode, planted):
     sources = [build.HERE / name]
     if name.endswith("_harness.cpp"):
-        sources += build.kernels()
-    return compiled(mode, sources, build.BUILT / f"{Path(name).stem}_{mode}")
-
-
-def compiled(mode, sources, target):
+        sources += plant() if planted else build.kernels()
+    suffix = "_planted" if planted else ""
     try:
+        target = build.BUILT / f"{Path(name).stem}_{mode}{suffix}"
         return build.program(mode, sources, target)
     except build.NoCompiler as reason:
         pytest.skip(str(reason))
 
 
-def execute(exe, *words):
+def plant():
+    with LOCKS["planted"]:
+        return faults.plant(build.BUILT / "planted")
+
+
+def execute(exe, *words, fault=0):
     """Runs a program; its exit status and what it wrote to stderr."""
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("LD_", "TRAINFAST"))
     }
     env["ASAN_OPTIONS"] = "detect_leaks=0"
     env["TSAN_OPTIONS"] = "halt_on_error=1:atexit_sleep_ms=0"
+    env["TRAINFAST_SIMT_FAULT"] = str(fault)
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
     # ThreadSanitizer cannot place its shadow under every randomised layout.
     for prefix in [[], fixed]:
@@ -50,6 +76,31 @@ def execute(exe, *words):
         if "unexpected memory mapping" not in done.stderr:
             return done.returncode, done.stderr
     pytest.skip("ThreadSanitizer cannot run here: " + done.stderr.strip())
+
+
+class Run(NamedTuple):
+    """A harness with the kernels as they are, or with a fault."""
+
+    harness: str
+    mode: str
+    seed: int
+    amount: int
+    fault: str = ""
+
+    def outcome(self):
+        exe = program(f"{self.harness}_harness.cpp", self.mode, bool(self.fault))
+        number = faults.number_of(self.fault) if self.fault else 0
+        return execute(exe, self.seed, self.amount, fault=number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outcomes(request):
+    """Of all chosen runs, to come: they keep every core busy from the start."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    runs = [spec.params["run"] for spec in chosen if spec and "run" in spec.params]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    yield {run: pool.submit(run.outcome) for run in dict.fromkeys(runs)}
+    pool.shutdown(cancel_futures=True)
 
 
 # ---- The runner ----------------------------------------------------------------------
@@ -108,308 +159,70 @@ def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
 # The largest tensor's elements, or attention's problems: as many as take seconds.
 AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 40}
 FEW = {"adamw": 5000, "amp": 600, "attention": 20}  # under ThreadSanitizer
-MUTANTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 60}
+FAULTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 300}
 
 
-@pytest.mark.parametrize("mode", ["address", "thread"])
-@pytest.mark.parametrize("name", AMOUNTS)
-def test_kernel_is_right_and_clean_under(name, mode):
-    exe = program(f"{name}_harness.cpp", mode)
-    amount = (FEW if mode == "thread" else AMOUNTS)[name]
-    assert execute(exe, 1, amount) == (0, "")
+def runs(names_and_runs):
+    return pytest.mark.parametrize(
+        "run", [pytest.param(run, id=name) for name, run in names_and_runs.items()]
+    )
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", AMOUNTS)
-def test_kernel_is_right_in_any_order(name, seed):
-    exe = program(f"{name}_harness.cpp", "plain")
-    assert execute(exe, seed, AMOUNTS[name]) == (0, "")
+@runs(
+    {f"{name} address": Run(name, "address", 1, n) for name, n in AMOUNTS.items()}
+    | {f"{name} thread": Run(name, "thread", 1, n) for name, n in FEW.items()}
+)
+def test_kernel_is_right_and_clean_under(run, outcomes):
+    assert outcomes[run].result() == (0, "")
 
 
-# Faults planted in the kernels: (the harness that runs, the file, text, replacement,
-# the check, what it says).
-MUTANTS = {
-    "counters advanced without a fence before": (
-        *("adamw", "rows.cuh"),
-        "__threadfence();\n        /* back",
-        "/* back",
-        "thread",
-        RACE,
-    ),
-    "counters advanced without a fence after": (
-        *("adamw", "rows.cuh"),
-        "gridDim.x - 1;\n        __threadfence();",
-        "gridDim.x - 1;",
-        "thread",
-        RACE,
-    ),
-    "counters advanced by the first block": (
-        *("adamw", "rows.cuh"),
-        "gridDim.x - 1) == gridDim.x - 1",
-        "gridDim.x - 1) == 0",
-        "thread",
-        RACE,
-    ),
-    "row overwritten while lanes read it": (
-        *("adamw", "rows.cuh"),
-        "__syncwarp(); /* all lanes are done with the row before */",
-        "",
-        "thread",
-        RACE,
-    ),
-    "scalars used before they are there": (
-        *("adamw", "adamw_kernel.cuh"),
-        "    __syncthreads();\n\n    for (int item",
-        "    for (int item",
-        "thread",
-        RACE,
-    ),
-    "one element too many": (
-        *("adamw", "adamw_kernel.cuh"),
-        "if (odd < (lane < 16 ? head : end))",
-        "if (odd <= (lane < 16 ? head : end))",
-        "address",
-        BOUNDS,
-    ),
-    "last vector of an item left out": (
-        *("adamw", "adamw_kernel.cuh"),
-        "limit = aligned + ITEM;",
-        "limit = aligned + ITEM - 4;",
-        "plain",
-        "differs",
-    ),
-    "copy rounded from the old parameter": (
-        *("adamw", "adamw_kernel.cuh"),
-        "set_element(&copied, d.copy, e, p);",
-        "set_element(&copied, d.copy, e, g);",
-        "plain",
-        "differs",
-    ),
-    "ema taken for aligned": (
-        *("adamw", "adamw_rows.cu"),
-        "aligned_at(row->ema, row->ema_dtype, head, vector)",
-        "true",
-        "address",
-        "misaligned address",
-    ),
-    "copy taken for aligned": (
-        *("adamw", "adamw_rows.cu"),
-        "aligned_at(row->copy, row->copy_dtype, head, vector)",
-        "true",
-        "address",
-        "misaligned address",
-    ),
-    "sums over the chunks read without a fence before": (
-        *("amp", "rows.cuh"),
-        "__threadfence();\n        /* back",
-        "/* back",
-        "thread",
-        RACE,
-    ),
-    "blocks counted on from the launch before": (
-        *("amp", "rows.cuh"),
-        "atomicInc(blocks_done, gridDim.x - 1)",
-        "atomicAdd(blocks_done, 1u)",
-        "plain",
-        "differs",
-    ),
-    "sums over the chunks halved without a barrier": (
-        *("amp", "amp_kernel.cuh"),
-        "            __syncthreads();\n            if (k < half)",
-        "            if (k < half)",
-        "thread",
-        RACE,
-    ),
-    "multiplier used before it is there": (
-        *("amp", "amp_kernel.cuh"),
-        "    __syncthreads();\n    return number[0];",
-        "    return number[0];",
-        "thread",
-        RACE,
-    ),
-    "tail of a tensor read past its end": (
-        *("amp", "amp_kernel.cuh"),
-        "if (i + e < chunk.n) {\n                quad.set",
-        "if (i + e <= chunk.n) {\n                quad.set",
-        "address",
-        BOUNDS,
-    ),
-    "vector across the end of a tensor": (
-        *("amp", "amp_kernel.cuh"),
-        "if (chunk.vectors && i + QUAD <= chunk.n) {\n        quad.read",
-        "if (chunk.vectors && i < chunk.n) {\n        quad.read",
-        "address",
-        BOUNDS,
-    ),
-    "found kept for the next launch": (
-        *("amp", "amp_kernel.cuh"),
-        "    table->found = 0; /* for the next launch */\n",
-        "",
-        "plain",
-        "differs",
-    ),
-    "lanes halved in another order": (
-        *("amp", "amp_kernel.cuh"),
-        "for (int half = 16; half > 0; half /= 2) {",
-        "for (int half = 1; half < 32; half *= 2) {",
-        "plain",
-        "differs",
-    ),
-    "chunk overwritten while it is multiplied": (
-        *("attention", "attention_plain.cuh"),
-        "__syncthreads(); /* nobody reads any more what was there */",
-        "",
-        "thread",
-        RACE,
-    ),
-    "weights read before they are there": (
-        *("attention", "attention_plain.cuh"),
-        "__syncthreads(); /* the weights are there, and the chunk is free */",
-        "",
-        "thread",
-        RACE,
-    ),
-    "weights written where products are still made": (
-        *("attention", "attention_plain_backward.cuh"),
-        "__syncthreads(); /* add_products reads what lies there */\n    put_weights",
-        "put_weights",
-        "thread",
-        RACE,
-    ),
-    "rows' numbers overwritten while they are used": (
-        *("attention", "attention_plain_backward.cuh"),
-        "__syncthreads(); /* nobody reads the last tile's any more */",
-        "",
-        "thread",
-        RACE,
-    ),
-    "row past the end read": (
-        *("attention", "attention_plain.cuh"),
-        "row < rows.n && dim + column",
-        "row <= rows.n && dim + column",
-        "address",
-        BOUNDS,
-    ),
-    "dropout of the block's other half": (
-        *("attention", "attention_head.cuh"),
-        "(j & 8) != 0 ? word[1] : word[0]",
-        "(j & 8) != 0 ? word[0] : word[1]",
-        "plain",
-        "differs",
-    ),
-    "last tile of keys left out": (
-        *("attention", "attention_plain_forward.cuh"),
-        "key < end; key += TILE",
-        "key + TILE < end; key += TILE",
-        "plain",
-        "differs",
-    ),
-    "heads that share keys left out": (
-        *("attention", "attention_plain_backward.cuh"),
-        "kv_head * group + i",
-        "kv_head * group",
-        "plain",
-        "differs",
-    ),
-    "keys multiplied before they are there": (
-        *("attention", "attention_mma_forward.cuh"),
-        "__syncthreads(); /* keys are there, and nobody reads the old values",
-        "/*",
-        "thread",
-        RACE,
-    ),
-    "copies not waited for": (
-        *("attention", "attention_mma.cuh"),
-        "cp_async_wait<LATER>();",
-        "cp_async_wait<LATER + 1>();",
-        "plain",
-        "never waited for",
-    ),
-    "chunks of a tile not permuted": (
-        *("attention", "attention_mma.cuh"),
-        "return CHUNKS == 8 ? row & 7 : row >> 1 & 3;",
-        "return row * 0;",
-        "plain",
-        "wavefronts",
-    ),
-    "number of a row past the end written": (
-        *("attention", "attention_mma_forward.cuh"),
-        "lane % 4 == 0 && row < out.n",
-        "lane % 4 == 0 && row <= out.n",
-        "address",
-        BOUNDS,
-    ),
-    "fragment's halves dropped for one another": (
-        *("attention", "attention_mma_forward.cuh"),
-        "word[i / 2 % 2 * 2 + i / 4]",
-        "word[i / 4 * 2 + i / 2 % 2]",
-        "plain",
-        "differs",
-    ),
-    "step taken before its tiles are there": (
-        *("attention", "attention_mma_backward.cuh"),
-        "careful = __syncthreads_or(!finite) != 0",
-        "careful = false",
-        "thread",
-        RACE,
-    ),
-    "step's numbers from the other stage": (
-        *("attention", "attention_mma_backward.cuh"),
-        "(stage * 2 + second) * S::STREAMED + fragment",
-        "((stage ^ 1) * 2 + second) * S::STREAMED + fragment",
-        "plain",
-        "differs",
-    ),
-    "step's head always the first": (
-        *("attention", "attention_mma_backward.cuh"),
-        "h.head += S::KEYS ? step.head : 0;",
-        "h.head += 0 * step.head;",
-        "plain",
-        "differs",
-    ),
-    "step's bounds ignored": (
-        *("attention", "attention_mma_backward.cuh"),
-        "return key < first_key(args, h, last) ||",
-        "return last < 0 &&",
-        "plain",
-        "differs",
-    ),
-    "slope of the softcap left out": (
-        *("attention", "attention_mma_backward.cuh"),
-        "x != 0 ? x * slope.at[n][i] : x",
-        "x != 0 ? x : slope.at[n][i] * 0",
-        "plain",
-        "differs",
-    ),
-}
+@runs(
+    {
+        f"{name} {seed}": Run(name, "plain", seed, n)
+        for name, n in AMOUNTS.items()
+        for seed in range(4)
+    }
+)
+def test_kernel_is_right_in_any_order(run, outcomes):
+    assert outcomes[run].result() == (0, "")
 
 
-def headers_of(path):
-    """Those of cuda/ that a file includes, and that they include."""
-    found = set()
-    for name in re.findall(r'#include "(.*?)"', path.read_text()):
-        if (path.parent / name).exists():
-            found |= {name} | headers_of(path.parent / name)
-    return found
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_fault_in_a_kernel_is_seen(name, tmp_path):
-    harness, file, text, replacement, mode, words = MUTANTS[name]
-    for path in (ROOT / "cuda").glob("*.cu*"):
-        if path.suffix == ".cuh" or file in (path.name, *headers_of(path)):
-            shutil.copy(path, tmp_path)
-    source = (ROOT / "cuda" / file).read_text()
-    assert source.count(text) == 1
-    (tmp_path / file).write_text(source.replace(text, replacement))
-    own = sorted(tmp_path.glob("*.cu"))
-    names = [path.name for path in own]
-    others = [path for path in build.kernels() if path.name not in names]
-    sources = [build.HERE / f"{harness}_harness.cpp", *own, *others]
-    exe = compiled(mode, sources, tmp_path / "harness")
-    status, said = execute(exe, 1, MUTANTS_NEED[harness])
+@runs(
+    {
+        name: Run(fault.harness, fault.mode, 1, FAULTS_NEED[fault.harness], name)
+        for name, fault in faults.FAULTS.items()
+    }
+)
+def test_planted_fault_in_a_kernel_is_seen(run, outcomes):
+    status, said = outcomes[run].result()
     assert status != 0
-    assert words in said
+    assert re.search(faults.FAULTS[run.fault].words, said), said
+
+
+@pytest.mark.parametrize("name", AMOUNTS)
+def test_faults_that_are_off_change_nothing(name):
+    exe = program(f"{name}_harness.cpp", "plain", planted=True)
+    assert execute(exe, 1, AMOUNTS[name]) == (0, "")
+
+
+# ---- Shared memory -------------------------------------------------------------------
+
+# Of 8 lanes that store a row of 96 dims, half lie in the next panel's same banks.
+STORES = {96: 5 / 3}
+
+
+def test_tiles_lie_in_all_banks():
+    done = subprocess.run(
+        [program("layouts.cu", "plain")], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    pattern = r"dims (\d+), (.*): stores (\d+) of (\d+), matrices (\d+) of (\d+)\n"
+    lines = re.findall(pattern, done.stdout)
+    assert {int(dims) for dims, *_ in lines} >= {32, 64, 96, 128}
+    for dims, layout, *counts in lines:
+        stores, least_stores, matrices, least_matrices = map(int, counts)
+        assert stores == least_stores * STORES.get(int(dims), 1), (dims, layout)
+        assert matrices == least_matrices, (dims, layout)
 
 
 # ---- The instructions ----------------------------------------------------------------

@@ -182,19 +182,19 @@ def test_any_order_of_threads_gives_the_same_bits(monkeypatch, simt, rng, dtype,
     assert results[1:] == results[:1] * 2
 
 
-def test_gradients_without_room_in_dq_are_right_too(monkeypatch, rng):
-    """dq holds numbers of the rows for a while, where it is wanted and aligned."""
-    trainfast.use_backend("simt")
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("wanted", [["q"], ["k"], ["v"], ["k", "v"]])
+def test_gradients_wanted_alone_have_the_same_bits(rng, wanted):
     problem = Problem(rng, (1, 2, 70, 90, 40), dtype="float16", is_causal=True)
-    everything = problem.backward()
-    wanted = ["k", "v"]
+    everything = dict(zip("qkv", problem.backward()))
     arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
     few = trainfast.attention_backward(
         *arrays, dlse=problem.dlse, wanted=wanted, **problem.options
     )
-    trainfast.use_backend(None)
-    for mine, theirs in zip(few[1:3], everything[1:3]):
-        np.testing.assert_allclose(mine, theirs, atol=2e-2)
+    for name, mine in zip("qkv", few):
+        assert (mine is not None) == (name in wanted)
+        if mine is not None:
+            np.testing.assert_array_equal(mine, everything[name])
 
 
 # ---- What a call asks of the runtime -------------------------------------------------

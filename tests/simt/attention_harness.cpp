@@ -63,9 +63,9 @@ any_rows()
 int64_t
 any_dim()
 {
-    const int64_t dims[] = {1, 7, 8, 16, 32, 40, 64, 72, 96, 128};
+    const int64_t dims[] = {1, 7, 8, 16, 32, 40, 64, 72, 96, 128, 160, 192, 250, 256};
 
-    return dims[any_of(10)];
+    return dims[any_of(14)];
 }
 
 void
@@ -80,6 +80,16 @@ choose_sizes(tfast_attention_args *a)
     a->dim_v = once_in(2) ? a->dim : any_dim();
     a->dtype = (uint8_t)any_of(TFAST_N_DTYPES);
     a->device = {TFAST_CPU, 0};
+}
+
+/* Few queries of many heads that share their keys, and many of these. */
+void
+choose_few(tfast_attention_args *a)
+{
+    a->heads = a->kv_heads * (1 + any_of(7));
+    a->n_q = 1 + any_of(4);
+    a->n_k = 256 + any_of(300);
+    a->dtype = (uint8_t)(once_in(2) ? TFAST_F16 : TFAST_BF16);
 }
 
 /* A simple problem knows bounds alone. */
@@ -143,12 +153,15 @@ add_terms(problem *p, bool simple)
 }
 
 void
-fill_problem(problem *p)
+fill_problem(problem *p, bool few)
 {
     tfast_attention_args *a = &p->a;
     const bool simple = once_in(2);
 
     choose_sizes(a);
+    if (few) {
+        choose_few(a);
+    }
     choose_options(a, simple);
     p->arrays.reserve(16);
     a->q = add_rows(p, a->heads, a->n_q, a->dim);
@@ -475,9 +488,9 @@ main(int argc, char **argv)
     const int problems = atoi(argv[2]);
 
     tfast_simt_seed(strtoull(argv[1], nullptr, 0));
-    for (int i = 0; i < problems; i++) {
+    for (int i = 0; i < problems + problems / 2; i++) {
         problem p;
-        fill_problem(&p);
+        fill_problem(&p, i % 3 == 2);
         const expected e = expect(&p);
         const bool same = p.a.dtype == TFAST_F32 || p.a.dtype == TFAST_F64;
         tfast_simt_most_blocks(same && i % 2 == 0 ? 2 : 0);

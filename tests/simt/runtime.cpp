@@ -376,6 +376,16 @@ simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t,
 
 /* ---- For tests ------------------------------------------------------------------- */
 
+static int
+chosen_fault()
+{
+    const char *number = getenv("TRAINFAST_SIMT_FAULT");
+
+    return number == nullptr ? 0 : atoi(number);
+}
+
+const int simt::fault = chosen_fault();
+
 #define EXPORTED extern "C" __attribute__((visibility("default"))) void
 
 EXPORTED

@@ -14,6 +14,7 @@
  * but barriers and fences do. What it cannot find: wrong PTX text, 32-bit address
  * mistakes, weak memory order, rounding inside tensor cores, errors of ptxas, speed.
  *
+ * TRAINFAST_SIMT_FAULT=n switches on a fault that faults.py planted: none by default.
  * TRAINFAST_SIMT_SEED=n shuffles the order of blocks, warps and lanes; 0 is launch
  * order. */
 #ifndef TFAST_SIMT_H
@@ -90,6 +91,8 @@ struct statistics {
     uint64_t blocks, collectives, mma, ldmatrix, wavefronts, async_copies;
 };
 extern statistics stats;
+
+extern const int fault; /* the planted one that is on, or 0 */
 
 /* Bytes of shared memory that a block may ask for, to try a smaller device's limit. */
 extern size_t shared_limit;

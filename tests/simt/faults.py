@@ -1,0 +1,565 @@
+"""Faults planted in the kernels, all in one copy of cuda/, so that one build for each
+sanitizer tries them all: TRAINFAST_SIMT_FAULT gives the number of the one that is on.
+
+Every barrier, fence and wait of a kernel is one, found by its name: it is left out. The
+others are written down below."""
+
+import bisect
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+CUDA = Path(__file__).resolve().parent.parent.parent / "cuda"
+
+RACE, BOUNDS = "data race", "heap-buffer-overflow"
+MISALIGNED, DIFFERS = "misaligned address", "differs"
+
+
+class Fault(NamedTuple):
+    """What lies between two @ of `text`, which occurs once, becomes `replacement`: one
+    or more whole statements, or an expression. Without @ it is all of the text. Any
+    white space is as good as any other."""
+
+    file: str
+    text: str
+    replacement: str | tuple[str, ...]
+    mode: str  # of the build that sees it
+    words: str  # what its program says, a regular expression
+    runs: str = ""  # the program, where the file's name does not say
+
+    @property
+    def harness(self):
+        return self.runs or harness_of(self.file)
+
+    def places(self, source):
+        """(begin, end, replacement) for each place in the file."""
+        parts = [
+            r"\s+".join(map(re.escape, x.split(" "))) for x in self.text.split("@")
+        ]
+        found = list(re.finditer("".join(f"({part})" for part in parts), source))
+        assert len(found) == 1, (
+            f"{self.file}: {self.text!r} is there {len(found)} times"
+        )
+        new = self.replacement
+        new = (new,) if isinstance(new, str) else new
+        groups = (
+            range(1, len(parts) + 1) if len(parts) == 1 else range(2, len(parts), 2)
+        )
+        return [
+            (*found[0].span(group), x) for group, x in zip(groups, new, strict=True)
+        ]
+
+
+class Missing(NamedTuple):
+    """A barrier that is left out; of one with a vote, a thread's own is the result."""
+
+    file: str
+    number: int  # of the file's barriers
+    mode: str = "thread"
+    words: str = f"{RACE}|{DIFFERS}|SEGV|never waited for"
+
+    @property
+    def harness(self):
+        return harness_of(self.file)
+
+    def places(self, source):
+        found = list(BARRIER.finditer(source))[self.number]
+        end = found.end()
+        if not found[0].endswith("("):
+            return [(found.start(), end, "")]
+        while source.count("(", found.start(), end) > source.count(
+            ")", found.start(), end
+        ):
+            end += 1
+        return [(found.start(), end, f"({source[found.end() : end - 1]}) ? 1 : 0")]
+
+
+BARRIER = re.compile(
+    r"(?:__syncthreads|__syncwarp|__threadfence|cp_async_wait<[^;]*>)\(\);"
+    r"|__syncthreads_(?:or|and|count)\("
+)
+FUNCTION = re.compile(r"^(?:    (?:__device__|DEVICE)[^(;]*?)?(\w+)\(", re.MULTILINE)
+
+
+def harness_of(file):
+    """The program that runs the file's kernels."""
+    word = re.match(r"[a-z]+", file)[0]
+    return {"rows": "adamw"}.get(word, word)
+
+
+def barriers():
+    """All of the kernels' barriers, by file and function."""
+    found = {}
+    for path in sorted(CUDA.glob("*.cu*")):
+        if path.name == "ptx.cuh":  # which declares them
+            continue
+        source = path.read_text()
+        functions = [
+            (match.start(), match[1])
+            for match in FUNCTION.finditer(source)
+            if match[1] != "TFAST_KERNEL"
+        ]
+        for number, match in enumerate(BARRIER.finditer(source)):
+            last = bisect.bisect(functions, (match.start(),)) - 1
+            what = match[0].rstrip(";()")
+            name = f"{path.name} {functions[last][1]} without {what} {number}"
+            found[name] = Missing(path.name, number)
+    return found
+
+
+# Changes that are always on. Blocks get several works; and a copy knows fewer tiles of
+# dims, since each is compiled for itself: 64 and 128 have all that a fault can break.
+ALWAYS = [
+    ("attention.cu", r"blocks_of\(works\)", "blocks_of(works < 3 ? works : 3)"),
+    ("*", r"dim <= (?:32|96|192)\s*\? [\w<>, ]+\(\w+\)\s*: ", ""),
+]
+
+
+def switched(number, old, new):
+    on = f"simt::fault == {number}"
+    if old.rstrip().endswith((";", "}")):
+        return f"if ({on}) {{ {new} }} else {{ {old} }}"
+    return f"({on} ? ({new}) : ({old}))"
+
+
+def plant(folder):
+    """Writes the copy; files that have not changed stay as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = {path.name: path.read_text() for path in CUDA.glob("*.cu*")}
+    places = {name: [] for name in sources}
+    for number, fault in enumerate(FAULTS.values(), 1):
+        for begin, end, new in fault.places(sources[fault.file]):
+            places[fault.file].append((begin, end, number, new))
+    for stale in folder.glob("*.cu*"):
+        if stale.name not in sources:
+            stale.unlink()
+    for name, source in sources.items():
+        before = len(source)
+        for begin, end, number, new in sorted(places[name], reverse=True):
+            assert end <= before, f"{name}: faults overlap at {source[begin:end]!r}"
+            before = begin
+            new = switched(number, source[begin:end], new)
+            source = source[:begin] + new + source[end:]
+        for file, pattern, new in ALWAYS:
+            if file in ("*", name):
+                source = re.sub(pattern, new, source)
+        path = folder / name
+        if not path.exists() or path.read_text() != source:
+            path.write_text(source)
+    return sorted(folder.glob("*.cu"))
+
+
+def number_of(name):
+    return 1 + list(FAULTS).index(name)
+
+
+PLAIN, PLAIN_FORWARD = "attention_plain.cuh", "attention_plain_forward.cuh"
+PLAIN_BACKWARD, HEAD = "attention_plain_backward.cuh", "attention_head.cuh"
+MMA, FORWARD = "attention_mma.cuh", "attention_mma_forward.cuh"
+BACKWARD, DECODE = "attention_mma_backward.cuh", "attention_decode.cuh"
+ADAMW, AMP = "adamw_kernel.cuh", "amp_kernel.cuh"
+
+FAULTS = {
+    # ---- AdamW ----
+    "counters advanced by the first block": Fault(
+        "rows.cuh", "== @gridDim.x - 1@;", "0", "thread", RACE
+    ),
+    "one element too many": Fault(
+        ADAMW,
+        "if (@odd < (lane < 16 ? head : end)@)",
+        "odd <= (lane < 16 ? head : end)",
+        "address",
+        BOUNDS,
+    ),
+    "last vector of an item left out": Fault(
+        ADAMW, "limit = aligned + @ITEM@;", "ITEM - 4", "plain", DIFFERS
+    ),
+    "copy rounded from the old parameter": Fault(
+        ADAMW, "set_element(&copied, d.copy, e, @p@);", "g", "plain", DIFFERS
+    ),
+    "ema taken for aligned": Fault(
+        "adamw_rows.cu",
+        "aligned_at(row->ema, row->ema_dtype, head, vector)",
+        "true",
+        "address",
+        MISALIGNED,
+    ),
+    "copy taken for aligned": Fault(
+        "adamw_rows.cu",
+        "aligned_at(row->copy, row->copy_dtype, head, vector)",
+        "true",
+        "address",
+        MISALIGNED,
+    ),
+    # ---- Loss scaling ----
+    "blocks counted on from the launch before": Fault(
+        "rows.cuh",
+        "@atomicInc(blocks_done, gridDim.x - 1)@ ==",
+        "atomicAdd(blocks_done, 1u)",
+        "plain",
+        DIFFERS,
+        "amp",
+    ),
+    "tail of a tensor read past its end": Fault(
+        AMP,
+        "if (@i + e < chunk.n@) { quad.set",
+        "i + e <= chunk.n",
+        "address",
+        BOUNDS,
+    ),
+    "vector across the end of a tensor": Fault(
+        AMP,
+        "if (chunk.vectors && @i + QUAD <= chunk.n@) { quad.read",
+        "i < chunk.n",
+        "address",
+        BOUNDS,
+    ),
+    "found kept for the next launch": Fault(
+        AMP, "@table->found = 0;@ /* for the next launch */", "", "plain", DIFFERS
+    ),
+    "lanes halved in another order": Fault(
+        AMP,
+        "for (int half = @16@; @half > 0@; @half /= 2@) {",
+        ("1", "half < 32", "half *= 2"),
+        "plain",
+        DIFFERS,
+    ),
+    # ---- Attention: what a query may look at ----
+    "query past the end looks": Fault(
+        HEAD,
+        "if (@query >= h.n_q@) { return {0, 0};",
+        "query > h.n_q",
+        "plain",
+        DIFFERS,
+    ),
+    "window begins one key late": Fault(
+        HEAD,
+        "@i + h.shift - args.window_left@, 0, h.n_k",
+        "i + h.shift - args.window_left + 1",
+        "plain",
+        DIFFERS,
+    ),
+    "window ends one key early": Fault(
+        HEAD, "@i + h.shift + right + 1@", "i + h.shift + right", "plain", DIFFERS
+    ),
+    "first query of a key left out": Fault(
+        HEAD,
+        "clamped(@j - h.shift - right@, 0, h.n_q)",
+        "j - h.shift - right + 64",
+        "plain",
+        DIFFERS,
+    ),
+    "last query of a key left out": Fault(
+        HEAD,
+        "@j - h.shift + args.window_left + 1@",
+        "j - h.shift + args.window_left - 63",
+        "plain",
+        DIFFERS,
+    ),
+    "mask of -infinity added": Fault(
+        HEAD,
+        "term.data)[at] != 0 ? score : @-(REAL)INFINITY@",
+        "score - 1",
+        "plain",
+        DIFFERS,
+    ),
+    "dropout of the block's other half": Fault(
+        HEAD,
+        "(j & 8) != 0 ? @word[1]@ : @word[0]@",
+        ("word[0]", "word[1]"),
+        "plain",
+        DIFFERS,
+    ),
+    # ---- Attention by multiply-adds ----
+    "row past the end read": Fault(
+        PLAIN, "if (@row < rows.n@ && dim + column", "row <= rows.n", "address", BOUNDS
+    ),
+    "dim past the end read": Fault(
+        PLAIN,
+        "&& @dim + column < rows.dims@) {",
+        "dim + column <= rows.dims",
+        "address",
+        BOUNDS,
+    ),
+    "row past the end written": Fault(
+        PLAIN,
+        "if (@tile_row(a) < rows.n@ && dim",
+        "tile_row(a) <= rows.n",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "dim past the end written": Fault(
+        PLAIN,
+        "&& @dim < rows.dims@) {",
+        "dim <= rows.dims",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "lse of a row past the end written": Fault(
+        PLAIN_FORWARD,
+        "@tile_row(a) < out.n@) {",
+        "tile_row(a) <= out.n",
+        "address",
+        BOUNDS,
+    ),
+    "first tile of a window left out": Fault(
+        PLAIN_FORWARD,
+        "@first_key(args, h, first) / TILE * TILE@;",
+        "(first_key(args, h, first) + TILE - 1) / TILE * TILE",
+        "plain",
+        DIFFERS,
+    ),
+    "last tile of keys left out": Fault(
+        PLAIN_FORWARD, "@key < end@; key += TILE", "key + TILE < end", "plain", DIFFERS
+    ),
+    "number of a row past the end read": Fault(
+        PLAIN_BACKWARD,
+        "@first + row < h.n_q ? first + row : h.n_q - 1@;",
+        "first + row",
+        "address",
+        BOUNDS,
+    ),
+    "heads that share keys left out": Fault(
+        PLAIN_BACKWARD, "@kv_head * group + i@", "kv_head * group", "plain", DIFFERS
+    ),
+    "term past its end written": Fault(
+        PLAIN_BACKWARD,
+        "@first + n < size ? first + n : size@",
+        "first + n",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "term's keys before its tile": Fault(
+        PLAIN_BACKWARD,
+        "@keys.begin > begin ? keys.begin : begin@",
+        "begin",
+        "plain",
+        DIFFERS,
+    ),
+    # ---- Attention by tensor cores: tiles ----
+    "chunks of a tile not permuted": Fault(
+        MMA,
+        "return @CHUNKS == 8 ? row & 7 : row >> 1 & 3@;",
+        "row * 0",
+        "plain",
+        "wavefronts",
+    ),
+    "one row too many fetched": Fault(
+        MMA, "@row(i) < rows.n@ ? rows.dims", "row(i) <= rows.n", "address", BOUNDS
+    ),
+    "chunk that is not aligned fetched": Fault(
+        MMA, "whole = @chunks@ && left", "true", "address", "aligned"
+    ),
+    "one element too many gathered": Fault(
+        MMA, "@n < 8 ? n - 1 : 7@", "n < 8 ? n : 7", "address", f"{BOUNDS}|{DIFFERS}"
+    ),
+    "own row past the end read": Fault(
+        MMA, "if (@row < rows.n@) { low", "row <= rows.n", "address", BOUNDS
+    ),
+    "own pair past the dims read": Fault(
+        MMA,
+        "rows.n && pairs && @column + 1 < rows.dims@",
+        "column < rows.dims + 7",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "own dim past the end read": Fault(
+        MMA,
+        "@column < rows.dims@ ? from[0]",
+        "column <= rows.dims",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "row past the end written by pairs": Fault(
+        MMA, "if (@row >= rows.n@) {", "row > rows.n", "address", f"{BOUNDS}|{DIFFERS}"
+    ),
+    "first of a pair past the dims written": Fault(
+        MMA,
+        "if (@column < rows.dims@) { to[0]",
+        "column <= rows.dims",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "second of a pair past the dims written": Fault(
+        MMA,
+        "if (@column + 1 < rows.dims@) { to[1]",
+        "column < rows.dims",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    # ---- Attention by tensor cores: forward ----
+    "rows taken for aligned": Fault(
+        "attention_mma_forward.cu",
+        "@tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) && "
+        "tfast_mma_is_aligned(&args->v, 8)@,",
+        "true",
+        "address",
+        "aligned",
+    ),
+    "output taken for aligned": Fault(
+        "attention_mma_forward.cu",
+        "tfast_mma_is_aligned(&args->out, 2)",
+        "true",
+        "address",
+        MISALIGNED,
+    ),
+    "one key too many in bounds": Fault(
+        FORWARD, "|| @key >= reach.end@) {", "key > reach.end", "plain", DIFFERS
+    ),
+    "keys before the window in bounds": Fault(
+        FORWARD, "if (@key < reach.first@ ||", "key + 1 < reach.first", "plain", DIFFERS
+    ),
+    "tile's first keys taken for in bounds": Fault(
+        FORWARD,
+        "return @key < first_key(args, block.h, block.last)@ ||",
+        "false",
+        "plain",
+        DIFFERS,
+    ),
+    "tile's last keys taken for in bounds": Fault(
+        FORWARD,
+        "@key + S::STREAMED > end_key(args, block.h, block.first)@;",
+        "false",
+        "plain",
+        DIFFERS,
+    ),
+    "first keys of a window left out": Fault(
+        FORWARD,
+        "(@first_key(args, h, block.first) / S::STREAMED@)",
+        "(first_key(args, h, block.first) + S::STREAMED - 1) / S::STREAMED",
+        "plain",
+        DIFFERS,
+    ),
+    "last keys left out": Fault(
+        FORWARD,
+        "(@end_key(args, h, block.last) + S::STREAMED - 1@) / S",
+        "end_key(args, h, block.last)",
+        "plain",
+        DIFFERS,
+    ),
+    "keys fetched where they are read": Fault(
+        FORWARD, "stage ^= PATH::ASYNC;", "", "thread", RACE
+    ),
+    "last group of copies not counted": Fault(
+        FORWARD,
+        "@cp_async_commit();@ /* an empty group",
+        "",
+        "plain",
+        f"{DIFFERS}|never waited for",
+    ),
+    "number of a row past the end written": Fault(
+        FORWARD, "lane % 4 == 0 && @row < out.n@", "row <= out.n", "address", BOUNDS
+    ),
+    "fragment's halves dropped for one another": Fault(
+        FORWARD,
+        "word[@i / 2 % 2 * 2 + i / 4@]",
+        "i / 4 * 2 + i / 2 % 2",
+        "plain",
+        DIFFERS,
+    ),
+    # ---- Attention by tensor cores: backward ----
+    "gradients taken for aligned": Fault(
+        "attention_mma_backward.cu",
+        "@tfast_mma_is_aligned(&args->dq, 2) && tfast_mma_is_aligned(&args->dk, 2) && "
+        "tfast_mma_is_aligned(&args->dv, 2)@",
+        "true",
+        "address",
+        MISALIGNED,
+    ),
+    "number of a query past the end read": Fault(
+        BACKWARD,
+        "2 * S::STREAMED && @query < h.n_q@)",
+        "query <= h.n_q",
+        "address",
+        BOUNDS,
+    ),
+    "number of an own query past the end read": Fault(
+        BACKWARD,
+        "!S::KEYS && @query <= block.last@;",
+        "query <= block.last + 1",
+        "address",
+        BOUNDS,
+    ),
+    "delta of a query past the end made": Fault(
+        "attention_mma_backward_tiles.cuh",
+        "if (@query < h.n_q@) { const float delta",
+        "query <= h.n_q",
+        "address",
+        BOUNDS,
+    ),
+    "keys past kv_lens not written": Fault(
+        BACKWARD,
+        "dk.n = dv.n = mma_left(@block.h.rows_k@,",
+        "block.h.n_k",
+        "plain",
+        DIFFERS,
+    ),
+    "step's numbers from the other stage": Fault(
+        BACKWARD,
+        "(@stage * 2 + second@) * S::STREAMED + fragment",
+        "(stage ^ 1) * 2 + second",
+        "plain",
+        DIFFERS,
+    ),
+    "step's tiles brought where they are read": Fault(
+        BACKWARD, "next, @stage ^ (S::STAGES - 1)@);", "stage", "thread", RACE
+    ),
+    "step's head always the first": Fault(
+        BACKWARD, "h.head += S::KEYS ? @step.head@ : 0;", "0", "plain", DIFFERS
+    ),
+    "step's bounds ignored": Fault(
+        BACKWARD,
+        "return @key < first_key(args, h, last)@ ||",
+        "false",
+        "plain",
+        DIFFERS,
+    ),
+    "step's last keys taken for in bounds": Fault(
+        BACKWARD,
+        "@key + (S::KEYS ? S::ROWS : S::STREAMED) > end_key(args, h, query)@;",
+        "false",
+        "plain",
+        DIFFERS,
+    ),
+    "step's last tile left out": Fault(
+        BACKWARD, "(@end + S::STREAMED - 1@) / S", "end", "plain", DIFFERS
+    ),
+    "slope of the softcap left out": Fault(
+        BACKWARD, "? @x * slope.at[n][i]@ : x", "x", "plain", DIFFERS
+    ),
+    "power of two not given back": Fault(
+        "attention_mma_scale.cuh", "@exponent - 15@)", "exponent - 14", "plain", DIFFERS
+    ),
+    # ---- Attention of few queries: splits of the keys ----
+    "rows past a tile's end summed": Fault(
+        DECODE,
+        "if (@row >= block.n_rows@) {",
+        "false",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "sums past their pitch written": Fault(
+        DECODE,
+        "if (@column < call.plan.pitch@ &&",
+        "true",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "sums that no split wrote read": Fault(
+        DECODE, "if (@number.y != 0@) {", "true", "plain", DIFFERS
+    ),
+    "split without keys says nothing": Fault(
+        DECODE, "if (@(int)threadIdx.x < block->n_rows@) {", "false", "plain", DIFFERS
+    ),
+    "rows all of the first head": Fault(
+        DECODE, "h.head += @block.rows[fragment_row(r)].head@;", "0", "plain", DIFFERS
+    ),
+    "empty group of a split not counted": Fault(
+        DECODE,
+        "@cp_async_commit();@ /* an empty group",
+        "",
+        "plain",
+        f"{DIFFERS}|never waited for",
+    ),
+}
+FAULTS |= barriers()
