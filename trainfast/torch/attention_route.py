@@ -21,7 +21,6 @@ from trainfast.torch import attention_math, attention_operators, attention_ops
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
 MAX_DIM = 256
-TENSOR_CORE_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD_MODE = "forward-mode differentiation"
 _P = ParamSpec("_P")
@@ -108,28 +107,26 @@ def is_left_to_torch() -> bool:
 
 
 def torchs_are_faster(
-    q: Tensor, v: Tensor, mask: Tensor | None, chosen: bool = False
+    q: Tensor, mask: Tensor | None, chosen: bool = False
 ) -> str | None:
     """Why torch's own function is the better choice where it computes the same.
     `chosen`: the user has asked for our kernels by name.
 
     From sm_80 on torch has flash attention, beside which our kernels have not been
-    measured yet. Before that it has none, and ours use the tensor cores for float16
-    with dims up to 128; other cases, and gradients of masks, multiply without them.
-    What torch has no function for (windows, ALiBi, sinks, lengths, gradients of lse)
-    stays with us in any case.
+    measured yet. Before that it has none, and ours use the tensor cores for float16 and
+    bfloat16; other dtypes, and gradients of masks, multiply without them. What torch has
+    no function for (windows, ALiBi, sinks, lengths, gradients of lse) stays with us in
+    any case.
     """
     if q.device.type != "cuda":
         return None
-    has_flash = _has_flash_attention(q.device)
-    if has_flash and not chosen:
+    if not chosen and _has_flash_attention(q.device):
         return "CUDA: torch's flash attention, until ours is measured beside it"
     dtype = q.dtype
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    dtypes = (torch.float16, torch.bfloat16) if has_flash else (torch.float16,)
-    if dtype not in dtypes or max(q.shape[-1], v.shape[-1]) > TENSOR_CORE_DIM:
-        return "CUDA: no kernel with tensor cores for this dtype or dim"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "CUDA: no kernel with tensor cores for this dtype"
     if mask is not None and mask.requires_grad:
         return "CUDA: no kernel with tensor cores for the gradient of a mask"
     return None
