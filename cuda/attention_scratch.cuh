@@ -12,6 +12,8 @@ struct attention_scratch {
                           attention_mma_scale.cuh */
     int64_t delta;     /* float [batch, heads, n_q] or [heads, total_q]: the backward's
                           dout . out - dlse */
+    int64_t bounds;    /* int32, as delta: see attention_mma_backward_scale.cuh */
+    int64_t powers;    /* mma_head_powers [batch, heads]: the same */
     int64_t bytes;     /* of all parts */
 };
 
@@ -45,6 +47,10 @@ attention_scratch_of(const tfast_attention_args *args, int version, bool backwar
         is_scaled(args, version) ? EXPONENTS * heads * EXPONENT_PARTS * 4 : 0);
     scratch.delta =
         place_scratch(&scratch, backward && version != 0 ? rows * args->heads * 4 : 0);
+    if (backward && is_scaled(args, version)) {
+        scratch.bounds = place_scratch(&scratch, rows * args->heads * 4);
+        scratch.powers = place_scratch(&scratch, heads * 16);
+    }
     return scratch;
 }
 
