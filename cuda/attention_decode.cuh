@@ -54,8 +54,9 @@ struct decode_call {
 /* A kernel's sizes. */
 template <typename PATH, int DIM>
 struct decode_shape {
-    static constexpr bool OPTIONS = true, OWN = true;
+    static constexpr bool OPTIONS = true;
     static constexpr int D = DIM, PIECES = 1, ROWS = DECODE_ROWS;
+    static constexpr int HELD = D / 16; /* all of q is in registers */
     static constexpr int WARPS = 4, THREADS = WARPS * 32;
     static constexpr int BLOCKS = 2;
     static constexpr int STREAMED = D == 64 ? 32 : 16; /* keys of a warp's tile */

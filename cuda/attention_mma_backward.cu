@@ -8,13 +8,17 @@ call_of(const tfast_attention_args *args, int version)
     const attention_scratch scratch = attention_scratch_of(args, version, true);
     char *at = (char *)args->scratch;
 
-    return {{*args, nullptr,
+    const bool scaled = is_scaled(args, version);
+
+    return {{*args, scaled ? (int32_t *)(at + scratch.exponents) : nullptr,
              tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) &&
                  tfast_mma_is_aligned(&args->v, 8) &&
                  tfast_mma_is_aligned(&args->dout, 8),
              tfast_mma_is_aligned(&args->dq, 2) && tfast_mma_is_aligned(&args->dk, 2) &&
                  tfast_mma_is_aligned(&args->dv, 2)},
-            (float *)(at + scratch.delta)};
+            (float *)(at + scratch.delta),
+            scaled ? (int32_t *)(at + scratch.bounds) : nullptr,
+            scaled ? (mma_head_powers *)(at + scratch.powers) : nullptr};
 }
 
 static bool
@@ -51,12 +55,37 @@ launch_delta(const mma_backward_call &call)
     const tfast_attention_args &args = call.args;
     const int64_t rows = (args.n_q + 3) / 4 * args.heads * args.batch;
 
-    if (rows == 0 || !(wants_keys(&args) || args.dq.data != nullptr)) {
+    if (rows == 0) {
         return TFAST_OK;
     }
     LAUNCH(attention_mma_delta, (unsigned)(rows < 1 << 20 ? rows : 1 << 20),
            DELTA_THREADS, 0, (cudaStream_t)args.stream, call);
     return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_delta");
+}
+
+static tfast_status
+launch_powers(const mma_backward_call &call)
+{
+    const int64_t works = call.args.batch * call.args.kv_heads;
+
+    if (call.powers == nullptr) {
+        return TFAST_OK;
+    }
+    LAUNCH(attention_mma_powers, (unsigned)(works < 1 << 20 ? works : 1 << 20),
+           POWERS_THREADS, 0, (cudaStream_t)call.args.stream, call);
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_powers");
+}
+
+/* What the kernels of gradients need to know. */
+static tfast_status
+prepare(const mma_backward_call &call)
+{
+    tfast_status status = tfast_mma_find_exponents(call, EXPONENTS);
+
+    if (status == TFAST_OK) {
+        status = launch_delta(call);
+    }
+    return status == TFAST_OK ? launch_powers(call) : status;
 }
 
 template <typename PATH, typename T, int D, bool OPTIONS>
@@ -65,11 +94,8 @@ backward_of_shape(const mma_backward_call &call)
 {
     typedef mma_backward_shape<PATH, D, true, OPTIONS> keys;
     typedef mma_backward_shape<PATH, D, false, OPTIONS> queries;
-    tfast_status status = launch_delta(call);
+    const tfast_status status = launch_backward<PATH, T, keys>(call);
 
-    if (status == TFAST_OK) {
-        status = launch_backward<PATH, T, keys>(call);
-    }
     return status == TFAST_OK ? launch_backward<PATH, T, queries>(call) : status;
 }
 
@@ -101,15 +127,23 @@ tfast_status
 tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
 {
     int version;
-    const tfast_status status = tfast_mma_path(&version, args);
+    tfast_status status = tfast_mma_path(&version, args);
 
-    *taken = version != 0 && !is_scaled(args, version);
+    *taken = version != 0;
     if (status != TFAST_OK || !*taken) {
         return status;
     }
+    if (!wants_keys(args) && args->dq.data == nullptr) {
+        return TFAST_OK;
+    }
     const mma_backward_call call = call_of(args, version);
+    status = prepare(call);
+    if (status != TFAST_OK) {
+        return status;
+    }
     if (version < 80) {
-        return backward_of_type<path_75, mma_f16>(call);
+        return call.powers != nullptr ? backward_of_type<path_75, mma_bf16_as_f16>(call)
+                                      : backward_of_type<path_75, mma_f16>(call);
     }
     return args->dtype == TFAST_F16 ? backward_of_type<path_80, mma_f16>(call)
                                     : backward_of_type<path_80, mma_bf16>(call);

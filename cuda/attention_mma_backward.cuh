@@ -76,19 +76,23 @@ fetch_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
 }
 
 /* Ends to; a barrier must follow before anyone reads. */
-template <typename PATH, typename S>
+template <typename T, typename PATH, typename S>
 DEVICE void
-land_step(mma_backward_thread<PATH, S> *own, int stage)
+land_step(mma_backward_thread<PATH, S> *own, const mma_backward_block &block, int stage)
 {
     const smem u_at = own->base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
 
-    own->u.template land<0>(u_at);
-    own->v.template land<0>(u_at + S::TILE_BYTES);
+    own->u.template land<0, T>(u_at,
+                               power_in<T>(block, S::KEYS ? EXPONENT_Q : EXPONENT_K));
+    own->v.template land<0, T>(
+        u_at + S::TILE_BYTES, power_in<T>(block, S::KEYS ? EXPONENT_DOUT : EXPONENT_V));
     if constexpr (S::KEYS) {
+        const bool is_delta = (int)threadIdx.x >= S::STREAMED;
         if ((int)threadIdx.x < 2 * S::STREAMED) {
             st_shared_f32(own->base + S::NUMBERS_AT +
                               (stage * 2 * S::STREAMED + (int)threadIdx.x) * 4,
-                          own->number);
+                          is_delta && T::SCALED ? own->number * block.delta
+                                                : own->number);
         }
     }
 }
@@ -200,11 +204,11 @@ kept_elements(const tfast_attention_args &args, const mma_backward_block &block,
 }
 
 /* Products of dout and v become gradients of scores, but for scale. */
-template <typename PATH, typename S>
+template <typename T, typename PATH, typename S>
 DEVICE void
 finish_step(mma_scores<S> *e, const mma_scores<S> &p, const mma_scores<S> &slope,
             const tfast_attention_args &args, const mma_backward_thread<PATH, S> &own,
-            int stage, uint32_t kept, float scale)
+            const mma_backward_block &block, int stage, uint32_t kept)
 {
 #pragma unroll
     for (int n = 0; n < S::STREAMED / 8; n++) {
@@ -217,8 +221,9 @@ finish_step(mma_scores<S> *e, const mma_scores<S> &p, const mma_scores<S> &slope
             const float delta =
                 S::KEYS ? (i % 2 == 0 ? two.x : two.y) : own.delta[i / 2];
             float x = e->at[n][i];
-            if constexpr (S::OPTIONS) {
-                x = (kept >> (n * 4 + i) & 1) != 0 ? x * scale : 0;
+            if constexpr (S::OPTIONS || T::SCALED) {
+                x *= S::KEYS || !T::SCALED ? block.product : own.product[i / 2];
+                x = (kept >> (n * 4 + i) & 1) != 0 ? x : 0;
             }
             x = p.at[n][i] == 0 ? 0 : p.at[n][i] * (x - delta);
             if constexpr (S::OPTIONS) { /* a slope may be NaN where the gradient is 0 */
@@ -258,15 +263,16 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
     weigh_step(&s, &slope, args, block, h, *own, step.tile, stage, bounded);
     if constexpr (S::KEYS) {
         mma_scores<S> w = s;
-        if constexpr (S::OPTIONS) {
+        if constexpr (S::OPTIONS || T::SCALED) {
 #pragma unroll
             for (int i = 0; i < S::STREAMED / 2; i++) {
                 float *x = &w.at[i / 4][i % 4];
-                *x = (kept >> i & 1) != 0 ? *x * block.kept : 0;
+                *x = (kept >> i & 1) != 0 ? *x * block.weight : 0;
             }
         }
         if (careful) {
-            add_step_carefully<T>(own->dy, w, streamed_v<S>(args, h, step.tile));
+            add_step_carefully<T>(own->dy, w, streamed_v<S>(args, h, step.tile),
+                                  power_in<T>(block, EXPONENT_DOUT));
         } else {
             add_step<PATH, T>(own->dy, w, own->reader, v_at);
         }
@@ -276,9 +282,10 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
     } else {
         multiply_own<PATH, T>(&e, own->y, own->base + S::Y_AT, own->reader, v_at);
     }
-    finish_step(&e, s, slope, args, *own, stage, kept, block.kept);
+    finish_step<T>(&e, s, slope, args, *own, block, stage, kept);
     if (careful) {
-        add_step_carefully<T>(own->dx, e, streamed_u<S>(args, h, step.tile));
+        add_step_carefully<T>(own->dx, e, streamed_u<S>(args, h, step.tile),
+                              power_in<T>(block, S::KEYS ? EXPONENT_Q : EXPONENT_K));
     } else {
         add_step<PATH, T>(own->dx, e, own->reader, u_at);
     }
@@ -287,8 +294,9 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
 template <typename PATH, typename T, typename S>
 DEVICE void
 walk_steps(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
-           const mma_backward_block &block, char *base)
+           mma_backward_block *shared, char *base)
 {
+    const mma_backward_block &block = *shared;
     mma_step step = {0, block.begin};
     int stage = 0;
 
@@ -299,7 +307,14 @@ walk_steps(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
         const char *u_at = base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
         const bool last = step.tile + 1 == block.end;
         const mma_step next = {step.head + last, last ? block.begin : step.tile + 1};
-        land_step(own, stage);
+        if (T::SCALED && S::KEYS && step.head > 0 && step.tile == block.begin) {
+            __syncthreads(); /* nobody reads the last head's numbers any more */
+            if (threadIdx.x < 32) {
+                begin_head<T, S>(shared, call, block.h.batch, block.h.head + step.head);
+            }
+            __syncthreads();
+        }
+        land_step<T>(own, block, stage);
         bool finite = !bounded || is_finite<T>(own->u, u_at);
         if (S::KEYS && bounded) {
             finite = finite && is_finite<T>(own->v, u_at + S::TILE_BYTES);
@@ -322,8 +337,8 @@ walk_steps(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
 /* Rows of a gradient from the warp's fragments. */
 template <typename T, typename S>
 DEVICE void
-store_rows(const mma_rows &whole, const float x[S::MADE / 8][4], float scale,
-           bool pairs)
+store_rows(const mma_rows &whole, const float x[S::MADE / 8][4],
+           const float2 factors[2], bool pairs)
 {
     const mma_rows rows = share_of<S>(whole);
     const int row = warp_row<S>() + (int)threadIdx.x % 32 / 4;
@@ -331,8 +346,9 @@ store_rows(const mma_rows &whole, const float x[S::MADE / 8][4], float scale,
 #pragma unroll
     for (int i = 0; i < S::MADE / 4; i++) {
         const float *two = &x[i / 2][i % 2 * 2];
+        const float2 by = factors[i % 2];
         write_pair(rows, row + i % 2 * 8, fragment_column(i / 2, 0),
-                   T::pack(two[0] * scale, two[1] * scale), pairs);
+                   T::store(two[0] * by.x * by.y, two[1] * by.x * by.y), pairs);
     }
 }
 
@@ -346,7 +362,7 @@ own_rows(const tfast_attention_args &args, const mma_backward_block &block,
                    : mma_queries(args, block.h, rows, dims, block.first, S::ROWS);
 }
 
-template <typename PATH, typename S>
+template <typename T, typename PATH, typename S>
 DEVICE void
 read_own(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
          const mma_backward_block &block)
@@ -355,26 +371,28 @@ read_own(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
     const mma_rows x = own_rows<S>(args, block, S::KEYS ? args.k : args.q, args.dim);
     const mma_rows y =
         own_rows<S>(args, block, S::KEYS ? args.v : args.dout, args.dim_v);
+    const float x_power = power_in<T>(block, S::KEYS ? EXPONENT_K : EXPONENT_Q);
+    const float y_power = power_in<T>(block, S::KEYS ? EXPONENT_V : EXPONENT_DOUT);
     const int row = warp_row<S>();
 
     if constexpr (S::PAIRS) {
         const bool second = warp_share<S>() != 0;
-        own->x.read({second ? y.data : x.data, second ? y.stride : x.stride, x.n,
-                     second ? y.dims : x.dims},
-                    row, call.chunks);
+        own->x.template read<T>({second ? y.data : x.data, second ? y.stride : x.stride,
+                                 x.n, second ? y.dims : x.dims},
+                                row, call.chunks, second ? y_power : x_power);
     } else {
-        own->x.read(x, row, call.chunks);
-        own->y.read(y, row, call.chunks);
+        own->x.template read<T>(x, row, call.chunks, x_power);
+        own->y.template read<T>(y, row, call.chunks, y_power);
     }
     if constexpr (!S::X) {
         mma_tile<PATH, S::ROWS, S::D, S::THREADS> tile;
         tile.fetch(own->base, x, call.chunks);
-        tile.template land<0>(own->base);
+        tile.template land<0, T>(own->base, x_power);
     }
     if constexpr (!S::Y) {
         mma_tile<PATH, S::ROWS, S::D, S::THREADS> tile;
         tile.fetch(own->base + S::Y_AT, y, call.chunks);
-        tile.template land<0>(own->base + S::Y_AT);
+        tile.template land<0, T>(own->base + S::Y_AT, y_power);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -382,6 +400,11 @@ read_own(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
         const bool is = !S::KEYS && query <= block.last;
         own->lse[r] = is ? lse_of(args, block.h, query) : INFINITY;
         own->delta[r] = is ? call.delta[number_row(args, block.h) + query] : 0;
+        if constexpr (T::SCALED && !S::KEYS) {
+            const int bound = is ? call.bounds[number_row(args, block.h) + query] : 0;
+            own->delta[r] *= two_to(15 - bound);
+            own->product[r] = block.kept * product_power(block, bound);
+        }
     }
 }
 
@@ -392,40 +415,45 @@ store_own(const mma_backward_thread<PATH, S> &own, const mma_backward_call &call
 {
     const tfast_attention_args &args = call.args;
     const float scale = (float)args.scale;
+    float2 x[2] = {{scale, 1}, {scale, 1}}, y[2] = {{1, 1}, {1, 1}};
 
     if constexpr (S::KEYS) { /* also of keys past kv_lens: zeros */
         mma_rows dk = own_rows<S>(args, block, args.dk, args.dim);
         mma_rows dv = own_rows<S>(args, block, args.dv, args.dim_v);
         dk.n = dv.n = mma_left(block.h.rows_k, block.first, S::ROWS);
+        if constexpr (T::SCALED) {
+            const int64_t head = block.h.batch * args.heads + block.h.head;
+            const mma_head_powers powers = call.powers[head];
+            x[0] = x[1] = scaled_by(scale, powers.dk - 157);
+            y[0] = y[1] = scaled_by(1, powers.dv - 142);
+        }
         if (args.dk.data != nullptr) {
-            store_rows<T, S>(dk, own.dx, scale, call.pairs);
+            store_rows<T, S>(dk, own.dx, x, call.pairs);
         }
         if (args.dv.data != nullptr) {
-            store_rows<T, S>(dv, own.dy, 1, call.pairs);
+            store_rows<T, S>(dv, own.dy, y, call.pairs);
         }
     } else {
-        store_rows<T, S>(own_rows<S>(args, block, args.dq, args.dim), own.dx, scale,
+        const int64_t row = block.first + warp_row<S>() + (int)threadIdx.x % 32 / 4;
+        for (int r = 0; T::SCALED && r < 2; r++) {
+            const int64_t query = row + r * 8;
+            const int bound = query <= block.last
+                                  ? call.bounds[number_row(args, block.h) + query]
+                                  : 0;
+            x[r] = scaled_by(scale, bound + block.exponent[EXPONENT_K] - 157);
+        }
+        store_rows<T, S>(own_rows<S>(args, block, args.dq, args.dim), own.dx, x,
                          call.pairs);
     }
 }
 
-/* What products of queries and keys are multiplied by: for log2's units, or with
- * OPTIONS as score_of() takes it. */
-template <typename S>
-DEVICE double
-unit_of(const tfast_attention_args &args)
-{
-    return !S::OPTIONS         ? args.scale * 1.4426950408889634
-           : args.softcap != 0 ? args.scale / args.softcap
-                               : args.scale;
-}
-
-/* Which rows are the block's, and what it walks over; by one thread. The tile of rows
- * with most to do comes first. */
-template <typename S>
+/* Which rows are the block's, and what it walks over; by its first warp. The tile of
+ * rows with most to do comes first. */
+template <typename T, typename S>
 DEVICE void
-begin_backward(mma_backward_block *block, const tfast_attention_args &args)
+begin_backward(mma_backward_block *block, const mma_backward_call &call)
 {
+    const tfast_attention_args &args = call.args;
     const int64_t size = S::KEYS ? args.n_k : args.n_q;
     const int64_t heads = S::KEYS ? args.kv_heads : args.heads;
     const int64_t group = S::KEYS ? args.heads / args.kv_heads : 1;
@@ -439,16 +467,16 @@ begin_backward(mma_backward_block *block, const tfast_attention_args &args)
         S::KEYS ? first_query(args, h, first) : first_key(args, h, first);
     const int64_t end = S::KEYS ? end_query(args, h, last) : end_key(args, h, last);
 
-    block->h = h;
-    block->unit = (float)unit_of<S>(args);
-    block->first = first;
-    block->last = last;
-    block->heads = last >= first && begin < end ? (int)group : 0;
-    block->begin = (int)(begin / S::STREAMED);
-    block->end = (int)((end + S::STREAMED - 1) / S::STREAMED);
-    if (S::OPTIONS) {
-        block->kept = (float)dropout_of(args, h).scale;
+    if (threadIdx.x == 0) {
+        block->h = h;
+        block->first = first;
+        block->last = last;
+        block->heads = last >= first && begin < end ? (int)group : 0;
+        block->begin = (int)(begin / S::STREAMED);
+        block->end = (int)((end + S::STREAMED - 1) / S::STREAMED);
+        block->kept = S::OPTIONS ? (float)dropout_of(args, h).scale : 1;
     }
+    begin_head<T, S>(block, call, h.batch, h.head);
 }
 
 template <typename PATH, typename T, typename S>
@@ -460,8 +488,8 @@ attention_mma_backward(const __grid_constant__ mma_backward_call call)
         SHARED(mma_backward_block, block, 1);
         mma_backward_thread<PATH, S> own;
 
-        if (threadIdx.x == 0) {
-            begin_backward<S>(block, call.args);
+        if (threadIdx.x < 32) {
+            begin_backward<T, S>(block, call);
         }
         __syncthreads();
         if (block->first >= (S::KEYS ? block->h.rows_k : block->h.n_q)) {
@@ -475,9 +503,9 @@ attention_mma_backward(const __grid_constant__ mma_backward_call call)
                 own.dy[i / 4][i % 4] = 0;
             }
         }
-        read_own(&own, call, *block);
+        read_own<T>(&own, call, *block);
         if (block->heads > 0) {
-            walk_steps<PATH, T>(&own, call, *block, base);
+            walk_steps<PATH, T>(&own, call, block, base);
         }
         store_own<T>(own, call, *block);
     }

@@ -10,12 +10,7 @@
 #ifndef TFAST_ATTENTION_MMA_BACKWARD_TILES_CUH
 #define TFAST_ATTENTION_MMA_BACKWARD_TILES_CUH
 
-#include "attention_mma.cuh"
-
-/* What a launch passes to its kernel; the pointers are to scratch. */
-struct mma_backward_call : mma_call {
-    float *delta; /* dout . out - dlse of each query: see number_row() */
-};
+#include "attention_mma_backward_scale.cuh"
 
 /* ---- Tiles ----------------------------------------------------------------------- */
 
@@ -24,6 +19,10 @@ struct mma_backward_block : mma_block {
     int heads;      /* that share its rows, all of which it walks over */
     int begin, end; /* the tiles for each: the first, and one past the last */
     float kept;     /* what dropout multiplies the others by */
+    /* Powers of two, each 1 where the type is not scaled, the first two times kept. */
+    float product; /* of products of dout and v; of the keys' kernel, as the next */
+    float weight;  /* of weights that are summed */
+    float delta;   /* of delta */
 };
 
 /* A kernel's sizes; X and Y say whether the own rows are in registers. */
@@ -88,22 +87,91 @@ struct mma_backward_thread {
     mma_own<S::D, S::Y ? S::D / 16 : 0> y;
     mma_reader<S::D> reader;
     smem base;
-    float lse[2], delta[2]; /* of its own queries */
+    float lse[2], delta[2], product[2]; /* of its own queries; delta is scaled */
     mma_tile<PATH, S::STREAMED, S::D, S::THREADS> u, v;
     float number; /* of a streamed query, on its way */
     float dx[S::MADE / 8][4], dy[S::KEYS ? S::MADE / 8 : 1][4];
 };
 
-/* ---- Rows' numbers --------------------------------------------------------------- */
+/* ---- Numbers of a head ----------------------------------------------------------- */
 
-/* The first of this head's queries among all of the call's: [batch, heads, n_q], or
- * [heads, total_q]. */
-DEVICE int64_t
-number_row(const tfast_attention_args &args, const attention_head &h)
+/* What an element of the head's tensor is multiplied by before it is rounded. */
+template <typename T>
+DEVICE float
+power_in(const mma_backward_block &block, int tensor)
 {
-    return args.cu_seqlens_q == nullptr ? (h.batch * args.heads + h.head) * args.n_q
-                                        : h.head * args.total_q + h.first_q;
+    return T::SCALED ? power_of(block.exponent[tensor]) : 1;
 }
+
+/* What makes of products of dout and v their part of gradients with such a bound. */
+DEVICE float
+product_power(const mma_backward_block &block, int bound)
+{
+    const int dout = block.exponent[EXPONENT_DOUT], v = block.exponent[EXPONENT_V];
+
+    return two_to(dout - 142 + v - 142 + 15 - bound);
+}
+
+/* 2^exponent scale, as two factors. */
+DEVICE float2
+scaled_by(float scale, int exponent)
+{
+    const float2 two = two_factors(exponent);
+
+    return make_float2(two.x * scale, two.y);
+}
+
+/* What products of queries and keys are multiplied by: for log2's units, or with
+ * OPTIONS as score_of() takes it. Bounded as the forward's. */
+template <typename T, typename S>
+DEVICE float
+unit_of(const tfast_attention_args &args, int q, int k)
+{
+    double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
+                  : args.softcap != 0 ? args.scale / args.softcap
+                                      : args.scale;
+
+    if constexpr (T::SCALED) {
+        unit *= (double)power_back(q) * power_back(k);
+    }
+    const float bounded =
+        fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
+    return S::OPTIONS ? bounded : fmaxf(bounded, 1.17549435e-38f);
+}
+
+/* The numbers of one head of q; by the block's first warp. */
+template <typename T, typename S>
+DEVICE void
+begin_head(mma_backward_block *block, const mma_backward_call &call, int64_t batch,
+           int64_t head)
+{
+    const tfast_attention_args &args = call.args;
+    int exponent[EXPONENTS] = {};
+
+    if constexpr (T::SCALED) {
+#pragma unroll
+        for (int i = 0; i < EXPONENTS; i++) {
+            exponent[i] = read_exponent(call.exponents, args, i, batch, head);
+        }
+    }
+    if (threadIdx.x != 0) {
+        return;
+    }
+    block->unit = unit_of<T, S>(args, exponent[EXPONENT_Q], exponent[EXPONENT_K]);
+    block->product = block->weight = block->kept;
+    if constexpr (T::SCALED) {
+        const mma_head_powers powers = call.powers[batch * args.heads + head];
+#pragma unroll
+        for (int i = 0; i < EXPONENTS; i++) {
+            block->exponent[i] = exponent[i];
+        }
+        block->product *= product_power(*block, powers.bound);
+        block->weight *= two_to(powers.weight);
+        block->delta = two_to(15 - powers.bound);
+    }
+}
+
+/* ---- Rows' numbers --------------------------------------------------------------- */
 
 /* lse so that whatever has none gets weight 0. */
 DEVICE float
@@ -131,8 +199,15 @@ attention_mma_delta(const __grid_constant__ mma_backward_call call)
         if (query < h.n_q) {
             const float delta =
                 delta_of<float>(args, h, query, (int)threadIdx.x % 32, 32);
+            const int64_t row = number_row(args, h) + query;
             if (threadIdx.x % 32 == 0) {
-                call.delta[number_row(args, h) + query] = delta;
+                call.delta[row] = delta;
+            }
+            if (call.bounds != nullptr) {
+                const int bound = bound_of(call, h, query, delta);
+                if (threadIdx.x % 32 == 0) {
+                    call.bounds[row] = bound;
+                }
             }
         }
     }
@@ -238,7 +313,7 @@ struct mma_share {
 template <typename T, typename S>
 DEVICE void
 add_step_carefully(float out[S::MADE / 8][4], const mma_scores<S> &s,
-                   const mma_rows &rows)
+                   const mma_rows &rows, float power)
 {
     mma_scores<mma_share<S>> w;
 
@@ -246,7 +321,7 @@ add_step_carefully(float out[S::MADE / 8][4], const mma_scores<S> &s,
     for (int i = 0; i < S::STREAMED / 2; i++) {
         w.at[i / 4][i % 4] = s.at[i / 4][i % 4];
     }
-    add_carefully<T>(out, w, share_of<S>(rows));
+    add_carefully<T>(out, w, share_of<S>(rows), power);
 }
 
 #endif

@@ -13,6 +13,8 @@ struct attention_scratch {
     int64_t results;   /* of splits of the keys: see attention_decode.cuh */
     int64_t delta;     /* float [batch, heads, n_q] or [heads, total_q]: the backward's
                           dout . out - dlse */
+    int64_t bounds;    /* int32, as delta: see attention_mma_backward_scale.cuh */
+    int64_t powers;    /* mma_head_powers [batch, heads]: the same */
     int64_t bytes;     /* of all parts */
 };
 
@@ -51,6 +53,10 @@ attention_scratch_of(const tfast_attention_args *args, int version, bool backwar
         place_scratch(&scratch, backward ? 0 : tfast_decode_results(args, version));
     scratch.delta =
         place_scratch(&scratch, backward && version != 0 ? rows * args->heads * 4 : 0);
+    if (backward && is_scaled(args, version)) {
+        scratch.bounds = place_scratch(&scratch, rows * args->heads * 4);
+        scratch.powers = place_scratch(&scratch, heads * 16);
+    }
     return scratch;
 }
 

@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 import pytest
 import test_attention_fuzz
-from arrays import Framed
+from arrays import DTYPES, Framed
 from attention_calls import Problem, to_float64
 from reference_attention import attention, attention_backward
 from simt_library import F32, AttentionArgs, AttentionRows, Capture
@@ -309,7 +309,7 @@ def test_only_finite_elements_set_the_power(monkeypatch, rng, bad, dropout_p):
     problem.options |= {"dropout_p": dropout_p, "seed": 3}
     scale_heads(problem, "v", [40, -40])
     right = to_float64(problem.forward()[0])
-    problem.v[:, :, 50, 7] = problem.k[:, :, 60, 3] = bad
+    problem.v[:, :, 50, 7] = problem.k[:, :, 60, 2] = bad
     found = to_float64(problem.forward()[0])
     seen = np.zeros(found.shape, bool)
     seen[:, :, 50:, 7] = seen[:, :, 60:] = True
@@ -338,3 +338,70 @@ def test_finding_powers_is_one_launch(monkeypatch, simt, rng, ptx, launches):
     simt.counts()
     problem.forward()
     assert simt.counts() == QUIET | {"launches": launches}
+
+
+# ---- bfloat16 as float16 -------------------------------------------------------------
+
+
+def rounded(x):
+    return x.astype(np.float32).astype(DTYPES["bfloat16"]).astype(np.float64)
+
+
+def gradients_with_bfloat16(dout, q, k, v, scale):
+    """(dq, dk, dv) of one head, whose out, weights and gradients of scores are rounded
+    to bfloat16 as by a kernel that multiplies it."""
+    s = scale * q @ k.T
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    delta = (dout * rounded(p @ v)).sum(-1, keepdims=True)
+    ds = rounded(p * (dout @ v.T - delta))
+    made = (scale * ds @ k, scale * ds.T @ q, rounded(p).T @ dout)
+    return [rounded(x) for x in made]
+
+
+# What each head's q, k, v and dout are multiplied by, as powers of two.
+MAGNITUDES = {
+    "as they are": [(0, 0, 0, 0)] * 3,
+    "heads far apart": [(0, 0, 30, 30), (0, 0, -30, -30), (0, 0, 0, 60)],
+    "q against k": [(60, -60, 0, 0), (-60, 60, 0, 0), (0, 0, 0, 0)],
+    "dout against v": [(0, 0, -60, 60), (0, 0, 60, -60), (0, 0, 0, 0)],
+    "tiny": [(0, 0, -40, -40), (0, 0, 0, -100), (-20, -20, -100, 40)],
+}
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("dim", [40, 128, 256])
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_bfloat16_as_float16_is_as_exact(monkeypatch, rng, name, dim):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", "75")
+    problem = Problem(rng, (1, 3, 40, 50, dim), dtype="bfloat16", is_causal=False)
+    for array, powers in zip(["q", "k", "v", "dout"], zip(*MAGNITUDES[name])):
+        by = 2.0 ** np.array(powers)[:, None, None]
+        values = getattr(problem, array).astype(np.float64) * by
+        setattr(problem, array, values.astype(np.float32).astype(DTYPES["bfloat16"]))
+    found = problem.backward(dlse=False)[:3]
+    true = problem.expected_gradients(dlse=False)[:3]
+    heads = [getattr(problem, x)[0].astype(np.float64) for x in ("dout", *"qkv")]
+    for h, head in enumerate(zip(*heads)):
+        for mine, theirs, exact in zip(
+            found, gradients_with_bfloat16(*head, problem.options["scale"]), true
+        ):
+            error = np.linalg.norm(np.float64(mine[0, h]) - exact[0, h])
+            assert error <= 2 * np.linalg.norm(theirs - exact[0, h])
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("far", [0, 40])
+def test_heads_of_a_group_may_be_far_apart_in_bfloat16(monkeypatch, rng, far):
+    """dk and dv are sums over heads whose q and dout have other exponents: small q with
+    large dout, and the other way round, count alike in dk."""
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", "75")
+    problem = Problem(rng, (2, 4, 40, 50, 64), kv_heads=2, dtype="bfloat16", scale=0.1)
+    by = 2.0 ** (far * np.array([1, -1, -1, 0]))[:, None, None]
+    bf16 = DTYPES["bfloat16"]
+    problem.dout = (np.float64(problem.dout) * by).astype("f").astype(bf16)
+    problem.q = (np.float64(problem.q) / np.maximum(by, 1)).astype("f").astype(bf16)
+    found = problem.backward(dlse=False)[:3]
+    for mine, true in zip(found, problem.expected_gradients(dlse=False)):
+        error = np.linalg.norm(np.float64(mine) - true, axis=(2, 3))
+        assert (error <= 0.01 * np.linalg.norm(true, axis=(2, 3))).all()
