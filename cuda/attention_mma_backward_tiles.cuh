@@ -83,8 +83,9 @@ share_of(mma_rows rows)
 /* What a thread keeps for all steps. */
 template <typename PATH, typename S>
 struct mma_backward_thread {
-    mma_own<S::D, S::X> x; /* of a pair: what the warp multiplies, be it x or y */
-    mma_own<S::D, S::Y> y;
+    mma_own<S::D, S::X ? S::D / 16 : 0>
+        x; /* of a pair: what the warp multiplies, be it x or y */
+    mma_own<S::D, S::Y ? S::D / 16 : 0> y;
     mma_reader<S::D> reader;
     smem base;
     float lse[2], delta[2], product[2]; /* of its own queries; delta is scaled */
@@ -216,9 +217,9 @@ attention_mma_delta(const __grid_constant__ mma_backward_call call)
 /* ---- Products -------------------------------------------------------------------- */
 
 /* s = own . tile' */
-template <typename PATH, typename T, typename S, bool REGISTERS>
+template <typename PATH, typename T, typename S, int HELD>
 DEVICE void
-multiply_own(mma_scores<S> *s, const mma_own<S::D, REGISTERS> &own, smem own_at,
+multiply_own(mma_scores<S> *s, const mma_own<S::D, HELD> &own, smem own_at,
              const mma_reader<S::D> &reader, smem tile)
 {
 #pragma unroll
