@@ -62,7 +62,7 @@ tfast_mma_attention(bool *taken, const tfast_attention_args *args)
     int version;
     tfast_status status = tfast_mma_path(&version, args);
 
-    *taken = version != 0 && args->dim <= 128 && args->dim_v <= 128;
+    *taken = version != 0;
     if (status != TFAST_OK || !*taken) {
         return status;
     }

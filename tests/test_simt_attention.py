@@ -340,7 +340,7 @@ def test_finding_powers_is_one_launch(monkeypatch, simt, rng, ptx, launches):
     assert simt.counts() == QUIET | {"launches": launches}
 
 
-# ---- bfloat16 as float16 -------------------------------------------------------------
+# ---- bfloat16 by float16's tensor cores, backward ------------------------------------
 
 
 def rounded(x):
