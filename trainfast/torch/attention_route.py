@@ -115,8 +115,8 @@ def torchs_are_faster(
     From sm_80 on torch has flash attention, beside which our kernels have not been
     measured yet. Before that it has none, and ours use the tensor cores for float16 and
     bfloat16; other dtypes, and gradients of masks, multiply without them. What torch
-    has no function for (windows, ALiBi, sinks, lengths, gradients of lse) stays with us in
-    any case.
+    has no function for (windows, ALiBi, sinks, lengths, gradients of lse) stays with
+    us in any case.
     """
     if q.device.type != "cuda":
         return None
