@@ -50,7 +50,7 @@ struct mma_call {
 };
 
 /* A grid's x has 31 bits, as the number of a tile has. */
-static const int64_t MMA_MAX_DIM = 128, MMA_MAX_BLOCKS = 0x7FFFFFFF;
+static const int64_t MMA_MAX_DIM = 256, MMA_MAX_BLOCKS = 0x7FFFFFFF;
 static const int64_t MMA_MAX_ROWS = (int64_t)1 << 35;
 
 /* In attention_mma.cu: the version of PTX, 75 or 80 and later, whose instructions take
@@ -147,6 +147,21 @@ mma_keys(const tfast_attention_args &args, const attention_head &h,
             mma_left(h.n_k, first, most), (int)dims};
 }
 
+/* The column of element i of fragment n of a tile of scores; its row is i / 2. */
+DEVICE int
+fragment_column(int n, int i)
+{
+    return n * 8 + (int)(threadIdx.x % 4) * 2 + i % 2;
+}
+
+/* The same rows from a column on. With a lane's own columns so, all else about them is
+ * constant, and takes no registers. */
+DEVICE mma_rows
+columns_from(const mma_rows &rows, int column)
+{
+    return {rows.data + column, rows.stride, rows.n, rows.dims - column};
+}
+
 /* Up to 8 elements, zeros behind them. Rarely used, so it is kept small. */
 DEVICE uint4
 gather_chunk(const uint16_t *from, int n)
@@ -229,10 +244,7 @@ struct mma_tile {
     static_assert(ROWS * D / 8 % THREADS == 0, "all threads have the same to do");
     uint4 staged[PATH::ASYNC ? 1 : EACH];
 
-    DEVICE int thread()
-    {
-        return THREADS == 32 ? (int)threadIdx.x % 32 : (int)threadIdx.x;
-    }
+    DEVICE unsigned thread() { return THREADS == 32 ? threadIdx.x % 32 : threadIdx.x; }
 
     DEVICE int row(int i) { return (i * THREADS + thread()) / (D / 8); }
     DEVICE int chunk(int i) { return (i * THREADS + thread()) % (D / 8); }
@@ -319,11 +331,11 @@ struct mma_reader {
 
     __device__ __forceinline__ mma_reader()
     {
-        const int lane = threadIdx.x % 32, r = lane % 8, i = lane / 8;
-        left_row = (i % 2 * 8 + r) * layout::ROW_BYTES;
-        left_chunk = (i / 2 ^ layout::swizzle(r)) * 16;
-        right_row = (i / 2 * 8 + r) * layout::ROW_BYTES;
-        right_chunk = (i % 2 ^ layout::swizzle(r)) * 16;
+        const unsigned lane = threadIdx.x % 32;
+        left_row = lane % 16 * layout::ROW_BYTES;
+        left_chunk = (lane / 16 ^ layout::swizzle(lane % 8)) * 16;
+        right_row = (lane / 16 * 8 + lane % 8) * layout::ROW_BYTES;
+        right_chunk = (lane / 8 % 2 ^ layout::swizzle(lane % 8)) * 16;
     }
 
     /* Left operand of 16 rows from `row` on; also, transposed, the right operand whose
@@ -344,39 +356,48 @@ struct mma_reader {
     }
 };
 
-/* 16 rows of a warp as left operands: in registers, read from global memory once, or in
- * shared memory. */
-template <int D, bool REGISTERS>
+/* 16 rows of a warp as left operands: HELD pieces of 16 columns in registers, read from
+ * global memory once, those behind them in shared memory. */
+template <int D, int HELD>
 struct mma_own {
-    uint32_t piece[REGISTERS ? D / 16 : 1][4];
+    static constexpr int REST = D - HELD * 16; /* columns */
+    static_assert(HELD == 0 || REST % 64 == 0, "the reader is the whole tile's");
+    uint32_t piece[HELD == 0 ? 1 : HELD][4];
 
     template <typename T = mma_f16>
     __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs,
                                          float power = 1)
     {
-        if constexpr (REGISTERS) {
-            const int lane = threadIdx.x % 32;
+        const mma_rows mine = columns_from(rows, fragment_column(0, 0));
+        const int first = row + (int)threadIdx.x % 32 / 4;
 #pragma unroll
-            for (int i = 0; i < D / 4; i++) {
-                const int at = row + lane / 4 + i % 2 * 8;
-                const int column = i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2;
-                piece[i / 4][i % 4] =
-                    T::load(read_pair(rows, at, column, pairs), power);
-            }
+        for (int i = 0; i < HELD * 4; i++) {
+            const uint32_t pair = read_pair(mine, first + i % 2 * 8, i / 2 * 8, pairs);
+            piece[i / 4][i % 4] = T::load(pair, power);
         }
     }
 
+    /* The columns that are not in registers. */
+    DEVICE mma_rows rest(const mma_rows &rows)
+    {
+        const bool any = rows.dims > HELD * 16;
+
+        return {rows.data + (any ? HELD * 16 : 0), rows.stride, rows.n,
+                rows.dims - HELD * 16};
+    }
+
+    /* Piece k; `tile` has the columns of rest(). */
     template <int ROWS>
     __device__ __forceinline__ void get(uint32_t a[4], const mma_reader<D> &reader,
                                         smem tile, int row, int k) const
     {
-        if constexpr (REGISTERS) {
+        if (k < HELD) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 a[i] = piece[k][i];
             }
         } else {
-            ldmatrix_x4(a, reader.template left<ROWS>(tile, row, 2 * k));
+            ldmatrix_x4(a, reader.template left<ROWS>(tile, row, 2 * (k - HELD)));
         }
     }
 };
@@ -388,13 +409,6 @@ template <typename S>
 struct mma_scores {
     float at[S::STREAMED / 8][4];
 };
-
-/* The column of element i of fragment n of a tile of scores; its row is i / 2. */
-DEVICE int
-fragment_column(int n, int i)
-{
-    return n * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
-}
 
 /* Weights, rounded, as left operands. */
 template <typename T, typename S>
@@ -418,7 +432,8 @@ DEVICE void
 add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows,
               float power = 1)
 {
-    const int t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4 * 4;
+    const int quad = threadIdx.x % 32 / 4 * 4;
+    const mma_rows mine = columns_from(rows, fragment_column(0, 0));
 
 #pragma unroll 1
     for (int pair = 0; pair < S::STREAMED / 2; pair++) {
@@ -428,12 +443,17 @@ add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows,
             const float w0 = __shfl_sync(~0u, s.at[0][odd], quad + pair % 4);
             const float w8 = __shfl_sync(~0u, s.at[0][2 + odd], quad + pair % 4);
 #pragma unroll
-            for (int i = 0; i < S::D / 4; i++) {
-                const int column = i / 2 * 8 + t * 2 + i % 2;
-                if (j < rows.n && column < rows.dims) {
-                    const uint16_t half = rows.data[j * rows.stride + column];
+            for (int n = 0; n < S::D / 8; n++) {
+                if (j >= rows.n || n * 8 >= rows.dims) {
+                    break; /* also keeps the loads of all columns from being held */
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint16_t half = n * 8 + i < mine.dims
+                                              ? mine.data[j * mine.stride + n * 8 + i]
+                                              : 0;
                     const float x = from_half(half, T::DTYPE) * power;
-                    float *o0 = &out[i / 2][i % 2], *o8 = &out[i / 2][2 + i % 2];
+                    float *o0 = &out[n][i], *o8 = &out[n][2 + i];
                     *o0 = w0 == 0 ? *o0 : fused(w0, x, *o0);
                     *o8 = w8 == 0 ? *o8 : fused(w8, x, *o8);
                 }

@@ -40,8 +40,8 @@ struct mma_backward_shape {
 /* What a thread keeps for all steps. */
 template <typename PATH, typename S>
 struct mma_backward_thread {
-    mma_own<S::D, S::X> x;
-    mma_own<S::D, S::Y> y;
+    mma_own<S::D, S::X ? S::D / 16 : 0> x;
+    mma_own<S::D, S::Y ? S::D / 16 : 0> y;
     mma_reader<S::D> reader;
     smem base;
     float lse[2], delta[2]; /* of its own queries */
@@ -198,9 +198,9 @@ is_step_bounded(const tfast_attention_args &args, const mma_block &block, int ti
 /* ---- Products -------------------------------------------------------------------- */
 
 /* s = own . tile' */
-template <typename PATH, typename T, typename S, bool REGISTERS>
+template <typename PATH, typename T, typename S, int HELD>
 DEVICE void
-multiply_own(mma_scores<S> *s, const mma_own<S::D, REGISTERS> &own, smem own_at,
+multiply_own(mma_scores<S> *s, const mma_own<S::D, HELD> &own, smem own_at,
              const mma_reader<S::D> &reader, smem tile)
 {
 #pragma unroll

@@ -48,10 +48,12 @@ forward_of_type(const mma_call &call)
     const tfast_attention_args &args = call.args;
     const int64_t dim = args.dim > args.dim_v ? args.dim : args.dim_v;
 
-    return dim <= 32   ? forward_of_dim<PATH, T, 32>(call)
-           : dim <= 64 ? forward_of_dim<PATH, T, 64>(call)
-           : dim <= 96 ? forward_of_dim<PATH, T, 96>(call)
-                       : forward_of_dim<PATH, T, 128>(call);
+    return dim <= 32    ? forward_of_dim<PATH, T, 32>(call)
+           : dim <= 64  ? forward_of_dim<PATH, T, 64>(call)
+           : dim <= 96  ? forward_of_dim<PATH, T, 96>(call)
+           : dim <= 128 ? forward_of_dim<PATH, T, 128>(call)
+           : dim <= 192 ? forward_of_dim<PATH, T, 192>(call)
+                        : forward_of_dim<PATH, T, 256>(call);
 }
 
 tfast_status

@@ -12,28 +12,34 @@
 
 /* ---- Tiles ----------------------------------------------------------------------- */
 
-/* A kernel's sizes. Blocks of fewer than 8 warps are asked for twice a multiprocessor,
- * which bounds them to 255 registers a thread either way. */
+/* A kernel's sizes; HELD: the pieces of q in registers, see mma_own. Blocks of fewer
+ * than 8 warps are asked for twice a multiprocessor, which bounds them to 255 registers
+ * a thread either way. */
 template <typename PATH, int DIM, bool HAS_OPTIONS>
 struct mma_forward_shape {
     static constexpr bool OPTIONS = HAS_OPTIONS;
     static constexpr int D = DIM;
-    static constexpr bool WIDE = D > 64; /* dims fill the registers */
-    static constexpr bool EIGHT = !OPTIONS && WIDE && !(PATH::ASYNC && D == 128);
-    static constexpr int WARPS = EIGHT ? 8 : 4;
+    static constexpr bool ASYNC = PATH::ASYNC, FAST = !OPTIONS;
+    static constexpr int WARPS = FAST && D > 64 && !(ASYNC && D == 128) ? 8 : 4;
     static constexpr int PIECES = OPTIONS || WARPS == 8 ? 1 : 2;
-    static constexpr int STREAMED = D == 128 && PATH::ASYNC != OPTIONS ? 32
-                                    : D == 64 && !OPTIONS              ? 48
-                                                                       : 64;
-    static constexpr bool OWN = OPTIONS || !(PATH::ASYNC && WIDE); /* q in registers */
+    static constexpr int STREAMED = D == 256 ? (ASYNC && FAST ? 32 : 16)
+                                    : D == 192 && ASYNC != FAST ? 32
+                                    : D == 192 && !ASYNC        ? 16
+                                    : D == 128 && ASYNC == FAST ? 32
+                                    : D == 64 && FAST           ? 48
+                                                                : 64;
+    static constexpr int HELD = D == 256 && !ASYNC && OPTIONS             ? 0
+                                : D == 256 || (D == 192 && ASYNC && FAST) ? 8
+                                : ASYNC && FAST && (D == 96 || D == 128)  ? 0
+                                                                          : D / 16;
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
 
     static constexpr int THREADS = WARPS * 32, ROWS = WARPS * PIECES * 16;
-    static constexpr int STAGES = PATH::ASYNC ? 2 : 1; /* tiles of keys */
-    static constexpr int OWN_BYTES = OWN ? 0 : ROWS * D * 2;
+    static constexpr int STAGES = ASYNC ? 2 : 1; /* tiles of keys */
+    static constexpr int OWN_BYTES = ROWS * (D - HELD * 16) * 2;
     static constexpr int TILE_BYTES = STREAMED * D * 2;
     static constexpr int BYTES = OWN_BYTES + (STAGES + 1) * TILE_BYTES;
-    static_assert(BYTES + (int)sizeof(mma_block) <= (PATH::ASYNC ? 101376 : 65536),
+    static_assert(BYTES + (int)sizeof(mma_block) <= (ASYNC ? 101376 : 65536),
                   "what sm_86, or sm_75, has for a block");
 };
 
@@ -197,7 +203,7 @@ add_values(mma_softmax<S> *state, const mma_scores<S> s[S::PIECES],
 /* What a thread keeps for all tiles of keys. */
 template <typename S>
 struct mma_forward_thread {
-    mma_own<S::D, S::OWN> own[S::PIECES];
+    mma_own<S::D, S::HELD> own[S::PIECES];
     mma_reader<S::D> reader;
     smem q;
 };
@@ -227,7 +233,7 @@ template <typename S>
 DEVICE int
 piece_row(int piece)
 {
-    return ((int)threadIdx.x / 32 * S::PIECES + piece) * 16;
+    return (int)(threadIdx.x / 32 * S::PIECES + piece) * 16;
 }
 
 /* Products of queries and keys. */
@@ -266,7 +272,7 @@ weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
 {
 #pragma unroll
     for (int p = 0; p < S::PIECES; p++) {
-        const int row = piece_row<S>(p) + (int)threadIdx.x % 32 / 4;
+        const int row = piece_row<S>(p) + (int)(threadIdx.x % 32 / 4);
         const mma_place place = {block.first + row, key};
         if constexpr (S::OPTIONS) {
             attention_rule<float> rule = rule_of<float>(args, block.h);
@@ -307,7 +313,8 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
     const tfast_attention_args &args = call.args;
     const attention_head &h = block.h;
     const mma_rows out =
-        mma_queries(args, h, args.out, args.dim_v, block.first, S::ROWS);
+        columns_from(mma_queries(args, h, args.out, args.dim_v, block.first, S::ROWS),
+                     fragment_column(0, 0));
     const float *sinks = (const float *)args.sinks;
     const float unit = S::OPTIONS ? 1 : 1.44269504f;
     const float sink = sinks == nullptr ? -INFINITY : sinks[h.head];
@@ -333,7 +340,7 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
             const float *o = &state->out[p][n][2 * r];
             const uint32_t pair =
                 empty ? 0 : T::store(o[0] * factor * back, o[1] * factor * back);
-            write_pair(out, row, n * 8 + lane % 4 * 2, pair, call.pairs);
+            write_pair(out, row, n * 8, pair, call.pairs);
         }
     }
 }
@@ -463,9 +470,10 @@ attention_mma_forward(const __grid_constant__ mma_call call)
         for (int p = 0; p < S::PIECES; p++) {
             own.own[p].template read<T>(q, piece_row<S>(p), call.chunks, power);
         }
-        if constexpr (!S::OWN) { /* a barrier follows before it is read */
-            mma_tile<PATH, S::ROWS, S::D, S::THREADS> q_tile;
-            q_tile.fetch(own.q, q, call.chunks);
+        if constexpr (S::OWN_BYTES > 0) { /* a barrier follows before it is read */
+            typedef mma_own<S::D, S::HELD> held;
+            mma_tile<PATH, S::ROWS, held::REST, S::THREADS> q_tile;
+            q_tile.fetch(own.q, held::rest(q), call.chunks);
             q_tile.template land<0, T>(own.q, power);
         }
         walk_keys<PATH, T>(call, *block, own, base);

@@ -7,6 +7,7 @@ from arrays import DTYPES
 from attention_calls import Problem
 
 CASES = 100  # on each backend
+DIMS = (1, 3, 8, 16, 17, 32, 40, 64, 80, 100, 128, 256)
 
 
 def any_of(rng, *values):
@@ -74,7 +75,7 @@ def any_options(rng, full, wide, packed):
     return options
 
 
-def any_problem(rng, device, dtypes=tuple(DTYPES), max_dim=256):
+def any_problem(rng, device, dtypes=tuple(DTYPES), dims=DIMS):
     dtype = any_of(rng, *dtypes)
     wide = np.float64 if dtype == "float64" else np.float32
     kv_heads = any_of(rng, 1, 2, 3)
@@ -89,8 +90,6 @@ def any_problem(rng, device, dtypes=tuple(DTYPES), max_dim=256):
         full = (batch, heads, *longest)
         options = {"cu_seqlens_q": at_q, "cu_seqlens_k": at_k}
     options |= any_options(rng, full, wide, packed)
-    dims = (1, 3, 8, 16, 17, 32, 40, 64, 80, 100, 128, 256)
-    dims = tuple(dim for dim in dims if dim <= max_dim)
     return Problem(
         rng,
         (batch, heads, n_q, n_k, any_of(rng, *dims)),

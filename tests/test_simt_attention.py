@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import test_attention_fuzz
 from arrays import Framed
-from attention_calls import Problem
+from attention_calls import Problem, to_float64
 from reference_attention import attention, attention_backward
 from simt_library import F32, AttentionArgs, AttentionRows, Capture
 
@@ -151,15 +151,15 @@ def backend_simt():
 @pytest.mark.parametrize("seed", range(60))
 def test_tensor_cores_agree_with_the_reference(monkeypatch, seed, ptx):
     monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
-    dtypes = ["float16", "bfloat16"]
+    dims = (*test_attention_fuzz.DIMS, 72, 136, 160, 192, 200)
     rng = np.random.default_rng(seed)
     test_attention_fuzz.check(
-        test_attention_fuzz.any_problem(rng, "cpu", dtypes, max_dim=128)
+        test_attention_fuzz.any_problem(rng, "cpu", ["float16", "bfloat16"], dims)
     )
 
 
 @pytest.mark.usefixtures("backend_simt")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("ptx", [75, 80])
 def test_any_order_of_threads_gives_the_same_bits(monkeypatch, simt, rng, dtype, ptx):
     monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
@@ -231,3 +231,110 @@ def test_a_captured_call_may_be_replayed(simt, rng):
     call.frames["q"].array[...] = rng.standard_normal((2, 2, 70, 8))
     capture.replay()
     check(call, is_causal=True)
+
+
+# ---- bfloat16 by float16's tensor cores ----------------------------------------------
+
+
+def scale_heads(problem, name, powers):
+    """Multiplies each head of a tensor [batch, heads, n, dim] by a power of two."""
+    array = getattr(problem, name)
+    factors = np.exp2(np.array(powers, float))[:, None, None]
+    array[...] = (array.astype(float) * factors).astype(array.dtype)
+
+
+def far_apart(problem):
+    scale_heads(problem, "q", [30, -30, 0, 100])
+    scale_heads(problem, "k", [-30, 30, 0, -100])
+    scale_heads(problem, "v", [-30, 30, 0, 100])
+
+
+def outliers(problem):
+    """2^20 above the rest; q's and k's meet nothing but small ones."""
+    problem.v[0, 0, 5, 3] = 2.0**20
+    problem.q[0, 1, 7, 3] = problem.k[0, 2, 9, 4] = 2.0**20
+    problem.k[0, 1, :, 3] = problem.q[0, 2, :, 4] = 2.0**-20
+
+
+def zeros(problem):
+    for head, name in enumerate("qkv"):
+        getattr(problem, name)[:, head] = 0
+
+
+def denormals(problem):
+    scale_heads(problem, "q", [-131, 120, 0, 0])
+    scale_heads(problem, "k", [120, -131, 0, -131])
+    scale_heads(problem, "v", [-126, -131, -133, 0])
+
+
+def largest_of_all(problem):
+    """That the sums of weighted values take without scaling, too."""
+    scale_heads(problem, "v", [119, 118, 117, 110])
+    scale_heads(problem, "q", [60, 0, 0, 0])
+    scale_heads(problem, "k", [-60, 0, 0, 0])
+
+
+def errors_by_head(monkeypatch, problem, ptx):
+    """Of out, the largest in each column of each head; of lse, in each head."""
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    found, true = problem.forward(), problem.expected()
+    assert np.isfinite(found[0].astype(float)).all()
+    out, lse = (abs(x.astype(float) - y) for x, y in zip(found, true))
+    return out.max((0, 2)), (lse / (1 + abs(true[1]))).max((0, 2))
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "change", [None, far_apart, outliers, zeros, denormals, largest_of_all]
+)
+def test_bfloat16_as_float16_errs_no_more_than_bfloat16(monkeypatch, rng, change, bias):
+    problem = Problem(rng, (1, 4, 70, 90, 40), dtype="bfloat16", is_causal=True)
+    if bias:
+        problem.options["bias"] = np.zeros((1, 1, 1, 1), "f")
+    if change:
+        change(problem)
+    out, lse = errors_by_head(monkeypatch, problem, 75)
+    bound, _ = errors_by_head(monkeypatch, problem, 80)
+    assert (out <= 2 * bound).all()
+    assert (lse <= 2e-6).all()
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dropout_p", [0, 0.5])
+def test_only_finite_elements_set_the_power(monkeypatch, rng, bad, dropout_p):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", "75")
+    problem = Problem(rng, (2, 2, 70, 70, 24), dtype="bfloat16", is_causal=True)
+    problem.options |= {"dropout_p": dropout_p, "seed": 3}
+    scale_heads(problem, "v", [40, -40])
+    right = to_float64(problem.forward()[0])
+    problem.v[:, :, 50, 7] = problem.k[:, :, 60, 3] = bad
+    found = to_float64(problem.forward()[0])
+    seen = np.zeros(found.shape, bool)
+    seen[:, :, 50:, 7] = seen[:, :, 60:] = True
+    noise = 2e-2 * abs(right).max((0, 2, 3), keepdims=True)
+    assert (abs(found - right) <= noise)[~seen].all()
+    if dropout_p == 0:
+        assert not np.isfinite(found[:, :, 50:60, 7]).any()
+
+
+@pytest.mark.usefixtures("simt", "backend_simt")
+def test_keys_past_their_end_do_not_set_the_power(monkeypatch, rng):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", "75")
+    problem = Problem(rng, (2, 2, 33, 70, 24), dtype="bfloat16")
+    problem.options["kv_lens"] = np.array([20, 41])
+    right = [x.tobytes() for x in problem.forward()]
+    for item, n in enumerate((20, 41)):
+        problem.k[item, :, n:] = problem.v[item, :, n:] = 2.0**126
+    assert [x.tobytes() for x in problem.forward()] == right
+
+
+@pytest.mark.usefixtures("backend_simt")
+@pytest.mark.parametrize("ptx, launches", [(75, 2), (80, 1)])
+def test_finding_powers_is_one_launch(monkeypatch, simt, rng, ptx, launches):
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    problem = Problem(rng, (2, 4, 33, 49, 16), kv_heads=2, dtype="bfloat16")
+    simt.counts()
+    problem.forward()
+    assert simt.counts() == QUIET | {"launches": launches}
