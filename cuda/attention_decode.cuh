@@ -27,8 +27,8 @@
 
 /* ---- Sizes ----------------------------------------------------------------------- */
 
-/* Enough blocks for two on each of 132 multiprocessors. With fewer keys a split than the
- * least, results would be a larger part of what is read and written. */
+/* Enough blocks for two on each of 132 multiprocessors. With fewer keys a split than
+ * the least, results would be a larger part of what is read and written. */
 enum { DECODE_ROWS = 16, DECODE_MAX_TILES = 4, DECODE_MAX_DIM = 128 };
 enum { DECODE_BLOCKS = 264, DECODE_LEAST_KEYS = 128 };
 
