@@ -11,15 +11,15 @@
  *
  *                        registers          KB of shared   KB on their way
  *                        64      128        memory         to a block
- *   sm_75                224     255        33             16
- *         as bfloat16    250     255        33             16
- *   sm_80                166     204        65             48
+ *   sm_75                222     250        33             16
+ *         as bfloat16    234     249        33             16
+ *   sm_80                146     166        65             48
  *
- * Of these blocks of 4 warps a T4 (40 multiprocessors) holds 40, a 4090 (128) 128, by
- * shared memory; an A100 (108) 216, an H200 (132) 264, or 396 with dims 64, by both. To
- * keep memory busy for a microsecond takes 0.3, 1, 2 and 4.8 MB on their way: they have
- * 0.6, 6, 10 and 12. 32768 keys of 8 heads and 128 dims, 134 MB, then take at least
- * 420, 133, 67 and 28 microseconds. None of it has been measured yet. */
+ * Of these blocks of 4 warps a T4 (40 multiprocessors) holds 40, a 4090 (128) 128, an
+ * A100 (108) 216 and an H200 (132) 396, by shared memory. To keep memory busy for a
+ * microsecond takes 0.3, 1, 2 and 4.8 MB on their way: they have room for 0.6, 6, 10
+ * and 19. 32768 keys of 8 heads and 128 dims, 134 MB, then take at least 420, 133, 67
+ * and 28 microseconds. The table is ptxas 13.0's; nothing has been measured yet. */
 #ifndef TFAST_ATTENTION_DECODE_CUH
 #define TFAST_ATTENTION_DECODE_CUH
 
@@ -27,8 +27,8 @@
 
 /* ---- Sizes ----------------------------------------------------------------------- */
 
-/* Enough blocks for two on each of 132 multiprocessors; the memory is busy with fewer.
- * A split of fewer keys than the least has more to write and combine than it saves. */
+/* Enough blocks for two on each of 132 multiprocessors. With fewer keys a split than
+ * the least, results would be a larger part of what is read and written. */
 enum { DECODE_ROWS = 16, DECODE_MAX_TILES = 4, DECODE_MAX_DIM = 128 };
 enum { DECODE_BLOCKS = 264, DECODE_LEAST_KEYS = 128 };
 
@@ -184,13 +184,15 @@ read_queries(mma_forward_thread<S> *own, const mma_call &call,
 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const mma_rows q = mma_queries(args, head_of_row(block, r), args.q, args.dim,
-                                       place_of_row(block, r, 0).query, 1);
+        const mma_rows q =
+            columns_from(mma_queries(args, head_of_row(block, r), args.q, args.dim,
+                                     place_of_row(block, r, 0).query, 1),
+                         fragment_column(0, 0));
+        const float power = block.rows[fragment_row(r)].power;
 #pragma unroll
         for (int n = 0; n < S::D / 8; n++) {
             own->own[0].piece[n / 2][n % 2 * 2 + r] =
-                T::load(read_pair(q, 0, fragment_column(n, 0), call.chunks),
-                        block.rows[fragment_row(r)].power);
+                T::load(read_pair(q, 0, n * 8, call.chunks), power);
         }
     }
 }

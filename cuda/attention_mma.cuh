@@ -240,7 +240,7 @@ struct mma_layout {
     }
 };
 
-/* Brings a tile from global memory, THREADS threads together: a block's, or a warp's. */
+/* Brings a tile from global memory, THREADS threads together: a block's or a warp's. */
 template <typename PATH, int ROWS, int D, int THREADS>
 struct mma_tile {
     typedef mma_layout<ROWS, D> layout;

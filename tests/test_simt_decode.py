@@ -83,6 +83,13 @@ def test_lengths_on_the_device_bound_the_keys(launches, rng, dtype, lengths):
     assert launches(problem.check_forward) == LAUNCHES
 
 
+@pytest.mark.parametrize("n_q, group", [(13, 1), (20, 3), (64, 1)])
+def test_dropped_elements_are_those_of_the_contract(launches, rng, dtype, n_q, group):
+    shape, options = (1, 2 * group, n_q, 290, 32), dict(dropout_p=0.5, seed=-7)
+    problem = Problem(rng, shape, kv_heads=2, dtype=dtype, **options)
+    assert launches(problem.check_forward) == LAUNCHES
+
+
 def any_few(rng, dtype):
     """Random options of a call whose keys are split."""
     kv_heads = int(rng.integers(1, 4))
