@@ -171,19 +171,18 @@ def test_released_buffers_are_refused(at, name):
 
 def test_a_refused_call_holds_no_buffer():
     """bytearray refuses to grow while somebody holds its memory."""
-    memory = [bytearray(24) for _ in range(4)]
-    arrays = [[memoryview(m).cast("f")] for m in memory]
-    columns = [[*a, b[0]] for a, b in zip(arrays, four(), strict=True)]
-    columns[3][1] = "text"
-    for error, message in (
-        (TypeError, r"exp_avg_sqs\[1\] must be an array"),
-        (ValueError, r"grads\[1\] must have shape"),
+    memory = [bytearray(24) for _ in range(4)] + [bytearray(28)]
+    views = [memoryview(m).cast("f") for m in memory]
+    columns = [[view, b[0]] for view, b in zip(views, four())]
+    for at, wrong, error, message in (
+        (3, "text", TypeError, r"exp_avg_sqs\[1\] must be an array"),
+        (1, views[4], ValueError, r"grads\[1\] must have shape"),
     ):
+        columns[at][1] = wrong
         with pytest.raises(error, match=message):
             trainfast.adamw_step(*columns, step=1, **HYPER)
-        columns[3][1], columns[1][1] = four()[3][0], np.ones(7, np.float32)
-    del columns
-    for (view,), m in zip(arrays, memory, strict=True):
+        columns[at][1] = four()[0][0]
+    for view, m in zip(views, memory, strict=True):
         view.release()
         m.append(0)
         assert not any(m)

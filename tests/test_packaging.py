@@ -219,6 +219,34 @@ print(np.allclose(param, 0.9))
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("editable", [False, True])
+def test_pip_installs_the_folder(unpacked, wheel, tmp_path, editable):
+    """`pip install .` and `pip install -e .`"""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    pip += ["--no-build-isolation", "--ignore-installed", "--prefix", str(tmp_path)]
+    pip += ["--editable"] if editable else []
+    environment = {**os.environ, "TRAINFAST_CUDA": "0"}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    subprocess.check_call([*pip, str(unpacked)], env=environment)
+    (site,) = tmp_path.rglob("site-packages")
+    code = f"""
+import site, sys
+sys.path[:] = [p for p in sys.path if p != {str(ROOT)!r}]
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]
+site.addsitedir({str(site)!r})
+sys.path.insert(0, {str(site)!r})
+import trainfast
+print(trainfast.__file__)
+print([b["name"] for b in trainfast.backends() if b["in_use"]] != [])
+"""
+    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    where = unpacked if editable else site
+    lines = python(code, cwd=tmp_path, env=plain).splitlines()
+    assert lines == [str(where / "trainfast/__init__.py"), "True"]
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_wheel_does_not_keep_the_cuda_library_of_an_earlier_build(unpacked, wheel):
     """setuptools reuses build/lib, where another build's library may still lie."""
     (left,) = unpacked.glob("build/lib*/trainfast")
@@ -306,6 +334,129 @@ def test_build_with_wrong_setting_fails_and_says_why(
     )
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
+
+
+# ---- setup.py's own decisions ------------------------------------------------------
+
+SETUP = """
+import runpy, sys
+from pathlib import Path
+import setuptools
+setuptools.setup = lambda **_: None
+made = runpy.run_path("setup.py")
+"""
+
+
+def test_setup_needs_neither_torch_nor_numpy_to_say_what_it_is():
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = None  # importing them fails
+sys.argv = ["setup.py", "--version"]
+exec(compile(open("setup.py").read(), "setup.py", "exec"))
+"""
+    assert python(code, cwd=ROOT).splitlines()[-1] == trainfast.__version__
+
+
+def command(path, script):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+NEW, OLD = [75, 80, 86, 89, 90, 100, 120], [60, 70, 75, 80, 86, 89, 90]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "release", "known", "said"),
+    [
+        ("", [], 13, NEW, "sm_75, sm_80, sm_90, PTX 90"),
+        (
+            "all",
+            [],
+            13,
+            NEW,
+            "sm_75, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, PTX 120",
+        ),
+        ("all", ["8.6"], 12, OLD, "sm_75, sm_80, sm_86, sm_89, sm_90, PTX 90"),
+        ("", ["8.6"], 13, NEW, "sm_86"),
+        ("", ["9.0", "7.5", "9.0"], 13, NEW, "sm_75, sm_90"),
+        ("", ["12.0", "8.6"], 12, OLD, "sm_86, PTX 90"),
+        ("", ["12.0"], 12, OLD, "PTX 90"),
+        ("75;86", ["9.0"], 13, NEW, "sm_75, sm_86, PTX 86"),
+        ("90a, 100", [], 13, NEW, "sm_90a, sm_100, PTX 100"),
+        ("", ["6.1"], 13, NEW, "the GPU's architecture must be at least 75 for this"),
+        ("sm_90", [], 13, NEW, 'must be "all" or numbers such as "75;86", got'),
+        ("", [], 13, [], "--list-gpu-arch must list architectures, got none"),
+    ],
+)
+def test_architectures_are_those_of_the_gpu_or_of_the_release(
+    tmp_path, wanted, gpus, release, known, said
+):
+    listed = "\n".join(f"compute_{arch}" for arch in known)
+    command(
+        tmp_path / "nvcc",
+        f"""case $1 in
+            --list-gpu-arch) echo "{listed}";;
+            --version) echo "Cuda compilation tools, release {release}.4, V";;
+        esac""",
+    )
+    shown = "\n".join(gpus)
+    command(tmp_path / "nvidia-smi", f'echo "{shown}"' if gpus else "exit 9")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment["TRAINFAST_CUDA_ARCHS"] = wanted
+    code = (
+        SETUP
+        + """
+try:
+    flags, words = made["nvcc_command"](sys.argv[1])
+    print(words, "compress-all" if "-compress-all" in flags else "mode=size")
+except Exception as error:
+    print(error, "failed")
+"""
+    )
+    got = subprocess.check_output(
+        [sys.executable, "-c", code, str(tmp_path / "nvcc")],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+    ).strip()
+    if got.endswith("failed"):
+        assert said in got
+    else:
+        assert got == f"{said} {'mode=size' if release >= 13 else 'compress-all'}"
+
+
+@pytest.mark.parametrize(
+    ("want", "said"),
+    [
+        ("auto", "trainfast: CPU only (nvcc was not found)"),
+        ("0", "trainfast: CPU only (TRAINFAST_CUDA=0)"),
+        ("1", "CompileError with TRAINFAST_CUDA=1 nvcc must be in CUDA_HOME/bin,"),
+    ],
+)
+def test_build_without_nvcc_is_for_the_cpu_or_says_what_it_lacks(tmp_path, want, said):
+    code = (
+        """
+import shutil
+which = shutil.which
+shutil.which = lambda name, *a, **k: None if "nvcc" in name else which(name, *a, **k)
+"""
+        + SETUP
+        + """
+try:
+    print(made["try_build_cuda"](Path(sys.argv[1]), False))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    )
+    lines = subprocess.check_output(
+        [sys.executable, "-c", code, str(tmp_path / "library.so")],
+        cwd=ROOT,
+        env={**os.environ, "TRAINFAST_CUDA": want},
+        text=True,
+    ).splitlines()
+    assert lines[0].startswith(said)
+    assert lines[1:] == ([] if want == "1" else ["False"])
 
 
 # ---- The Python that is too old ----------------------------------------------------

@@ -138,13 +138,23 @@ def test_bfloat16_parameters_with_float32_state_follow_the_exact_path(backend, d
 
 
 def test_gradients_of_another_dtype_work(backend, device):
-    params = make_params(device, torch.bfloat16, shapes=[(40,)])
-    optimizer = AdamW(params)
     if not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch ties a gradient's dtype to its parameter's")
+    params = make_params(device, torch.bfloat16, shapes=[(40,)])
+    exact = torch.nn.Parameter(params[0].detach().double())
+    ours = AdamW(params, lr=0.1, state_dtype=torch.float32)
+    theirs = torch.optim.AdamW([exact], lr=0.1, foreach=False)
     params[0].grad_dtype = torch.float32
-    params[0].grad = torch.randn(40, device=device)
-    optimizer.step()
+    params[0].grad = torch.randn(40, device=device) / 3  # not bfloat16s
+    exact.grad = params[0].grad.double()
+    ours.step()
+    theirs.step()
+    torch.testing.assert_close(params[0].double(), exact, rtol=2**-8, atol=1e-6)
+    mine, torchs = (o.state[p] for o, p in ((ours, params[0]), (theirs, exact)))
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(
+            mine[name].double(), torchs[name], rtol=1e-6, atol=1e-12
+        )
     assert trainfast.stats().to_dict()["fallbacks"] == {}
 
 
@@ -203,6 +213,22 @@ def test_old_checkpoints_load():
     set_grads(params, 0)
     optimizer.step()
     assert float(optimizer.state[params[0]]["step"]) == 6
+
+
+def test_optimizers_pickled_before_the_options_step():
+    params = make_params(shapes=[(5,), (3,)])
+    state = train(AdamW, params, steps=1).__getstate__()
+    for name in OPTIONS:
+        del state["param_groups"][0][name], state["defaults"][name]
+    for name in ("max_grad_norm", "_step_supports_amp_scaling"):
+        del state[name]
+    optimizer = AdamW.__new__(AdamW)
+    optimizer.__setstate__(state)
+    set_grads(params, 101)
+    optimizer.step()
+    theirs = train(torch.optim.AdamW, make_params(shapes=[(5,), (3,)]), steps=2)
+    assert_same_state(optimizer, theirs)
+    assert optimizer._step_supports_amp_scaling is True
 
 
 def test_state_of_the_wrong_shape_is_refused(backend, device):
@@ -363,6 +389,23 @@ def test_gradients_in_other_layouts(backend, device):
     ours, theirs = run(AdamW), run(torch.optim.AdamW, foreach=False)
     assert_same_state(ours, theirs)
     assert "layout" not in str(trainfast.stats().to_dict()["fallbacks"])
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_infinities_and_nans_spread_as_with_torch(backend, device, amsgrad):
+    def run(cls, **options):
+        params = make_params(device, shapes=[(300,), (2,)])
+        optimizer = cls(params, amsgrad=amsgrad, lr=0.1, **options)
+        for step in range(4):
+            set_grads(params, step)
+            for at, value in ((0, "nan"), (7, "inf"), (299, "-inf"), (64, "3e38")):
+                params[0].grad[at] = float(value) if step == 1 else 1.0
+            optimizer.step()
+        return optimizer
+
+    ours, theirs = run(AdamW), run(torch.optim.AdamW, foreach=False)
+    assert_same_state(ours, theirs, equal_nan=True, rtol=1.3e-6, atol=1e-5)
+    assert not ours.param_groups[0]["params"][0].isfinite().all()
 
 
 def test_negative_views_are_read_with_their_sign(backend, device):

@@ -185,11 +185,16 @@ def test_no_flag_is_a_sum(backend, device):
 def test_accumulation_is_one_step(backend, device, maker):
     params = make_params(device)
     scaler, optimizer = GradScaler(device, init_scale=4.0), maker(params)
+    whole = [p.detach().clone().requires_grad_() for p in params]
     backward(scaler, params, 0.5)
     backward(scaler, params, 0.5)
     scaler.unscale_(optimizer)
     for p in params:
         torch.testing.assert_close(p.grad, 2 * p.detach())
+    scaler.step(optimizer)
+    iterate(GradScaler(device, init_scale=4.0), maker(whole), whole)
+    for p, q in zip(params, whole, strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_an_optimizer_of_the_older_contract_gets_the_scaler():

@@ -263,17 +263,25 @@ def test_any_layout_resumes_as_any_other(saved, wanted):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda o: "+".join(o) or "plain")
 def test_torchs_adamw_loads_every_layout_and_back(layout):
-    params = make_params()
-    ours = AdamW(params, **layout)
-    set_grads(params, 1)
-    ours.step()
+    params, twins = make_params(), make_params()
+    ours, other = AdamW(params, **layout), AdamW(twins, **layout)
+    for p, optimizer in ((params, ours), (twins, other)):
+        set_grads(p, 1)
+        optimizer.step()
     theirs = torch.optim.AdamW(params)
     theirs.load_state_dict(reload(ours))
-    set_grads(params, 2)
-    theirs.step()
+    for p, optimizer in ((params, theirs), (twins, other)):
+        set_grads(p, 2)
+        optimizer.step()
     ours.load_state_dict(reload(theirs))
-    set_grads(params, 3)
-    ours.step()
+    for p, optimizer in ((params, ours), (twins, other)):
+        set_grads(p, 3)
+        optimizer.step()
+    for p, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, twin)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours.state[p][name], other.state[twin][name])
+            assert ours.state[p][name].dtype == other.state[twin][name].dtype
     assert float(ours.state[params[0]]["step"]) == 3
 
 
