@@ -15,8 +15,13 @@ SHAPES = [(5,), (40, 30), (), (3001,)]
 
 
 @pytest.fixture
-def runner(simt):
+def runner(request):
+    (row,) = (b for b in trainfast.backends() if b["name"] == "simt")
+    if not row["usable"]:
+        pytest.skip(row["reason"])
+    simt = request.getfixturevalue("simt")
     trainfast.use_backend("simt")
+    trainfast.reset_stats()
     yield simt
     trainfast.use_backend(None)
 
@@ -54,7 +59,7 @@ def test_warm_optimizer_step_is_its_launches_and_nothing_else(runner, name, dtyp
         runner.counts()
         optimizer.step()
         assert runner.counts() == {**WARM, "launches": launches}
-    assert list(trainfast.stats().fallbacks) == []
+    assert trainfast.stats().fallbacks == {}
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
