@@ -1,6 +1,6 @@
 /* How often shared memory must be asked for the tiles of attention_mma.cuh: for each
- * layout a line with the wavefronts of its stores, 16 bytes a lane, and of ldmatrix, and
- * how many these would be if no two rows met in a bank. */
+ * layout a line with the wavefronts of its stores, 16 bytes a lane, and of ldmatrix,
+ * and how many these would be if no two rows met in a bank. */
 #include "attention_mma.cuh"
 
 #include <cstdio>
