@@ -5,12 +5,12 @@
     python -m benchmarks.bench_graph_cache --json auto     into benchmarks/results/
 
 All files are in the page cache. "hot": each contender makes an epoch's batches in a
-row, after as many outside the clock, for the turns of the others have put its code and
-data out of the processor's caches; ratios are of whole turns. "cold": a training step
-of a small network comes before each batch, outside the clock, so that code and data
-must come back. A loader is drained for whole epochs, one before each turn outside the
-clock, too. Between steps, what is timed is how long next() keeps the loop waiting, and
-how long the step itself takes beside the loader's threads.
+row, after epochs of at least 10 ms outside the clock, for the turns of the others have
+put its code and data out of the processor's caches; ratios are of whole turns. "cold":
+a training step of a small network comes before each batch, outside the clock, so that
+code and data must come back. A loader is drained for whole epochs, after others outside
+the clock, too. Between steps, what is timed is how long next() keeps the loop waiting,
+and how long the step itself takes beside the loader's threads.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> dict:
     bench = Bench(folder, budget, args.smoke, with_ours)
     backend = command.backend_in_use(args.device) if with_ours else "none"
     conditions = "files in the page cache, batches of 32; hot: turns of an epoch, each "
-    conditions += "after one that is not timed"
+    conditions += "after 10 ms and more that are not timed"
     try:
         report = command.run(
             "graph-cache", "Graph cache", args, conditions, backend,

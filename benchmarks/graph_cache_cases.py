@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from benchmarks.graph_cache import (
 from benchmarks.harness import Budget, Case, Contender
 
 HOT_CALLS = 40  # of a copy
+WARM_SECONDS = 0.01  # after 5 ms a batch took no longer than after any number
 Call = Callable[[], Any]
 
 
@@ -33,8 +35,8 @@ class Entry:
     """A contender that is still to be made, which may turn out to be Unavailable.
 
     make: returns the timed call, which does the case `calls` times. warm: it is done
-    once before each time that counts, because the turns of the others have put its code
-    and data out of the processor's caches.
+    for WARM_SECONDS before each time that counts, and at least once, because the turns
+    of the others have put its code and data out of the processor's caches.
     """
 
     name: str
@@ -46,7 +48,8 @@ class Entry:
 
     def contender(self) -> Contender:
         run = self.make()
-        how = {"prepare": run if self.warm else self.prepare, "calls": self.calls}
+        prepare = partial(warm_up, run) if self.warm else self.prepare
+        how = {"prepare": prepare, "calls": self.calls}
         return Contender(self.name, run, self.role, **how)
 
 
@@ -111,6 +114,13 @@ class Bench:
             optimizer.step()
 
         return step
+
+
+def warm_up(run: Call) -> None:
+    end = time.perf_counter() + WARM_SECONDS
+    run()
+    while time.perf_counter() < end:
+        run()
 
 
 def repeated(make: Callable[[], Call], times: int) -> Call:
