@@ -99,13 +99,14 @@ backward_of_shape(const mma_backward_call &call)
     return status == TFAST_OK ? launch_backward<PATH, T, queries>(call) : status;
 }
 
+/* 96 dims with options take the tile of 128: on sm_75 their own spilled registers. */
 template <typename PATH, typename T, int D>
 static tfast_status
 backward_of_dim(const mma_backward_call &call)
 {
-    return tfast_mma_has_options(&call.args)
-               ? backward_of_shape<PATH, T, D, true>(call)
-               : backward_of_shape<PATH, T, D, false>(call);
+    return tfast_mma_has_options(&call.args) ? backward_of_shape < PATH, T,
+           D == 96 ? 128 : D,
+           true > (call) : backward_of_shape<PATH, T, D, false>(call);
 }
 
 template <typename PATH, typename T>
