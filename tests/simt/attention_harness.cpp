@@ -387,13 +387,14 @@ expect(problem *p)
 
 /* ---- Comparison ------------------------------------------------------------------ */
 
-/* What out, rounded, lets gradients be off by, by dtype; those of slopes are summed
- * with distances as weights. */
+/* What out, rounded, lets gradients be off by, by dtype; those of slopes are summed with
+ * distances, at most `farthest`, as weights. */
 bool
-agrees(const char *what, array &found, const numbers &true_values, int dtype)
+agrees(const char *what, array &found, const numbers &true_values, int dtype,
+       double farthest)
 {
     const double noise[TFAST_N_DTYPES] = {1e-4, 1e-11, 6e-3, 5e-2};
-    const double weight = strcmp(what, "dalibi") == 0 ? 10 : 1;
+    const double weight = strcmp(what, "dalibi") == 0 ? 10 + farthest / 10 : 1;
     double largest = 1;
 
     for (double x : true_values) {
@@ -431,8 +432,8 @@ agree(problem *p, const expected &e)
 
     for (const auto &result : results) {
         const size_t at = (size_t)result.at;
-        if (result.wanted &&
-            !agrees(result.name, p->arrays[at], e.at[at], p->a.dtype)) {
+        if (result.wanted && !agrees(result.name, p->arrays[at], e.at[at], p->a.dtype,
+                                     (double)std::max(p->a.n_q, p->a.n_k))) {
             return false;
         }
     }
@@ -488,18 +489,19 @@ main(int argc, char **argv)
     const int problems = atoi(argv[2]);
 
     tfast_simt_seed(strtoull(argv[1], nullptr, 0));
-    for (int i = 0; i < problems + problems / 2; i++) {
+    for (int i = 0; i < problems; i++) {
         problem p;
         fill_problem(&p, i % 3 == 2);
         const expected e = expect(&p);
         const bool same = p.a.dtype == TFAST_F32 || p.a.dtype == TFAST_F64;
         tfast_simt_most_blocks(same && i % 2 == 0 ? 2 : 0);
         for (const char *ptx : {"75", "80"}) {
-            if (!(same && ptx[0] == '8') && !is_right(backend, &p, e, ptx)) {
+            if (!(same && ptx[0] == '8') &&
+                !(is_right(backend, &p, e, ptx) && are_tiles_read_at_once())) {
                 fprintf(stderr, "in problem %d with PTX %s\n", i, ptx);
                 return 1;
             }
         }
     }
-    return !are_tiles_read_at_once();
+    return 0;
 }

@@ -30,7 +30,8 @@ MODES = {
 }
 # These make a third of the code, and say little that the address sanitizer does not.
 MODES["address"] += ["-fno-sanitize=null,pointer-overflow,object-size,vptr"]
-# The runner tells the sanitizer about its fibers, but is not looked at itself.
+# The runner tells the sanitizer about its fibers, but is not looked at itself; nor are
+# the harnesses, which would spend most of the time on their plain loops.
 RUNNER_MODES = {
     "plain": ["-O2", "-g1"],
     "address": ["-O2", "-g", "-DSIMT_ADDRESS"],
@@ -95,9 +96,11 @@ def _build(target, mode, sources, link):
     """Compiles `sources` and the runner, and links them to `target`."""
     cxx = compiler()
     include = [f"-I{folder}" for folder in INCLUDED]
-    jobs = [([*cxx, *FLAGS, *MODES[mode], *include], path) for path in sources]
-    runner = [*cxx, *FLAGS, *RUNNER_MODES[mode], *include]
-    jobs += [(runner, path) for path in RUNNER]
+    flags = {".cu": MODES[mode], ".cpp": RUNNER_MODES[mode]}
+    jobs = [
+        ([*cxx, *FLAGS, *flags[path.suffix], *include], path)
+        for path in [*sources, *RUNNER]
+    ]
     with ThreadPool(len(os.sched_getaffinity(0))) as pool:
         objects = pool.starmap(_compile, jobs, chunksize=1)
     command = [*cxx, *MODES[mode], *link, *map(str, objects)]

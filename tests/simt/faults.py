@@ -521,9 +521,6 @@ FAULTS = {
         "plain",
         DIFFERS,
     ),
-    "step's last tile left out": Fault(
-        BACKWARD, "(@end + S::STREAMED - 1@) / S", "end", "plain", DIFFERS
-    ),
     "slope of the softcap left out": Fault(
         BACKWARD, "? @x * slope.at[n][i]@ : x", "x", "plain", DIFFERS
     ),
