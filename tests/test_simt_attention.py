@@ -309,7 +309,7 @@ def test_only_finite_elements_set_the_power(monkeypatch, rng, bad, dropout_p):
     problem.options |= {"dropout_p": dropout_p, "seed": 3}
     scale_heads(problem, "v", [40, -40])
     right = to_float64(problem.forward()[0])
-    problem.v[:, :, 50, 7] = problem.k[:, :, 60, 3] = bad
+    problem.v[:, :, 50, 7] = problem.k[:, :, 60, 2] = bad
     found = to_float64(problem.forward()[0])
     seen = np.zeros(found.shape, bool)
     seen[:, :, 50:, 7] = seen[:, :, 60:] = True
