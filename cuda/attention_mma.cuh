@@ -8,10 +8,9 @@
  * fragment of 16 x 8 scores lane 4 g + t has columns 2 t, 2 t + 1 of rows g and g + 8;
  * two of them side by side, rounded, are the left operand of the next product.
  *
- * Instantiations, for each path and dtype: one a tile of dims (32, 64, 128; forward
- * also 96, 192, 256: what a smaller one saves is work), each once for bounds alone and
- * once with options (which cost registers). Registers of ptxas 13.0 and KB of shared
- * memory:
+ * Instantiations, for each path and dtype: one a tile of dims (what a smaller one saves
+ * is work), each once for bounds alone and once with options (which cost registers).
+ * Registers of ptxas 13.0 and KB of shared memory:
  *
  *                            32       64       96      128      192      256
  *   sm_75  forward       189  8   225 12   202 24   218 32   251 24   254 48
@@ -19,21 +18,20 @@
  *   sm_80  forward       168 12   203 18   166 60   245 56   247 88   244 80
  *          with options  125 12   152 24   200 36   210 48   244 36   244 40
  *
- *                            32       64      128
- *   sm_75  dq            126  8   174 16   174 48
- *          with options  154  8   204 16   187 48
- *          dk, dv        143  8   205 16   232 48
- *          with options  190  8   236 16   255 48, 20 bytes spilled
- *   sm_80  dq            119  8   168 16   192 64
- *          with options  148  8   186 16   171 48
- *          dk, dv        135  8   195 16   244 64
- *          with options  180  8   232 16   255 48
+ *   sm_75  dq            126  8   172 16   196 48   172 48   208 28   224 40
+ *          with options  140  8   188 16            184 48   228 28   241 40
+ *          dk, dv        136  8   198 16   229 48   227 48   214 52   248 52
+ *          with options  164  8   226 16            168 56   232 52   255 52
+ *   sm_80  dq            117  8   166 16   166 48   190 64   188 28   210 40
+ *          with options  128  8   173 16            172 48   206 28   230 40
+ *          dk, dv        128  8   188 16   200 48   239 64   189 52   225 68
+ *          with options  160  8   225 16            254 48   208 52   245 68
  *
- * bfloat16 as float16 takes up to 14 registers more. Blocks have 4 warps, but for the
- * fast forward's 8 with dims 96, 192, 256 and, on sm_75, 128. By registers 2 blocks of
- * 4 warps, or 1 of 8, fit on a multiprocessor; by shared memory, of 64 KB on sm_75, 100
- * on sm_86 and sm_89, 164 on sm_80 and 228 on sm_90, 1 with dims 128 backward before
- * sm_80 and on sm_86 and sm_89, and with dims 256 and options on sm_75.
+ * bfloat16 as float16 takes up to 14 registers more. Blocks have 4 warps, but 8 in the
+ * fast forward with dims 96, 192, 256 and, on sm_75, 128, in dq with dims 256, and in
+ * dk, dv with dims 128 and options on sm_75. By registers 2 blocks of 4 warps, or 1 of
+ * 8, fit on a multiprocessor; by shared memory as many as fit into the 64 KB of sm_75,
+ * 100 of sm_86 and sm_89, 164 of sm_80 and 228 of sm_90.
  *
  * What the multiply-adds bound, at 4 (forward), 10 (backward) flops a score and dim and
  * dense float16 with float32 sums: T4 65, 3090 71, 4090 165, A100 312, H200 989
