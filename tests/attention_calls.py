@@ -47,6 +47,15 @@ def for_reference(options):
     return options
 
 
+def scratch_on(device):
+    """Where a call of the core gets its scratch from."""
+    if device == "cpu":
+        return lambda n: np.empty(n, "float32")
+    import torch
+
+    return lambda n: torch.empty(n, device=device)
+
+
 class Problem:
     """Normally distributed inputs and the public options of one call."""
 

@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 from arrays import DTYPES
-from attention_calls import Problem
+from attention_calls import Problem, scratch_on
 from conftest import USABLE
 
 import trainfast
@@ -141,7 +141,7 @@ def test_arrays_of_more_than_2_to_the_31_elements_are_addressed(rng, path, dtype
         for name, array in arrays.items():
             given[name][...] = array
         made = [moved(x) for x in (out, *gradients)]
-        options = {"scale": 0.2, "is_causal": True}
+        options = {"scale": 0.2, "is_causal": True, "scratch": scratch_on("cpu")}
         q, k, v, dout = given.values()
         _core.attention(q, k, v, made[0], lse, **options)
         _core.attention_backward(

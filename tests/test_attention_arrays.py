@@ -10,7 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from arrays import DTYPES, Framed
-from attention_calls import ROUNDING, Problem, largest, on_device, to_float64
+from attention_calls import (
+    ROUNDING,
+    Problem,
+    largest,
+    on_device,
+    scratch_on,
+    to_float64,
+)
 
 import trainfast
 from trainfast import _core
@@ -136,7 +143,8 @@ def test_nothing_is_written_outside_the_outputs(rng, device, dtype, offset, dim_
         problem.q, problem.k, problem.v, problem.dout, problem.dlse
     )
     out, lse = framed(problem.dout), framed(problem.dlse, wide)
-    _core.attention(q, k, v, out.array, lse.array, scale=0.5, bias=bias)
+    options = dict(scale=0.5, bias=bias, scratch=scratch_on(device))
+    _core.attention(q, k, v, out.array, lse.array, **options)
     assert out.get().any()
     assert lse.get().any()
     made = [framed(x) for x in (problem.q, problem.k, problem.v)]
@@ -145,8 +153,7 @@ def test_nothing_is_written_outside_the_outputs(rng, device, dtype, offset, dim_
         *(dout, q, k, v, out.array, lse.array, dlse),
         *(x.array for x in made),
         *(None, None),
-        scale=0.5,
-        bias=bias,
+        **options,
     )
     for gradient in made:
         assert gradient.get().any()
