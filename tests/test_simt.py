@@ -276,8 +276,8 @@ class Report(NamedTuple):
         source = ROOT / "cuda" / self.file
         done = subprocess.run([*command, source], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        pattern = r"entry function '(\w+)'[^']*?(\d+) bytes stack frame, (\d+) bytes"
-        found = re.findall(pattern + r"[^']*?Used ([^\n]*)", done.stderr)
+        pattern = r"entry function '(\w+)' for '\w+'[^']*?(\d+) bytes stack frame, "
+        found = re.findall(pattern + r"(\d+) bytes[^']*?Used ([^\n]*)", done.stderr)
         sizes = {}
         for kernel, stack, spilled, used in found:
             shared = re.search(r"(\d+) bytes smem", used)

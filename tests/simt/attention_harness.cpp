@@ -387,8 +387,8 @@ expect(problem *p)
 
 /* ---- Comparison ------------------------------------------------------------------ */
 
-/* What out, rounded, lets gradients be off by, by dtype; those of slopes are summed with
- * distances, at most `farthest`, as weights. */
+/* What out, rounded, lets gradients be off by, by dtype; those of slopes are summed
+ * with distances, at most `farthest`, as weights. */
 bool
 agrees(const char *what, array &found, const numbers &true_values, int dtype,
        double farthest)
