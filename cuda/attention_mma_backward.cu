@@ -1,6 +1,151 @@
-/* Launches of attention's backward by tensor cores. */
-#include "attention_mma_backward.cuh"
+/* Attention's backward by tensor cores, but for the kernels of gradients themselves:
+ * numbers of rows that these need, and which of them a call takes. */
+#include "attention_mma_backward_scale.cuh"
 #include "attention_scratch.cuh"
+
+/* ---- Numbers of queries ---------------------------------------------------------- */
+
+/* Bounds stay where sums that are made with them are in float32's range. */
+enum { LEAST_BOUND = -100, MOST_BOUND = 126 };
+
+/* An e with |x| < 2^e; a low one for infinity and NaN, which stay that whatever they
+ * are multiplied by. */
+DEVICE int
+exponent_above(float x)
+{
+    const int exponent = (int)(__float_as_uint(x) >> 23 & 0xFF);
+
+    return (exponent == 255 ? 0 : exponent) - 126;
+}
+
+/* An e with sqrt(n) <= 2^e. */
+DEVICE int
+root_exponent(int64_t n)
+{
+    return n <= 1 ? 0 : n <= 4 ? 1 : n <= 16 ? 2 : n <= 64 ? 3 : 4;
+}
+
+/* The bound of a query's gradients of scores; by a whole warp. The row's norm is that
+ * of dout as it is multiplied: what float16 makes 0 does not count. */
+DEVICE int
+bound_of(const mma_backward_call &call, const attention_head &h, int64_t query,
+         float delta)
+{
+    const tfast_attention_args &args = call.args;
+    const int dout =
+        read_exponent(call.exponents, args, EXPONENT_DOUT, h.batch, h.head);
+    const int v = read_exponent(call.exponents, args, EXPONENT_V, h.batch, h.head);
+    const int64_t row = query_row(args, h, args.dout, query);
+    const float power = power_of(dout);
+    float sum = 0;
+
+    for (int d = threadIdx.x % 32; d < args.dim_v; d += 32) {
+        const float x =
+            read_element<float>(args.dout.data, TFAST_BF16, row + d) * power;
+        sum = fused(x, x, sum);
+    }
+    for (int by = 1; by < 32; by *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, by);
+    }
+    const int kept =
+        args.dropout_p > 0 ? exponent_above((float)dropout_of(args, h).scale) : 0;
+    const int product = exponent_above(sqrtf(sum)) + (dout - 142) + (v - 126) +
+                        root_exponent(args.dim_v) + kept;
+    const int other = exponent_above(delta);
+
+    return (int)clamped((product > other ? product : other) + 1, LEAST_BOUND,
+                        MOST_BOUND);
+}
+
+enum { DELTA_THREADS = 128 };
+
+/* A warp a query; blocks go on until all rows of all heads are done. */
+TFAST_KERNEL(DELTA_THREADS, 4)
+attention_mma_delta(const __grid_constant__ mma_backward_call call)
+{
+    const tfast_attention_args &args = call.args;
+    const int64_t heads = args.heads * args.batch, warps = DELTA_THREADS / 32;
+    const int64_t rows = (args.n_q + warps - 1) / warps;
+
+    for (int64_t i = blockIdx.x; i < heads * rows; i += gridDim.x) {
+        const int64_t query = i % rows * warps + threadIdx.x / 32, head = i / rows;
+        const attention_head h =
+            attention_head_of(args, head / args.heads, head % args.heads);
+        if (query < h.n_q) {
+            const float delta =
+                delta_of<float>(args, h, query, (int)threadIdx.x % 32, 32);
+            const int64_t row = number_row(args, h) + query;
+            if (threadIdx.x % 32 == 0) {
+                call.delta[row] = delta;
+            }
+            if (call.bounds != nullptr) {
+                const int bound = bound_of(call, h, query, delta);
+                if (threadIdx.x % 32 == 0) {
+                    call.bounds[row] = bound;
+                }
+            }
+        }
+    }
+}
+
+/* ---- Powers of heads ------------------------------------------------------------- */
+
+enum { POWERS_THREADS = 256 };
+
+/* The largest bound of a head's queries; by the whole block. */
+DEVICE int
+largest_bound(const mma_backward_call &call, const attention_head &h)
+{
+    SHARED(int, of_warp, POWERS_THREADS / 32);
+    const int32_t *bounds = call.bounds + number_row(call.args, h);
+    int largest = LEAST_BOUND;
+
+    for (int64_t i = threadIdx.x; i < h.n_q; i += POWERS_THREADS) {
+        largest = bounds[i] > largest ? bounds[i] : largest;
+    }
+    largest = warp_max(largest);
+    if (threadIdx.x % 32 == 0) {
+        of_warp[threadIdx.x / 32] = largest;
+    }
+    __syncthreads();
+    largest = of_warp[0];
+    for (int i = 1; i < POWERS_THREADS / 32; i++) {
+        largest = of_warp[i] > largest ? of_warp[i] : largest;
+    }
+    __syncthreads(); /* before the next head's are written */
+    return largest;
+}
+
+/* A block all heads that share keys; blocks go on until all are done. */
+TFAST_KERNEL(POWERS_THREADS, 2)
+attention_mma_powers(const __grid_constant__ mma_backward_call call)
+{
+    const tfast_attention_args &args = call.args;
+    const int64_t group = args.heads / args.kv_heads;
+
+    for (int64_t i = blockIdx.x; i < args.batch * args.kv_heads; i += gridDim.x) {
+        const int64_t batch = i / args.kv_heads, first = i % args.kv_heads * group;
+        int dk = LEAST_BOUND + LEAST_EXPONENT, dv = LEAST_EXPONENT;
+        for (int64_t head = first; head < first + group; head++) {
+            const int bound = largest_bound(call, attention_head_of(args, batch, head));
+            const int q = read_exponent(call.exponents, args, EXPONENT_Q, batch, head);
+            const int dout =
+                read_exponent(call.exponents, args, EXPONENT_DOUT, batch, head);
+            dk = bound + q > dk ? bound + q : dk;
+            dv = dout > dv ? dout : dv;
+        }
+        for (int64_t head = first; head < first + group; head++) {
+            const int q = read_exponent(call.exponents, args, EXPONENT_Q, batch, head);
+            const int dout =
+                read_exponent(call.exponents, args, EXPONENT_DOUT, batch, head);
+            if (threadIdx.x == 0) {
+                call.powers[batch * args.heads + head] = {dk - q, dout - dv, dk, dv};
+            }
+        }
+    }
+}
+
+/* ---- Launches -------------------------------------------------------------------- */
 
 static mma_backward_call
 call_of(const tfast_attention_args *args, int version)
@@ -19,34 +164,6 @@ call_of(const tfast_attention_args *args, int version)
             (float *)(at + scratch.delta),
             scaled ? (int32_t *)(at + scratch.bounds) : nullptr,
             scaled ? (mma_head_powers *)(at + scratch.powers) : nullptr};
-}
-
-static bool
-wants_keys(const tfast_attention_args *args)
-{
-    return args->dk.data != nullptr || args->dv.data != nullptr;
-}
-
-template <typename PATH, typename T, typename S>
-static tfast_status
-launch_backward(const mma_backward_call &call)
-{
-    constexpr auto kernel = attention_mma_backward<PATH, T, S>;
-    const tfast_attention_args &args = call.args;
-    const int64_t rows = S::KEYS ? args.n_k : args.n_q;
-    const int64_t heads = S::KEYS ? args.kv_heads : args.heads;
-    const int64_t blocks = (rows + S::ROWS - 1) / S::ROWS * heads * args.batch;
-
-    if (blocks == 0 || !(S::KEYS ? wants_keys(&args) : args.dq.data != nullptr)) {
-        return TFAST_OK;
-    }
-    if (S::BYTES > 48 << 10) {
-        CUDA_TRY(cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
-    }
-    LAUNCH(kernel, (unsigned)blocks, S::THREADS, S::BYTES, (cudaStream_t)args.stream,
-           call);
-    return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_backward");
 }
 
 static tfast_status
@@ -88,40 +205,18 @@ prepare(const mma_backward_call &call)
     return status == TFAST_OK ? launch_powers(call) : status;
 }
 
-template <typename PATH, typename T, int D, bool OPTIONS>
 static tfast_status
-backward_of_shape(const mma_backward_call &call)
-{
-    typedef mma_backward_shape<PATH, D, true, OPTIONS> keys;
-    typedef mma_backward_shape<PATH, D, false, OPTIONS> queries;
-    const tfast_status status = launch_backward<PATH, T, keys>(call);
-
-    return status == TFAST_OK ? launch_backward<PATH, T, queries>(call) : status;
-}
-
-/* 96 dims with options take the tile of 128: on sm_75 their own spilled registers. */
-template <typename PATH, typename T, int D>
-static tfast_status
-backward_of_dim(const mma_backward_call &call)
-{
-    return tfast_mma_has_options(&call.args) ? backward_of_shape < PATH, T,
-           D == 96 ? 128 : D,
-           true > (call) : backward_of_shape<PATH, T, D, false>(call);
-}
-
-template <typename PATH, typename T>
-static tfast_status
-backward_of_type(const mma_backward_call &call)
+launch_gradients(const mma_backward_call &call, int version)
 {
     const tfast_attention_args &args = call.args;
     const int64_t dim = args.dim > args.dim_v ? args.dim : args.dim_v;
 
-    return dim <= 32    ? backward_of_dim<PATH, T, 32>(call)
-           : dim <= 64  ? backward_of_dim<PATH, T, 64>(call)
-           : dim <= 96  ? backward_of_dim<PATH, T, 96>(call)
-           : dim <= 128 ? backward_of_dim<PATH, T, 128>(call)
-           : dim <= 192 ? backward_of_dim<PATH, T, 192>(call)
-                        : backward_of_dim<PATH, T, 256>(call);
+    return dim <= 32    ? tfast_mma_backward_of_dim<32>(call, version)
+           : dim <= 64  ? tfast_mma_backward_of_dim<64>(call, version)
+           : dim <= 96  ? tfast_mma_backward_of_dim<96>(call, version)
+           : dim <= 128 ? tfast_mma_backward_of_dim<128>(call, version)
+           : dim <= 192 ? tfast_mma_backward_of_dim<192>(call, version)
+                        : tfast_mma_backward_of_dim<256>(call, version);
 }
 
 tfast_status
@@ -134,18 +229,11 @@ tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
     if (status != TFAST_OK || !*taken) {
         return status;
     }
-    if (!wants_keys(args) && args->dq.data == nullptr) {
+    if (args->dq.data == nullptr && args->dk.data == nullptr &&
+        args->dv.data == nullptr) {
         return TFAST_OK;
     }
     const mma_backward_call call = call_of(args, version);
     status = prepare(call);
-    if (status != TFAST_OK) {
-        return status;
-    }
-    if (version < 80) {
-        return call.powers != nullptr ? backward_of_type<path_75, mma_bf16_as_f16>(call)
-                                      : backward_of_type<path_75, mma_f16>(call);
-    }
-    return args->dtype == TFAST_F16 ? backward_of_type<path_80, mma_f16>(call)
-                                    : backward_of_type<path_80, mma_bf16>(call);
+    return status == TFAST_OK ? launch_gradients(call, version) : status;
 }

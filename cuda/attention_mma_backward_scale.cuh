@@ -10,7 +10,8 @@
  * is a sum over rows, and over all heads that share the keys, whose q have exponents of
  * their own; there each head's ds has the one power with which all sums have the same
  * unit, that of the largest bound. So has dv, whose weights get a power, at most 1,
- * that makes up for the exponents of dout. */
+ * that makes up for the exponents of dout. Kernels in attention_mma_backward.cu find
+ * them. */
 #ifndef TFAST_ATTENTION_MMA_BACKWARD_SCALE_CUH
 #define TFAST_ATTENTION_MMA_BACKWARD_SCALE_CUH
 
@@ -30,8 +31,12 @@ struct mma_backward_call : mma_call {
     mma_head_powers *powers; /* [batch, heads] */
 };
 
-/* Bounds stay where sums that are made with them are in float32's range. */
-enum { LEAST_BOUND = -100, MOST_BOUND = 126 };
+/* Launches the kernels of gradients with tiles of D dims; `version` is
+ * tfast_mma_path()'s. They take long to compile, so that three files share them:
+ * attention_mma_backward_64.cu has those of 32 and 64 dims, _128.cu those of 96 and
+ * 128, _256.cu those of 192 and 256. */
+template <int D>
+tfast_status tfast_mma_backward_of_dim(const mma_backward_call &call, int version);
 
 /* The first of this head's queries among all of the call's: [batch, heads, n_q], or
  * [heads, total_q]. */
@@ -57,110 +62,6 @@ DEVICE float2
 two_factors(int exponent)
 {
     return make_float2(two_to(exponent / 2), two_to(exponent - exponent / 2));
-}
-
-/* An e with |x| < 2^e; a low one for infinity and NaN, which stay that whatever they
- * are multiplied by. */
-DEVICE int
-exponent_above(float x)
-{
-    const int exponent = (int)(__float_as_uint(x) >> 23 & 0xFF);
-
-    return (exponent == 255 ? 0 : exponent) - 126;
-}
-
-/* An e with sqrt(n) <= 2^e. */
-DEVICE int
-root_exponent(int64_t n)
-{
-    return n <= 1 ? 0 : n <= 4 ? 1 : n <= 16 ? 2 : n <= 64 ? 3 : 4;
-}
-
-/* The bound of a query's gradients of scores; by a whole warp. The row's norm is that
- * of dout as it is multiplied: what float16 makes 0 does not count. */
-DEVICE int
-bound_of(const mma_backward_call &call, const attention_head &h, int64_t query,
-         float delta)
-{
-    const tfast_attention_args &args = call.args;
-    const int dout =
-        read_exponent(call.exponents, args, EXPONENT_DOUT, h.batch, h.head);
-    const int v = read_exponent(call.exponents, args, EXPONENT_V, h.batch, h.head);
-    const int64_t row = query_row(args, h, args.dout, query);
-    const float power = power_of(dout);
-    float sum = 0;
-
-    for (int d = threadIdx.x % 32; d < args.dim_v; d += 32) {
-        const float x =
-            read_element<float>(args.dout.data, TFAST_BF16, row + d) * power;
-        sum = fused(x, x, sum);
-    }
-    for (int by = 1; by < 32; by *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, by);
-    }
-    const int kept =
-        args.dropout_p > 0 ? exponent_above((float)dropout_of(args, h).scale) : 0;
-    const int product = exponent_above(sqrtf(sum)) + (dout - 142) + (v - 126) +
-                        root_exponent(args.dim_v) + kept;
-    const int other = exponent_above(delta);
-
-    return (int)clamped((product > other ? product : other) + 1, LEAST_BOUND,
-                        MOST_BOUND);
-}
-
-enum { POWERS_THREADS = 256 };
-
-/* The largest bound of a head's queries; by the whole block. */
-DEVICE int
-largest_bound(const mma_backward_call &call, const attention_head &h)
-{
-    SHARED(int, of_warp, POWERS_THREADS / 32);
-    const int32_t *bounds = call.bounds + number_row(call.args, h);
-    int largest = LEAST_BOUND;
-
-    for (int64_t i = threadIdx.x; i < h.n_q; i += POWERS_THREADS) {
-        largest = bounds[i] > largest ? bounds[i] : largest;
-    }
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) {
-        of_warp[threadIdx.x / 32] = largest;
-    }
-    __syncthreads();
-    largest = of_warp[0];
-    for (int i = 1; i < POWERS_THREADS / 32; i++) {
-        largest = of_warp[i] > largest ? of_warp[i] : largest;
-    }
-    __syncthreads(); /* before the next head's are written */
-    return largest;
-}
-
-/* A block all heads that share keys; blocks go on until all are done. */
-TFAST_KERNEL(POWERS_THREADS, 2)
-attention_mma_powers(const __grid_constant__ mma_backward_call call)
-{
-    const tfast_attention_args &args = call.args;
-    const int64_t group = args.heads / args.kv_heads;
-
-    for (int64_t i = blockIdx.x; i < args.batch * args.kv_heads; i += gridDim.x) {
-        const int64_t batch = i / args.kv_heads, first = i % args.kv_heads * group;
-        int dk = LEAST_BOUND + LEAST_EXPONENT, dv = LEAST_EXPONENT;
-        for (int64_t head = first; head < first + group; head++) {
-            const int bound = largest_bound(call, attention_head_of(args, batch, head));
-            const int q = read_exponent(call.exponents, args, EXPONENT_Q, batch, head);
-            const int dout =
-                read_exponent(call.exponents, args, EXPONENT_DOUT, batch, head);
-            dk = bound + q > dk ? bound + q : dk;
-            dv = dout > dv ? dout : dv;
-        }
-        for (int64_t head = first; head < first + group; head++) {
-            const int q = read_exponent(call.exponents, args, EXPONENT_Q, batch, head);
-            const int dout =
-                read_exponent(call.exponents, args, EXPONENT_DOUT, batch, head);
-            if (threadIdx.x == 0) {
-                call.powers[batch * args.heads + head] = {dk - q, dout - dv, dk, dv};
-            }
-        }
-    }
 }
 
 #endif

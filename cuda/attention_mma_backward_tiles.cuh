@@ -182,37 +182,6 @@ lse_of(const tfast_attention_args &args, const attention_head &h, int64_t query)
     return lse == -INFINITY ? INFINITY : lse;
 }
 
-enum { DELTA_THREADS = 128 };
-
-/* A warp a query; blocks go on until all rows of all heads are done. */
-TFAST_KERNEL(DELTA_THREADS, 4)
-attention_mma_delta(const __grid_constant__ mma_backward_call call)
-{
-    const tfast_attention_args &args = call.args;
-    const int64_t heads = args.heads * args.batch, warps = DELTA_THREADS / 32;
-    const int64_t rows = (args.n_q + warps - 1) / warps;
-
-    for (int64_t i = blockIdx.x; i < heads * rows; i += gridDim.x) {
-        const int64_t query = i % rows * warps + threadIdx.x / 32, head = i / rows;
-        const attention_head h =
-            attention_head_of(args, head / args.heads, head % args.heads);
-        if (query < h.n_q) {
-            const float delta =
-                delta_of<float>(args, h, query, (int)threadIdx.x % 32, 32);
-            const int64_t row = number_row(args, h) + query;
-            if (threadIdx.x % 32 == 0) {
-                call.delta[row] = delta;
-            }
-            if (call.bounds != nullptr) {
-                const int bound = bound_of(call, h, query, delta);
-                if (threadIdx.x % 32 == 0) {
-                    call.bounds[row] = bound;
-                }
-            }
-        }
-    }
-}
-
 /* ---- Products -------------------------------------------------------------------- */
 
 /* s = own . tile' */

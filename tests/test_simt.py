@@ -291,7 +291,8 @@ class Report(NamedTuple):
 COMPILED = sorted(
     path.name
     for path in (ROOT / "cuda").glob("*.cu")
-    if path.name != "attention.cu" and "LAUNCH(" in path.read_text()
+    if path.name != "attention.cu"
+    and re.search(r"LAUNCH\(|_launch\.cuh", path.read_text())
 )
 
 

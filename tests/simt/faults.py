@@ -111,7 +111,8 @@ def barriers():
 # dims, since each is compiled for itself: 64 and 128 have all that a fault can break.
 ALWAYS = [
     ("attention.cu", r"blocks_of\(works\)", "blocks_of(works < 3 ? works : 3)"),
-    ("*", r"dim <= (?:32|96|192)\s*\? [\w<>, ]+\(\w+\)\s*: ", ""),
+    ("*", r"dim <= (?:32|96|192)\s*\? [\w<>, ]+\([\w, ]+\)\s*: ", ""),
+    ("*", r"template tfast_status \w+<(?:32|96|192)>\([^;]*;\n", ""),
 ]
 
 
@@ -481,7 +482,7 @@ FAULTS = {
         BOUNDS,
     ),
     "delta of a query past the end made": Fault(
-        "attention_mma_backward_tiles.cuh",
+        "attention_mma_backward.cu",
         "if (@query < h.n_q@) { const float delta",
         "query <= h.n_q",
         "address",
