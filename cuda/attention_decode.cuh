@@ -141,9 +141,9 @@ find_row(decode_block *block, const decode_call &call, int i)
         }
     }
     if (threadIdx.x % 32 == 0) {
-        block->rows[i] = {row / group, row % group,
-                          T::SCALED ? power_of(exponent[EXPONENT_Q]) : 1,
-                          unit_of<T, S>(args, exponent)};
+        block->rows[i] = {
+            row / group, row % group, T::SCALED ? power_of(exponent[EXPONENT_Q]) : 1,
+            unit_of<T, S>(args, exponent[EXPONENT_Q], exponent[EXPONENT_K])};
         if (i == 0) {
             block->exponent[EXPONENT_K] = exponent[EXPONENT_K];
             block->exponent[EXPONENT_V] = exponent[EXPONENT_V];
@@ -285,13 +285,13 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
     for (; key < block.end; key += S::UNIT) {
         const int other = S::STAGES == 1 ? 0 : S::TILE_BYTES - now;
         mma_scores<S> s = {};
-        k_tile.template land<2, T>(k_at + now, own_power<T>(block, EXPONENT_K));
+        k_tile.template land<2, T>(k_at + now, power_in<T>(block, EXPONENT_K));
         __syncwarp(); /* keys are there, and nobody reads the last values any more */
         fetch_keys(&v_tile, v_at + other, call, block, args.v, args.dim_v,
                    key + S::AHEAD);
         multiply_keys<PATH, T>(&s, own, k_at + now);
         weigh_split_keys(&s, state, args, block, key);
-        v_tile.template land<2, T>(v_at + now, own_power<T>(block, EXPONENT_V));
+        v_tile.template land<2, T>(v_at + now, power_in<T>(block, EXPONENT_V));
         __syncwarp(); /* values are there, and nobody reads these keys any more */
         const char *landed = base + S::STAGES * S::TILE_BYTES + now;
         const bool finite = is_finite<T>(v_tile, landed);
@@ -301,7 +301,7 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
             add_carefully<T>(
                 state->out[0], s,
                 mma_keys(args, block.h, args.v, args.dim_v, key, S::STREAMED),
-                own_power<T>(block, EXPONENT_V));
+                power_in<T>(block, EXPONENT_V));
         } else {
             add_values<PATH, T>(state, &s, own.reader, v_at + now);
         }
@@ -354,7 +354,7 @@ add_warps(const decode_call &call, const decode_block &block, const char *base,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4 + r * 8;
     const int64_t result = block.result + row * call.plan.splits;
     const float top = highest(numbers + row, S::WARPS, S::ROWS);
-    const float back = own_power_back<T>(block, EXPONENT_V);
+    const float back = power_out<T>(block, EXPONENT_V);
     float fade[S::WARPS], sum = 0;
 
     if (row >= block.n_rows) {

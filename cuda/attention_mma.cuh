@@ -276,8 +276,8 @@ struct mma_tile {
 
     /* Ends all but the last LATER fetches; a barrier must follow before a read.
      * Elements are multiplied by `power` where their type says so. */
-    template <int LATER, typename T = mma_f16>
-    __device__ __forceinline__ void land(smem to, float power = 1)
+    template <int LATER, typename T>
+    __device__ __forceinline__ void land(smem to, float power)
     {
         if constexpr (PATH::ASYNC) {
             (void)power;
@@ -365,9 +365,9 @@ struct mma_own {
     static_assert(HELD == 0 || REST % 64 == 0, "the reader is the whole tile's");
     uint32_t piece[HELD == 0 ? 1 : HELD][4];
 
-    template <typename T = mma_f16>
+    template <typename T>
     __device__ __forceinline__ void read(const mma_rows &rows, int row, bool pairs,
-                                         float power = 1)
+                                         float power)
     {
         const mma_rows mine = columns_from(rows, fragment_column(0, 0));
         const int first = row + (int)threadIdx.x % 32 / 4;
@@ -431,7 +431,7 @@ pack_weights(uint32_t w[S::STREAMED / 16][4], const mma_scores<S> &s)
 template <typename T, typename S>
 DEVICE void
 add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows,
-              float power = 1)
+              float power)
 {
     const int quad = threadIdx.x % 32 / 4 * 4;
     const mma_rows mine = columns_from(rows, fragment_column(0, 0));

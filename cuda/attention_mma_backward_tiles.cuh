@@ -95,14 +95,6 @@ struct mma_backward_thread {
 
 /* ---- Numbers of a head ----------------------------------------------------------- */
 
-/* What an element of the head's tensor is multiplied by before it is rounded. */
-template <typename T>
-DEVICE float
-power_in(const mma_backward_block &block, int tensor)
-{
-    return T::SCALED ? power_of(block.exponent[tensor]) : 1;
-}
-
 /* What makes of products of dout and v their part of gradients with such a bound. */
 DEVICE float
 product_power(const mma_backward_block &block, int bound)
@@ -119,24 +111,6 @@ scaled_by(float scale, int exponent)
     const float2 two = two_factors(exponent);
 
     return make_float2(two.x * scale, two.y);
-}
-
-/* What products of queries and keys are multiplied by: for log2's units, or with
- * OPTIONS as score_of() takes it. Bounded as the forward's. */
-template <typename T, typename S>
-DEVICE float
-unit_of(const tfast_attention_args &args, int q, int k)
-{
-    double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
-                  : args.softcap != 0 ? args.scale / args.softcap
-                                      : args.scale;
-
-    if constexpr (T::SCALED) {
-        unit *= (double)power_back(q) * power_back(k);
-    }
-    const float bounded =
-        fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
-    return S::OPTIONS ? bounded : fmaxf(bounded, 1.17549435e-38f);
 }
 
 /* The numbers of one head of q; by the block's first warp. */

@@ -290,21 +290,6 @@ weigh_keys(mma_scores<S> s[S::PIECES], mma_softmax<S> *state,
     }
 }
 
-/* What an element of the head's tensor has been multiplied by, and its reciprocal. */
-template <typename T, typename BLOCK>
-DEVICE float
-own_power(const BLOCK &block, int tensor)
-{
-    return T::SCALED ? power_of(block.exponent[tensor]) : 1;
-}
-
-template <typename T, typename BLOCK>
-DEVICE float
-own_power_back(const BLOCK &block, int tensor)
-{
-    return T::SCALED ? power_back(block.exponent[tensor]) : 1;
-}
-
 /* Writes the outputs and lse, sinks included. */
 template <typename T, typename S>
 DEVICE void
@@ -320,7 +305,7 @@ finish_mma_rows(mma_softmax<S> *state, const mma_call &call, const mma_block &bl
     const float sink = sinks == nullptr ? -INFINITY : sinks[h.head];
     const float kept =
         S::OPTIONS && args.dropout_p > 0 ? (float)dropout_of(args, h).scale : 1;
-    const float back = own_power_back<T>(block, EXPONENT_V);
+    const float back = power_out<T>(block, EXPONENT_V);
     const int lane = threadIdx.x % 32;
 
 #pragma unroll
@@ -371,7 +356,7 @@ walk_keys(const mma_call &call, const mma_block &block,
         const bool bounded = S::OPTIONS || is_bounded<S>(args, block, tile);
         const smem keys = k_at + stage * S::TILE_BYTES;
         mma_scores<S> s[S::PIECES] = {};
-        k_tile.template land<0, T>(keys, own_power<T>(block, EXPONENT_K));
+        k_tile.template land<0, T>(keys, power_in<T>(block, EXPONENT_K));
         __syncthreads(); /* keys are there, and nobody reads the old values any more */
         v_tile.fetch(v_at, keys_of<S>(args, h, args.v, args.dim_v, tile), call.chunks);
         stage ^= PATH::ASYNC;
@@ -383,7 +368,7 @@ walk_keys(const mma_call &call, const mma_block &block,
         }
         multiply_keys<PATH, T>(s, own, keys);
         weigh_keys(s, &state, args, block, (int64_t)tile * S::STREAMED, bounded);
-        v_tile.template land<1, T>(v_at, own_power<T>(block, EXPONENT_V));
+        v_tile.template land<1, T>(v_at, power_in<T>(block, EXPONENT_V));
         const char *landed = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
         /* values are there, and nobody reads these keys any more */
         if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
@@ -391,32 +376,13 @@ walk_keys(const mma_call &call, const mma_block &block,
             for (int p = 0; p < S::PIECES; p++) {
                 add_carefully<T>(state.out[p], s[p],
                                  keys_of<S>(args, h, args.v, args.dim_v, tile),
-                                 own_power<T>(block, EXPONENT_V));
+                                 power_in<T>(block, EXPONENT_V));
             }
         } else {
             add_values<PATH, T>(&state, s, own.reader, v_at);
         }
     }
     finish_mma_rows<T>(&state, call, block);
-}
-
-/* Products' factor, with what the elements' powers take away. Powers that are out of
- * float32's range may end at its bounds: with these all scores are 0, or far apart. */
-template <typename T, typename S>
-DEVICE float
-unit_of(const tfast_attention_args &args, const int exponent[EXPONENTS])
-{
-    double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
-                  : args.softcap != 0 ? args.scale / args.softcap
-                                      : args.scale;
-
-    if constexpr (T::SCALED) {
-        unit *=
-            (double)power_back(exponent[EXPONENT_Q]) * power_back(exponent[EXPONENT_K]);
-    }
-    const float bounded =
-        fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
-    return S::OPTIONS ? bounded : fmaxf(bounded, 1.17549435e-38f);
 }
 
 /* Which head and rows are the block's; by its first warp. */
@@ -441,7 +407,8 @@ begin_block(mma_block *block, const mma_call &call)
         block->h = attention_head_of(args, item / args.heads, head);
         block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
         block->last = block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
-        block->unit = unit_of<T, S>(args, block->exponent);
+        block->unit = unit_of<T, S>(args, block->exponent[EXPONENT_Q],
+                                    block->exponent[EXPONENT_K]);
     }
 }
 
@@ -464,7 +431,7 @@ attention_mma_forward(const __grid_constant__ mma_call call)
         }
         const mma_rows q =
             mma_queries(args, block->h, args.q, args.dim, block->first, S::ROWS);
-        const float power = own_power<T>(*block, EXPONENT_Q);
+        const float power = power_in<T>(*block, EXPONENT_Q);
         own.q = smem_address(base);
 #pragma unroll
         for (int p = 0; p < S::PIECES; p++) {

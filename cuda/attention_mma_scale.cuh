@@ -10,7 +10,7 @@
 #ifndef TFAST_ATTENTION_MMA_SCALE_CUH
 #define TFAST_ATTENTION_MMA_SCALE_CUH
 
-#include "element.cuh"
+#include "attention_head.cuh"
 
 enum { EXPONENT_Q, EXPONENT_K, EXPONENT_V, EXPONENT_DOUT, EXPONENTS };
 enum { EXPONENT_PARTS = 32 };
@@ -110,6 +110,41 @@ read_exponent(int32_t *exponents, const tfast_attention_args &args, int tensor,
 
     return warp_max(
         exponent_parts(exponents, args, tensor, batch, own)[threadIdx.x % 32]);
+}
+
+/* What elements of one of the block's tensors are multiplied by, and what gives sums of
+ * them back. */
+template <typename T, typename BLOCK>
+DEVICE float
+power_in(const BLOCK &block, int tensor)
+{
+    return T::SCALED ? power_of(block.exponent[tensor]) : 1;
+}
+
+template <typename T, typename BLOCK>
+DEVICE float
+power_out(const BLOCK &block, int tensor)
+{
+    return T::SCALED ? power_back(block.exponent[tensor]) : 1;
+}
+
+/* What products of queries and keys are multiplied by, with these exponents of theirs:
+ * for log2's units, or with OPTIONS as score_of() takes it. Powers that are out of
+ * float32's range may end at its bounds: with these all scores are 0, or far apart. */
+template <typename T, typename S>
+DEVICE float
+unit_of(const tfast_attention_args &args, int q, int k)
+{
+    double unit = !S::OPTIONS         ? args.scale * 1.4426950408889634
+                  : args.softcap != 0 ? args.scale / args.softcap
+                                      : args.scale;
+
+    if constexpr (T::SCALED) {
+        unit *= (double)power_back(q) * power_back(k);
+    }
+    const float bounded =
+        fmaxf(fminf((float)unit, largest<float>()), -largest<float>());
+    return S::OPTIONS ? bounded : fmaxf(bounded, 1.17549435e-38f);
 }
 
 #endif
