@@ -4,22 +4,28 @@
  * which walk tiles of their own with an online softmax and without a barrier. A block
  * adds up what its warps found, a second kernel what the blocks did, each in order.
  *
+ * A warp's registers do not hold queries and sums of more than 128 dims. There the 3 or
+ * 4 warps of a block walk the same tiles, and each makes 64 of the dims: of products,
+ * which all add up by way of shared memory, and of results. That takes three barriers a
+ * tile, and each warp makes the weights of all its 512 scores.
+ *
  * What bounds it is memory: keys and values are read once for each tile of rows, two
  * bytes an element (bfloat16 on sm_75 once more before, for its exponents); results of
  * splits are about 1 / 8 of that at most, written and read once. One kernel has all
- * options: its arithmetic waits for memory anyway.
+ * options: its arithmetic waits for memory anyway. For tiles of 64, 128, 192, 256 dims:
  *
- *                        registers          KB of shared   KB on their way
- *                        64      128        memory         to a block
- *   sm_75                222     250        33             16
- *         as bfloat16    234     249        33             16
- *   sm_80                146     166        65             48
+ *                        registers               KB of shared       KB on their way
+ *                                                memory             to a block
+ *   sm_75                208  252  228  209      33  33  31  41     16  16  12  16
+ *         as bfloat16    242  254  246  253      33  33  31  41     16  16  12  16
+ *   sm_80                148  166  164  156      65  65  55  73     48  48  36  48
  *
- * Of these blocks of 4 warps a T4 (40 multiprocessors) holds 40, a 4090 (128) 128, an
- * A100 (108) 216 and an H200 (132) 396, by shared memory. To keep memory busy for a
- * microsecond takes 0.3, 1, 2 and 4.8 MB on their way: they have room for 0.6, 6, 10
- * and 19. 32768 keys of 8 heads and 128 dims, 134 MB, then take at least 420, 133, 67
- * and 28 microseconds. The table is ptxas 13.0's; nothing has been measured yet. */
+ * Of these blocks a T4 (40 multiprocessors) holds 40, a 4090 (128) 128, an A100 (108)
+ * 216 and an H200 (132) 396, by shared memory; of those with 192 dims a T4 80 and an
+ * H200 528. To keep memory busy for a microsecond takes 0.3, 1, 2 and 4.8 MB on their
+ * way: they have room for 0.6, 6, 10 and 19, with 192 dims for 1, 4.7, 8 and 19. 32768
+ * keys of 8 heads and 128 dims, 134 MB, then take at least 420, 133, 67 and 28
+ * microseconds. The table is ptxas 13.0's; nothing has been measured yet. */
 #ifndef TFAST_ATTENTION_DECODE_CUH
 #define TFAST_ATTENTION_DECODE_CUH
 
@@ -29,7 +35,7 @@
 
 /* Enough blocks for two on each of 132 multiprocessors. With fewer keys a split than
  * the least, results would be a larger part of what is read and written. */
-enum { DECODE_ROWS = 16, DECODE_MAX_TILES = 4, DECODE_MAX_DIM = 128 };
+enum { DECODE_ROWS = 16, DECODE_MAX_TILES = 4 };
 enum { DECODE_BLOCKS = 264, DECODE_LEAST_KEYS = 128 };
 
 /* How a call is divided: by its sizes alone, so that its results have the same bits
@@ -51,24 +57,6 @@ struct decode_call {
     float2 *numbers;
 };
 
-/* A kernel's sizes. */
-template <typename PATH, int DIM>
-struct decode_shape {
-    static constexpr bool OPTIONS = true;
-    static constexpr int D = DIM, PIECES = 1, ROWS = DECODE_ROWS;
-    static constexpr int HELD = D / 16; /* all of q is in registers */
-    static constexpr int WARPS = 4, THREADS = WARPS * 32;
-    static constexpr int BLOCKS = 2;
-    static constexpr int STREAMED = D == 64 ? 32 : 16; /* keys of a warp's tile */
-    static constexpr int UNIT = WARPS * STREAMED;
-    static constexpr int STAGES = PATH::ASYNC ? 2 : 1;   /* tiles of keys, of values */
-    static constexpr int AHEAD = PATH::ASYNC ? UNIT : 0; /* values are fetched */
-    static constexpr int TILE_BYTES = STREAMED * D * 2;
-    static constexpr int WARP_BYTES = 2 * STAGES * TILE_BYTES;
-    static constexpr int BYTES = WARPS * WARP_BYTES;
-    static_assert(WARP_BYTES >= ROWS * D * 4, "a warp's sums take its tiles' place");
-};
-
 /* ---- A block --------------------------------------------------------------------- */
 
 /* Kept in shared memory, where it takes no registers. */
@@ -84,6 +72,75 @@ struct decode_block {
         float power, unit; /* the query's, and what its products are multiplied by */
     } rows[DECODE_ROWS];
 };
+
+/* A kernel's sizes. With up to 128 dims each warp has tiles of its own; with more, all
+ * warps of a block share them, and each makes D of the products' and results' dims, one
+ * panel of a tile. */
+template <typename PATH, int DIM>
+struct decode_shape {
+    static constexpr bool OPTIONS = true;
+    static constexpr int SHARING = DIM > 128 ? DIM / 64 : 1; /* warps of one tile */
+    static constexpr int WARPS = SHARING > 1 ? SHARING : 4, THREADS = WARPS * 32;
+    static constexpr int TILES = WARPS / SHARING; /* side by side */
+    static constexpr int BLOCKS = 2;
+    static constexpr int COLUMNS = DIM, D = DIM / SHARING; /* of a tile, of a warp */
+    static constexpr int PIECES = 1, ROWS = DECODE_ROWS;
+    static constexpr int HELD = D / 16; /* its part of q is all in registers */
+    static constexpr int STREAMED = DIM == 128 ? 16 : 32; /* keys of a tile */
+    static constexpr int UNIT = TILES * STREAMED;
+    static constexpr int STAGES = PATH::ASYNC ? 2 : 1;   /* tiles of keys, of values */
+    static constexpr int AHEAD = PATH::ASYNC ? UNIT : 0; /* values are fetched */
+    static constexpr int TILE_BYTES = STREAMED * COLUMNS * 2;
+    static constexpr int PANEL_BYTES = STREAMED * D * 2;
+    static constexpr int SET_BYTES = 2 * STAGES * TILE_BYTES; /* with the values' */
+    static constexpr int PRODUCT_BYTES = SHARING > 1 ? 4 * ROWS *STREAMED : 0;
+    static constexpr int BYTES = TILES * SET_BYTES + WARPS * PRODUCT_BYTES;
+    static_assert(SET_BYTES >= ROWS * COLUMNS * 4, "sums take their tiles' place");
+    static_assert(BYTES + (int)sizeof(decode_block) +
+                          TILES * ROWS * (int)sizeof(float2) <=
+                      (PATH::ASYNC ? 101376 : 65536),
+                  "what sm_86, or sm_75, has for a block");
+};
+
+/* Which of the warps that share a tile this is, and which of the tiles is its own. */
+template <typename S>
+DEVICE int
+warp_share()
+{
+    return S::SHARING > 1 ? (int)threadIdx.x / 32 : 0;
+}
+
+template <typename S>
+DEVICE int
+warp_tile()
+{
+    return S::SHARING > 1 ? 0 : (int)threadIdx.x / 32;
+}
+
+/* A barrier of the warps that share a tile. */
+template <typename S>
+DEVICE void
+tile_barrier()
+{
+    if constexpr (S::SHARING > 1) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
+}
+
+/* The same; whether any of their threads says so. */
+template <typename S>
+DEVICE bool
+tile_vote(bool mine)
+{
+    if constexpr (S::SHARING > 1) {
+        return __syncthreads_or(mine) != 0;
+    } else {
+        __syncwarp();
+        return __any_sync(~0u, mine) != 0;
+    }
+}
 
 /* The split's share of `unit` keys at a time of all that the rows may look at. */
 DEVICE void
@@ -187,7 +244,7 @@ read_queries(mma_forward_thread<S> *own, const mma_call &call,
         const mma_rows q =
             columns_from(mma_queries(args, head_of_row(block, r), args.q, args.dim,
                                      place_of_row(block, r, 0).query, 1),
-                         fragment_column(0, 0));
+                         warp_share<S>() * S::D + fragment_column(0, 0));
         const float power = block.rows[fragment_row(r)].power;
 #pragma unroll
         for (int n = 0; n < S::D / 8; n++) {
@@ -247,9 +304,9 @@ weigh_split_keys(mma_scores<S> *s, mma_softmax<S> *state,
 /* ---- A warp's keys --------------------------------------------------------------- */
 
 /* Begins to bring the keys or values from `key` on, if there are any. */
-template <typename PATH, int N, int D>
+template <typename PATH, int N, int D, int THREADS>
 DEVICE void
-fetch_keys(mma_tile<PATH, N, D, 32> *tile, smem to, const mma_call &call,
+fetch_keys(mma_tile<PATH, N, D, THREADS> *tile, smem to, const mma_call &call,
            const decode_block &block, const tfast_attention_rows &rows, int64_t dims,
            int64_t key)
 {
@@ -260,9 +317,35 @@ fetch_keys(mma_tile<PATH, N, D, 32> *tile, smem to, const mma_call &call,
     }
 }
 
-/* `base` is where this warp's tiles are. Copies that are asynchronous have two steps of
- * the walk to arrive, as of four tiles three are under way; others, which take
- * registers until then, have one product. */
+/* Each warp of a tile has the products of its dims: these become the whole products, by
+ * way of shared memory and summed in the same order by all. */
+template <typename S>
+DEVICE void
+add_products(mma_scores<S> *s, char *products)
+{
+    constexpr int N = S::STREAMED / 8;
+    float4 *at = (float4 *)products + threadIdx.x % 32;
+
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float *x = s->at[n];
+        at[(warp_share<S>() * N + n) * 32] = {x[0], x[1], x[2], x[3]};
+    }
+    __syncthreads(); /* the values' one is between these reads and the next writes */
+    *s = {};
+#pragma unroll
+    for (int i = 0; i < S::SHARING * N; i++) {
+        const float4 x = at[i * 32];
+        s->at[i % N][0] += x.x;
+        s->at[i % N][1] += x.y;
+        s->at[i % N][2] += x.z;
+        s->at[i % N][3] += x.w;
+    }
+}
+
+/* `base` is where the warp's tiles are and, where it shares them, products behind them.
+ * Copies that are asynchronous have two steps of the walk to arrive, as of four tiles
+ * three are under way; others, which take registers until then, have one product. */
 template <typename PATH, typename T, typename S>
 DEVICE void
 walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block &block,
@@ -270,8 +353,9 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
 {
     const tfast_attention_args &args = call.args;
     const smem k_at = smem_address(base), v_at = k_at + S::STAGES * S::TILE_BYTES;
-    int64_t key = block.key + (int)threadIdx.x / 32 * S::STREAMED;
-    mma_tile<PATH, S::STREAMED, S::D, 32> k_tile, v_tile;
+    const int panel = warp_share<S>() * S::PANEL_BYTES;
+    int64_t key = block.key + warp_tile<S>() * S::STREAMED;
+    mma_tile<PATH, S::STREAMED, S::COLUMNS, S::SHARING * 32> k_tile, v_tile;
     mma_forward_thread<S> own;
     int now = 0;
 
@@ -286,24 +370,28 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
         const int other = S::STAGES == 1 ? 0 : S::TILE_BYTES - now;
         mma_scores<S> s = {};
         k_tile.template land<2, T>(k_at + now, power_in<T>(block, EXPONENT_K));
-        __syncwarp(); /* keys are there, and nobody reads the last values any more */
+        tile_barrier<S>(); /* keys are there, nobody reads the last values any more */
         fetch_keys(&v_tile, v_at + other, call, block, args.v, args.dim_v,
                    key + S::AHEAD);
-        multiply_keys<PATH, T>(&s, own, k_at + now);
+        multiply_keys<PATH, T>(&s, own, k_at + now + panel);
+        if constexpr (S::SHARING > 1) {
+            add_products(&s, base + S::SET_BYTES);
+        }
         weigh_split_keys(&s, state, args, block, key);
         v_tile.template land<2, T>(v_at + now, power_in<T>(block, EXPONENT_V));
-        __syncwarp(); /* values are there, and nobody reads these keys any more */
         const char *landed = base + S::STAGES * S::TILE_BYTES + now;
-        const bool finite = is_finite<T>(v_tile, landed);
+        /* values are there, and nobody reads these keys any more */
+        const bool careful = tile_vote<S>(!is_finite<T>(v_tile, landed));
         fetch_keys(&k_tile, k_at + now, call, block, args.k, args.dim,
                    key + S::AHEAD + S::UNIT);
-        if (__any_sync(~0u, !finite)) {
-            add_carefully<T>(
-                state->out[0], s,
-                mma_keys(args, block.h, args.v, args.dim_v, key, S::STREAMED),
-                power_in<T>(block, EXPONENT_V));
+        if (careful) {
+            const mma_rows values =
+                mma_keys(args, block.h, args.v, args.dim_v, key, S::STREAMED);
+            add_carefully<T>(state->out[0], s,
+                             columns_from(values, warp_share<S>() * S::D),
+                             power_in<T>(block, EXPONENT_V));
         } else {
-            add_values<PATH, T>(state, &s, own.reader, v_at + now);
+            add_values<PATH, T>(state, &s, own.reader, v_at + now + panel);
         }
         now = other;
     }
@@ -311,24 +399,25 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
 
 /* ---- A block's result ------------------------------------------------------------ */
 
-/* What the warps found, each in the place of its tiles: element i of a lane's sums is
- * sums[i * 32 + lane]. */
+/* What the warps found, in the place of their tiles: element i of a lane's sums, those
+ * of all warps of a tile, is sums[i * 32 + lane]. */
 template <typename S>
 DEVICE void
 leave_sums(float *sums, float2 *numbers, const mma_softmax<S> &state)
 {
-    const int lane = threadIdx.x % 32, first = (int)threadIdx.x / 32 * S::ROWS;
+    const int lane = threadIdx.x % 32, first = warp_tile<S>() * S::ROWS;
+    float *own = sums + warp_share<S>() * (S::D / 2) * 32;
 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(state.sum[0][r]);
-        if (lane % 4 == 0) {
+        if (warp_share<S>() == 0 && lane % 4 == 0) {
             numbers[first + lane / 4 + r * 8] = make_float2(state.top[0][r], sum);
         }
     }
 #pragma unroll
     for (int i = 0; i < S::D / 2; i++) {
-        sums[i * 32 + lane] = state.out[0][i / 4][i % 4];
+        own[i * 32 + lane] = state.out[0][i / 4][i % 4];
     }
 }
 
@@ -345,40 +434,40 @@ highest(const float2 *numbers, int n, int step)
     return top;
 }
 
-/* Adds up row r of the fragments over the warps; each does every WARPS-th fragment. */
+/* Adds up row r of the fragments over the tiles; each warp does every WARPS-th one. */
 template <typename T, typename S>
 DEVICE void
-add_warps(const decode_call &call, const decode_block &block, const char *base,
+add_tiles(const decode_call &call, const decode_block &block, const char *base,
           const float2 *numbers, int r)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4 + r * 8;
     const int64_t result = block.result + row * call.plan.splits;
-    const float top = highest(numbers + row, S::WARPS, S::ROWS);
+    const float top = highest(numbers + row, S::TILES, S::ROWS);
     const float back = power_out<T>(block, EXPONENT_V);
-    float fade[S::WARPS], sum = 0;
+    float fade[S::TILES], sum = 0;
 
     if (row >= block.n_rows) {
         return;
     }
 #pragma unroll
-    for (int w = 0; w < S::WARPS; w++) {
-        const float2 number = numbers[w * S::ROWS + row];
-        fade[w] = exponential(number.x - (top == -INFINITY ? 0 : top));
-        sum = fused(number.y, fade[w], sum);
+    for (int t = 0; t < S::TILES; t++) {
+        const float2 number = numbers[t * S::ROWS + row];
+        fade[t] = exponential(number.x - (top == -INFINITY ? 0 : top));
+        sum = fused(number.y, fade[t], sum);
     }
     if (warp == 0 && lane % 4 == 0) {
         call.numbers[result] = make_float2(top, sum);
     }
 #pragma unroll 1
-    for (int n = warp; n < S::D / 8; n += S::WARPS) {
+    for (int n = warp; n < S::COLUMNS / 8; n += S::WARPS) {
         const int column = n * 8 + lane % 4 * 2;
         float2 both = make_float2(0, 0);
 #pragma unroll
-        for (int w = 0; w < S::WARPS; w++) {
+        for (int t = 0; t < S::TILES; t++) {
             const float *own =
-                (const float *)(base + w * S::WARP_BYTES) + (n * 4 + r * 2) * 32 + lane;
-            both.x = fused(own[0], fade[w], both.x);
-            both.y = fused(own[32], fade[w], both.y);
+                (const float *)(base + t * S::SET_BYTES) + (n * 4 + r * 2) * 32 + lane;
+            both.x = fused(own[0], fade[t], both.x);
+            both.y = fused(own[32], fade[t], both.y);
         }
         if (column < call.plan.pitch && sum != 0) {
             *(float2 *)(call.sums + result * call.plan.pitch + column) =
@@ -394,16 +483,19 @@ attention_decode(const __grid_constant__ decode_call call)
     if constexpr (PATH::HERE) {
         SHARED_DYNAMIC(base);
         SHARED(decode_block, block, 1);
-        SHARED(float2, numbers, S::WARPS * S::ROWS);
-        char *own = base + (int)threadIdx.x / 32 * S::WARP_BYTES;
+        SHARED(float2, numbers, S::TILES * S::ROWS);
+        char *own = base + warp_tile<S>() * S::SET_BYTES;
         mma_softmax<S> state = {};
 
         if (threadIdx.x == 0) {
             find_block(block, call, S::UNIT);
         }
 #pragma unroll
-        for (int i = 0; i < S::ROWS / S::WARPS; i++) {
-            find_row<T, S>(block, call, i * S::WARPS + (int)threadIdx.x / 32);
+        for (int i = 0; i < S::ROWS; i += S::WARPS) {
+            const int row = i + (int)threadIdx.x / 32;
+            if (row < S::ROWS) {
+                find_row<T, S>(block, call, row);
+            }
         }
         __syncthreads();
         if (block->key >= block->end) {
@@ -415,127 +507,11 @@ attention_decode(const __grid_constant__ decode_call call)
         }
         state.top[0][0] = state.top[0][1] = -INFINITY;
         walk_split_keys<PATH, T>(&state, call.mma, *block, own);
-        __syncwarp(); /* nobody reads the last values any more */
+        tile_barrier<S>(); /* nobody reads the last values any more */
         leave_sums((float *)own, numbers, state);
         __syncthreads();
-        add_warps<T, S>(call, *block, base, numbers, 0);
-        add_warps<T, S>(call, *block, base, numbers, 1);
-    }
-}
-
-/* ---- All blocks' results --------------------------------------------------------- */
-
-enum { COMBINE_WARPS = 8, COMBINE_THREADS = COMBINE_WARPS * 32 };
-
-/* A row of one head, and what all splits have for it. */
-struct combined_row {
-    attention_head h;
-    int64_t query;
-    const float2 *numbers;
-    const float *sums;
-    float top, sum; /* with the sink */
-    bool empty;
-};
-
-DEVICE combined_row
-row_to_combine(const decode_call &call)
-{
-    const tfast_attention_args &args = call.mma.args;
-    const decode_plan &plan = call.plan;
-    const int64_t group = args.heads / args.kv_heads, head = blockIdx.x / plan.rows;
-    const int64_t row = blockIdx.x % plan.rows, first = blockIdx.x * plan.splits;
-
-    return {attention_head_of(args, head / args.kv_heads,
-                              head % args.kv_heads * group + row % group),
-            row / group,
-            call.numbers + first,
-            call.sums + first * plan.pitch,
-            -INFINITY,
-            0,
-            true};
-}
-
-/* By a whole warp, a lane every 32nd split. */
-DEVICE void
-sum_numbers(combined_row *row, const decode_call &call)
-{
-    const tfast_attention_args &args = call.mma.args;
-    const float *sinks = (const float *)args.sinks;
-    const float sink = sinks == nullptr ? -INFINITY : sinks[row->h.head];
-    const int lane = threadIdx.x % 32;
-    float top = sink, sum = 0;
-
-    for (int64_t split = lane; split < call.plan.splits; split += 32) {
-        top = fmaxf(top, row->numbers[split].x);
-    }
-    for (int by = 1; by < 32; by *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, by));
-    }
-    row->top = top == -INFINITY ? 0 : top;
-    for (int64_t split = lane; split < call.plan.splits; split += 32) {
-        const float2 number = row->numbers[split];
-        sum = fused(number.y, exponential(number.x - row->top), sum);
-        row->empty = row->empty && number.y == 0;
-    }
-    for (int by = 1; by < 32; by *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, by);
-    }
-    row->empty = __all_sync(~0u, row->empty);
-    row->sum = sum + exponential(sink - row->top);
-}
-
-/* Dims `dim` to dim + 3 of the splits that are this warp's. */
-DEVICE float4
-add_splits(const combined_row &row, const decode_plan &plan, int64_t dim)
-{
-    float4 sum = {0, 0, 0, 0};
-
-#pragma unroll 4
-    for (int64_t split = threadIdx.x / 32; split < plan.splits;
-         split += COMBINE_WARPS) {
-        const float2 number = row.numbers[split];
-        const float fade = exponential(number.x - row.top);
-        if (number.y != 0) {
-            const float4 x = *(const float4 *)(row.sums + split * plan.pitch + dim);
-            sum = {fused(x.x, fade, sum.x), fused(x.y, fade, sum.y),
-                   fused(x.z, fade, sum.z), fused(x.w, fade, sum.w)};
-        }
-    }
-    return sum;
-}
-
-TFAST_KERNEL(COMBINE_THREADS, 4)
-attention_decode_combine(const __grid_constant__ decode_call call)
-{
-    SHARED(float4, sums, COMBINE_WARPS * TFAST_ATTENTION_MAX_DIM / 4);
-    const tfast_attention_args &args = call.mma.args;
-    const int64_t dim_v = args.dim_v;
-    combined_row row = row_to_combine(call);
-
-    if (row.query >= row.h.n_q) {
-        return;
-    }
-    sum_numbers(&row, call);
-    for (int part = threadIdx.x % 32; part * 4 < dim_v; part += 32) {
-        sums[(int)threadIdx.x / 32 * (TFAST_ATTENTION_MAX_DIM / 4) + part] =
-            add_splits(row, call.plan, part * 4);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0 && args.lse != nullptr) {
-        ((float *)args.lse)[lse_row(args, row.h) + row.query] =
-            row.empty ? -INFINITY : row.top + logf(row.sum);
-    }
-    if (threadIdx.x < dim_v) {
-        const double kept = args.dropout_p > 0 ? dropout_of(args, row.h).scale : 1;
-        const float *own = (const float *)sums + threadIdx.x;
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < COMBINE_WARPS; w++) {
-            sum += own[w * TFAST_ATTENTION_MAX_DIM];
-        }
-        write_element(args.out.data, args.dtype,
-                      query_row(args, row.h, args.out, row.query) + threadIdx.x,
-                      row.empty ? 0 : sum * ((float)kept / row.sum));
+        add_tiles<T, S>(call, *block, base, numbers, 0);
+        add_tiles<T, S>(call, *block, base, numbers, 1);
     }
 }
 

@@ -218,7 +218,7 @@ def test_tiles_lie_in_all_banks():
     assert done.returncode == 0
     pattern = r"dims (\d+), (.*): stores (\d+) of (\d+), matrices (\d+) of (\d+)\n"
     lines = re.findall(pattern, done.stdout)
-    assert {int(dims) for dims, *_ in lines} >= {32, 64, 96, 128}
+    assert {int(dims) for dims, *_ in lines} >= {32, 64, 96, 128, 192, 256}
     for dims, layout, *counts in lines:
         stores, least_stores, matrices, least_matrices = map(int, counts)
         assert stores == least_stores * STORES.get(int(dims), 1), (dims, layout)

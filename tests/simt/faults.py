@@ -75,8 +75,8 @@ class Missing(NamedTuple):
 
 
 BARRIER = re.compile(
-    r"(?:__syncthreads|__syncwarp|__threadfence|cp_async_wait<[^;]*>)\(\);"
-    r"|__syncthreads_(?:or|and|count)\("
+    r"(?:__syncthreads|__syncwarp|__threadfence|tile_barrier<S>|cp_async_wait<[^;]*>)"
+    r"\(\);|(?:__syncthreads_(?:or|and|count)|tile_vote<S>)\("
 )
 FUNCTION = re.compile(r"^(?:    (?:__device__|DEVICE)[^(;]*?)?(\w+)\(", re.MULTILINE)
 
@@ -544,13 +544,23 @@ FAULTS = {
         f"{BOUNDS}|{DIFFERS}",
     ),
     "sums that no split wrote read": Fault(
-        DECODE, "if (@number.y != 0@) {", "true", "plain", DIFFERS
+        "attention_decode.cu", "if (@number.y != 0@) {", "true", "plain", DIFFERS
     ),
     "split without keys says nothing": Fault(
         DECODE, "if (@(int)threadIdx.x < block->n_rows@) {", "false", "plain", DIFFERS
     ),
     "rows all of the first head": Fault(
         DECODE, "h.head += @block.rows[fragment_row(r)].head@;", "0", "plain", DIFFERS
+    ),
+    "products of a tile's last warp left out": Fault(
+        DECODE,
+        "i < @S::SHARING * N@; i++",
+        "(S::SHARING - 1) * N",
+        "plain",
+        DIFFERS,
+    ),
+    "values of a tile's first warp for all": Fault(
+        DECODE, "v_at + @now + panel@);", "now", "plain", DIFFERS
     ),
     "empty group of a split not counted": Fault(
         DECODE,

@@ -81,5 +81,7 @@ main()
     report_dims<64>();
     report_dims<96>();
     report_dims<128>();
+    report<32, 192, 96>();
+    report<32, 256, 128>();
     return 0;
 }
