@@ -523,7 +523,7 @@ FAULTS = {
         DIFFERS,
     ),
     "slope of the softcap left out": Fault(
-        BACKWARD, "? @x * slope.at[n][i]@ : x", "x", "plain", DIFFERS
+        BACKWARD, "? @*x * slope.at[i / 4][i % 4]@ : *x", "*x", "plain", DIFFERS
     ),
     "power of two not given back": Fault(
         "attention_mma_scale.cuh", "@exponent - 15@)", "exponent - 14", "plain", DIFFERS
