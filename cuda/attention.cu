@@ -100,7 +100,7 @@ launch_dkv(const tfast_attention_args *args)
 
 template <typename REAL>
 static tfast_status
-launch_term(const tfast_attention_args *args, const plain_term &term)
+launch_term(const tfast_attention_args *args, const attention_term &term)
 {
     const int64_t *stride = term.stride;
     const plain_term_grid grid = {{
@@ -135,24 +135,16 @@ template <typename REAL>
 static tfast_status
 backward(const tfast_attention_args *args)
 {
-    const int64_t *stride = args->dbias_stride;
-    const plain_term bias = {
-        args->dbias, {stride[0], stride[1], stride[2], stride[3]}, false};
-    const plain_term alibi = {args->dalibi, {args->alibi_batch, 1, 0, 0}, true};
-    bool taken;
-    tfast_status status = tfast_mma_attention_backward(&taken, args);
+    tfast_status status = launch_dq<REAL>(args);
 
-    if (status == TFAST_OK && !taken) {
-        status = launch_dq<REAL>(args);
-    }
-    if (status == TFAST_OK && !taken) {
+    if (status == TFAST_OK) {
         status = launch_dkv<REAL>(args);
     }
     if (status == TFAST_OK) {
-        status = launch_term<REAL>(args, bias);
+        status = launch_term<REAL>(args, bias_term(*args));
     }
     if (status == TFAST_OK) {
-        status = launch_term<REAL>(args, alibi);
+        status = launch_term<REAL>(args, alibi_term(*args));
     }
     return status == TFAST_OK ? launch_dsinks<REAL>(args) : status;
 }
@@ -161,9 +153,13 @@ tfast_status
 tfast_cuda_attention_backward(const tfast_attention_args *args)
 {
     tfast_device_scope scope;
-    const tfast_status status = scope.enter(args->device.index);
+    tfast_status status = scope.enter(args->device.index);
+    bool taken = false;
 
-    if (status != TFAST_OK) {
+    if (status == TFAST_OK) {
+        status = tfast_mma_attention_backward(&taken, args);
+    }
+    if (status != TFAST_OK || taken) {
         return status;
     }
     return args->dtype == TFAST_F64 ? backward<double>(args) : backward<float>(args);

@@ -73,7 +73,7 @@ bool tfast_mma_has_options(const tfast_attention_args *args);
 mma_call tfast_mma_forward_call(const tfast_attention_args *args, int version);
 
 /* In attention_mma_forward.cu and attention_mma_backward.cu: these do the call if there
- * are kernels for it. The backward does not make the gradients of options. */
+ * are kernels for it. */
 tfast_status tfast_mma_attention(bool *taken, const tfast_attention_args *args);
 tfast_status tfast_mma_attention_backward(bool *taken,
                                           const tfast_attention_args *args);

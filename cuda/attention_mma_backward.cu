@@ -205,6 +205,7 @@ prepare(const mma_backward_call &call)
     return status == TFAST_OK ? launch_powers(call) : status;
 }
 
+/* Those of q, k and v. */
 static tfast_status
 launch_gradients(const mma_backward_call &call, int version)
 {
@@ -219,6 +220,14 @@ launch_gradients(const mma_backward_call &call, int version)
                         : tfast_mma_backward_of_dim<256>(call, version);
 }
 
+static bool
+is_any_wanted(const tfast_attention_args *args)
+{
+    return args->dq.data != nullptr || args->dk.data != nullptr ||
+           args->dv.data != nullptr || args->dbias != nullptr ||
+           args->dalibi != nullptr || args->dsinks != nullptr;
+}
+
 tfast_status
 tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
 {
@@ -226,14 +235,13 @@ tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
     tfast_status status = tfast_mma_path(&version, args);
 
     *taken = version != 0;
-    if (status != TFAST_OK || !*taken) {
+    if (status != TFAST_OK || !*taken || !is_any_wanted(args)) {
         return status;
-    }
-    if (args->dq.data == nullptr && args->dk.data == nullptr &&
-        args->dv.data == nullptr) {
-        return TFAST_OK;
     }
     const mma_backward_call call = call_of(args, version);
     status = prepare(call);
-    return status == TFAST_OK ? launch_gradients(call, version) : status;
+    if (status == TFAST_OK) {
+        status = launch_gradients(call, version);
+    }
+    return status == TFAST_OK ? tfast_mma_option_gradients(call, version) : status;
 }

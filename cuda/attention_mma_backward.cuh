@@ -203,12 +203,12 @@ kept_elements(const tfast_attention_args &args, const mma_backward_block &block,
     return kept;
 }
 
-/* Products of dout and v become gradients of scores, but for scale. */
+/* Products of dout and v become gradients of what the softmax takes. */
 template <typename T, typename PATH, typename S>
 DEVICE void
-finish_step(mma_scores<S> *e, const mma_scores<S> &p, const mma_scores<S> &slope,
-            const tfast_attention_args &args, const mma_backward_thread<PATH, S> &own,
-            const mma_backward_block &block, int stage, uint32_t kept)
+finish_step(mma_scores<S> *e, const mma_scores<S> &p,
+            const mma_backward_thread<PATH, S> &own, const mma_backward_block &block,
+            int stage, uint32_t kept)
 {
 #pragma unroll
     for (int n = 0; n < S::STREAMED / 8; n++) {
@@ -225,12 +225,22 @@ finish_step(mma_scores<S> *e, const mma_scores<S> &p, const mma_scores<S> &slope
                 x *= S::KEYS || !T::SCALED ? block.product : own.product[i / 2];
                 x = (kept >> (n * 4 + i) & 1) != 0 ? x : 0;
             }
-            x = p.at[n][i] == 0 ? 0 : p.at[n][i] * (x - delta);
-            if constexpr (S::OPTIONS) { /* a slope may be NaN where the gradient is 0 */
-                x = args.softcap != 0 && x != 0 ? x * slope.at[n][i] : x;
-            }
-            e->at[n][i] = x;
+            e->at[n][i] = p.at[n][i] == 0 ? 0 : p.at[n][i] * (x - delta);
         }
+    }
+}
+
+/* These become gradients of products of query and key, but for scale. A slope may be
+ * NaN where the gradient is 0. */
+template <typename S>
+DEVICE void
+bend_step(mma_scores<S> *e, const mma_scores<S> &slope,
+          const tfast_attention_args &args)
+{
+#pragma unroll
+    for (int i = 0; i < S::STREAMED / 2; i++) {
+        float *x = &e->at[i / 4][i % 4];
+        *x = args.softcap != 0 && *x != 0 ? *x * slope.at[i / 4][i % 4] : *x;
     }
 }
 
@@ -282,7 +292,10 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
     } else {
         multiply_own<PATH, T>(&e, own->y, own->base + S::Y_AT, own->reader, v_at);
     }
-    finish_step<T>(&e, s, slope, args, *own, block, stage, kept);
+    finish_step<T>(&e, s, *own, block, stage, kept);
+    if constexpr (S::OPTIONS) {
+        bend_step(&e, slope, args);
+    }
     if (careful) {
         add_step_carefully<T>(own->dx, e, streamed_u<S>(args, h, step.tile),
                               power_in<T>(block, S::KEYS ? EXPONENT_Q : EXPONENT_K));
@@ -362,6 +375,29 @@ own_rows(const tfast_attention_args &args, const mma_backward_block &block,
                    : mma_queries(args, block.h, rows, dims, block.first, S::ROWS);
 }
 
+/* Of the thread's own queries, if the block owns queries. */
+template <typename T, typename PATH, typename S>
+DEVICE void
+read_numbers(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
+             const mma_backward_block &block)
+{
+    const tfast_attention_args &args = call.args;
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int64_t query =
+            block.first + warp_row<S>() + (int)threadIdx.x % 32 / 4 + r * 8;
+        const bool is = !S::KEYS && query <= block.last;
+        own->lse[r] = is ? lse_of(args, block.h, query) : INFINITY;
+        own->delta[r] = is ? call.delta[number_row(args, block.h) + query] : 0;
+        if constexpr (T::SCALED && !S::KEYS) {
+            const int bound = is ? call.bounds[number_row(args, block.h) + query] : 0;
+            own->delta[r] *= two_to(15 - bound);
+            own->product[r] = block.kept * product_power(block, bound);
+        }
+    }
+}
+
 template <typename T, typename PATH, typename S>
 DEVICE void
 read_own(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
@@ -394,18 +430,7 @@ read_own(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
         tile.fetch(own->base + S::Y_AT, y, call.chunks);
         tile.template land<0, T>(own->base + S::Y_AT, y_power);
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int64_t query = block.first + row + (int)threadIdx.x % 32 / 4 + r * 8;
-        const bool is = !S::KEYS && query <= block.last;
-        own->lse[r] = is ? lse_of(args, block.h, query) : INFINITY;
-        own->delta[r] = is ? call.delta[number_row(args, block.h) + query] : 0;
-        if constexpr (T::SCALED && !S::KEYS) {
-            const int bound = is ? call.bounds[number_row(args, block.h) + query] : 0;
-            own->delta[r] *= two_to(15 - bound);
-            own->product[r] = block.kept * product_power(block, bound);
-        }
-    }
+    read_numbers<T>(own, call, block);
 }
 
 template <typename T, typename S, typename PATH>

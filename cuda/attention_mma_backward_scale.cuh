@@ -38,6 +38,10 @@ struct mma_backward_call : mma_call {
 template <int D>
 tfast_status tfast_mma_backward_of_dim(const mma_backward_call &call, int version);
 
+/* In attention_mma_term.cu: the gradients of the call's options, from what the kernels
+ * before those of gradients have found; `version` is tfast_mma_path()'s. */
+tfast_status tfast_mma_option_gradients(const mma_backward_call &call, int version);
+
 /* The first of this head's queries among all of the call's: [batch, heads, n_q], or
  * [heads, total_q]. */
 DEVICE int64_t

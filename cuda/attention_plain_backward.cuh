@@ -7,6 +7,7 @@
 #define TFAST_ATTENTION_PLAIN_BACKWARD_CUH
 
 #include "attention_plain.cuh"
+#include "attention_term.cuh"
 
 /* ---- Rows' numbers --------------------------------------------------------------- */
 
@@ -230,14 +231,6 @@ attention_plain_dkv(const tfast_attention_args args, int64_t n_works)
 
 /* ---- Terms ----------------------------------------------------------------------- */
 
-/* The gradient of a term of the scores, [batch, heads, n_q, n_k] with stride 0 where it
- * is broadcast. */
-struct plain_term {
-    void *data;
-    int64_t stride[4];
-    bool alibi; /* gradients are weighted with minus the distance */
-};
-
 /* From `begin` to `end` - 1 of a dimension. */
 struct plain_range {
     int64_t begin, end;
@@ -257,7 +250,7 @@ range_of(int64_t stride, int64_t first, int64_t n, int64_t size)
 template <typename REAL>
 DEVICE void
 add_term_head(REAL sums[4][4], const tfast_attention_args &args,
-              const attention_head &h, const plain_term &term, plain_range queries,
+              const attention_head &h, const attention_term &term, plain_range queries,
               plain_range keys, const plain_shared<REAL> &shared)
 {
     const int64_t end_q = queries.end < h.n_q ? queries.end : h.n_q;
@@ -282,36 +275,9 @@ add_term_head(REAL sums[4][4], const tfast_attention_args &args,
     }
 }
 
-/* Sums up a tile of shared memory over the dimensions in which the term is broadcast:
- * what is left is in the first row, column or element. Row i of a column is thread i's,
- * who may read it without a barrier; of the rest all threads may read any. */
 template <typename REAL>
 DEVICE void
-reduce_tile(REAL *tile, bool rows, bool columns)
-{
-    const int own = threadIdx.x;
-
-    __syncthreads();
-    if (rows && own < TILE) {
-        double sum = 0;
-        for (int i = 0; i < TILE; i++) {
-            sum += (double)tile[i * PITCH + own];
-        }
-        tile[own] = (REAL)sum;
-    }
-    __syncthreads();
-    if (columns && own < (rows ? 1 : TILE)) {
-        double sum = 0;
-        for (int i = 0; i < TILE; i++) {
-            sum += (double)tile[own * PITCH + i];
-        }
-        tile[own * PITCH] = (REAL)sum;
-    }
-}
-
-template <typename REAL>
-DEVICE void
-plain_term_tile(const tfast_attention_args &args, const plain_term &term,
+plain_term_tile(const tfast_attention_args &args, const attention_term &term,
                 const int64_t first[4], const plain_shared<REAL> &shared)
 {
     const int64_t *stride = term.stride;
@@ -331,7 +297,7 @@ plain_term_tile(const tfast_attention_args &args, const plain_term &term,
     }
     __syncthreads(); /* the products are done with what lies there */
     put_weights(shared.weights, sums);
-    reduce_tile(shared.weights, stride[2] == 0, stride[3] == 0);
+    reduce_tile<TILE>(shared.weights, stride[2] == 0, stride[3] == 0);
     for (int i = threadIdx.x; i < rows * columns; i += PLAIN_THREADS) {
         const int64_t row = i / columns, column = i % columns;
         const int64_t at = first[0] * stride[0] + first[1] * stride[1] +
@@ -348,7 +314,7 @@ struct plain_term_grid {
 
 template <typename REAL>
 TFAST_KERNEL(PLAIN_THREADS, 1)
-attention_plain_term(const tfast_attention_args args, const plain_term term,
+attention_plain_term(const tfast_attention_args args, const attention_term term,
                      const plain_term_grid grid, int64_t n_works)
 {
     SHARED(REAL, weights, TILE * PITCH);

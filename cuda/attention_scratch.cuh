@@ -15,6 +15,7 @@ struct attention_scratch {
                           dout . out - dlse */
     int64_t bounds;    /* int32, as delta: see attention_mma_backward_scale.cuh */
     int64_t powers;    /* mma_head_powers [batch, heads]: the same */
+    int64_t parts;     /* of sums of terms: see attention_mma_term.cuh */
     int64_t bytes;     /* of all parts */
 };
 
@@ -30,6 +31,9 @@ place_scratch(attention_scratch *scratch, int64_t bytes)
 
 /* In attention_decode.cu: bytes of the results of splits of the keys. */
 int64_t tfast_decode_results(const tfast_attention_args *args, int version);
+
+/* In attention_mma_term.cu: bytes of parts of sums. */
+int64_t tfast_mma_term_parts(const tfast_attention_args *args);
 
 /* Whether bfloat16 is multiplied as float16; `version` is tfast_mma_path()'s. */
 static inline bool
@@ -56,6 +60,9 @@ attention_scratch_of(const tfast_attention_args *args, int version, bool backwar
     if (backward && is_scaled(args, version)) {
         scratch.bounds = place_scratch(&scratch, rows * args->heads * 4);
         scratch.powers = place_scratch(&scratch, heads * 16);
+    }
+    if (backward && version != 0) {
+        scratch.parts = place_scratch(&scratch, tfast_mma_term_parts(args));
     }
     return scratch;
 }

@@ -111,6 +111,7 @@ def barriers():
 # dims, since each is compiled for itself: 64 and 128 have all that a fault can break.
 ALWAYS = [
     ("attention.cu", r"blocks_of\(works\)", "blocks_of(works < 3 ? works : 3)"),
+    ("attention_mma_term.cu", "1 << 30", "2"),
     ("*", r"dim <= (?:32|96|192)\s*\? [\w<>, ]+\([\w, ]+\)\s*: ", ""),
     ("*", r"template tfast_status \w+<(?:32|96|192)>\([^;]*;\n", ""),
 ]
@@ -158,6 +159,7 @@ PLAIN, PLAIN_FORWARD = "attention_plain.cuh", "attention_plain_forward.cuh"
 PLAIN_BACKWARD, HEAD = "attention_plain_backward.cuh", "attention_head.cuh"
 MMA, FORWARD = "attention_mma.cuh", "attention_mma_forward.cuh"
 BACKWARD, DECODE = "attention_mma_backward.cuh", "attention_decode.cuh"
+MMA_TERM = "attention_mma_term.cuh"
 ADAMW, AMP = "adamw_kernel.cuh", "amp_kernel.cuh"
 
 FAULTS = {
@@ -523,10 +525,36 @@ FAULTS = {
         DIFFERS,
     ),
     "slope of the softcap left out": Fault(
-        BACKWARD, "? @x * slope.at[n][i]@ : x", "x", "plain", DIFFERS
+        BACKWARD, "? @*x * slope.at[i / 4][i % 4]@ : *x", "*x", "plain", DIFFERS
     ),
     "power of two not given back": Fault(
         "attention_mma_scale.cuh", "@exponent - 15@)", "exponent - 14", "plain", DIFFERS
+    ),
+    # ---- Attention by tensor cores: options ----
+    "term past its keys written": Fault(
+        MMA_TERM,
+        "@key < call.args.n_k@)) {",
+        "key <= call.args.n_k",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "walk over the first head alone": Fault(
+        MMA_TERM, "@walk % heads % walks[1]@;", "0", "plain", DIFFERS
+    ),
+    "keys past the term's tile": Fault(
+        MMA_TERM, "all ? args.n_k : @key + S::STREAMED@;", "args.n_k", "plain", DIFFERS
+    ),
+    "piece brought where it is read": Fault(
+        MMA_TERM, "next, @stage ^ (S::STAGES - 1)@);", "stage", "thread", RACE
+    ),
+    "first dims multiplied again": Fault(
+        MMA_TERM, "columns_from(keys, @column@)", "0", "plain", DIFFERS
+    ),
+    "gradients' power of two kept": Fault(
+        MMA_TERM, "@call.bounds[first + query] - 15@", "0", "plain", DIFFERS
+    ),
+    "part of the last split left out": Fault(
+        MMA_TERM, "@split < call.splits@;", "split + 1 < call.splits", "plain", DIFFERS
     ),
     # ---- Attention of few queries: splits of the keys ----
     "rows past a tile's end summed": Fault(
