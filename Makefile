@@ -1,7 +1,7 @@
 # make demo    a small GPT trained with torch's kernels and trainfast's, side by side
 # make demo-graphs   a graph network fed from source, files and a graph cache
 # make test    everything that pytest can run on this machine
-# make check   formatting, lint, warnings as errors, type stubs, CUDA for all GPUs
+# make check   formatting, lint, types, warnings as errors, stubs, CUDA for all GPUs
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
 # make clean   removes what was built and .venv
 #
@@ -52,6 +52,7 @@ check: .venv/.dev .venv/.test build
 	$(C_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	$(RUN) -m mypy
 	TRAINFAST_WERROR=1 TRAINFAST_CUDA_ARCHS=all TRAINFAST_CUDA=$(CHECK_CUDA) \
 	    $(RUN) setup.py -q build --build-lib build/check
 	if command -v clang >/dev/null; then \

@@ -6,6 +6,7 @@ loaded when first asked for.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from trainfast._core import backends as _backends
 from trainfast._core import use_backend
@@ -15,6 +16,9 @@ from trainfast.amp import LossScaler
 from trainfast.attention import AttentionGradients, attention, attention_backward
 from trainfast.patching import PatchReport, patch, patched, unpatch
 from trainfast.stats import reset_stats, stats
+
+if TYPE_CHECKING:  # __getattr__ loads them
+    from trainfast import graph_cache, torch
 
 __all__ = [
     "AdamW",

@@ -191,10 +191,10 @@ def with_late(
     increments = [i for i in new if i not in places]
     places |= {i: len(wider.counts) + n for n, i in enumerate(increments)}
     counts = (*wider.counts, *(Count("increment") for _ in increments))
+    known: dict[str, dict[Any, int]] = {"nodes": schema.nodes, "edges": schema.edges}
     for i, count in enumerate(own.counts):
-        if count.role in ("nodes", "edges"):
-            known = {"nodes": schema.nodes, "edges": schema.edges}[count.role]
-            places[i] = known.get(own.type_of(i), _UNTOLD)
+        if count.role in known:
+            places[i] = known[count.role].get(own.type_of(i), _UNTOLD)
     fields = [_placed(own, i, places) for i in late]
     return Schema(counts, (*wider.fields, *fields))
 

@@ -75,7 +75,7 @@ class _Pool:
 
     def start(self) -> None:
         here, there = self.context.Pipe()
-        process: Any = self.context.Process(  # type: ignore[attr-defined]
+        process: Any = self.context.Process(
             target=_work,
             args=(there, self.stopping, self.job, self.schema, os.getpid()),
         )

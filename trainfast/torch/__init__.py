@@ -4,6 +4,7 @@
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from trainfast.torch import flash_attn, huggingface
 from trainfast.torch.accumulator import Accumulator
@@ -14,6 +15,9 @@ from trainfast.torch.clip import clip_grad_norm_, clip_grad_value_, get_total_no
 from trainfast.torch.flash_attention_impl import register_flash_attention_impl
 from trainfast.torch.scheduler import SkipAwareScheduler
 from trainfast.torch.sdpa import scaled_dot_product_attention
+
+if TYPE_CHECKING:  # __getattr__ loads it
+    from trainfast.torch import pyg as pyg
 
 __all__ = [
     "Accumulator",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainfast.torch.adamw import _FusedStep
+from trainfast.torch.amp import GradScaler
 from trainfast.torch.clip import clip_grad_norm_
 from trainfast.torch.scheduler import SkipAwareScheduler
 
@@ -63,7 +64,7 @@ class Accumulator:
         self.steps = steps
         self.scaler = scaler
         self.scheduler = scheduler
-        if hasattr(scaler, "_flags_of") and scaler.is_enabled() and scheduler:
+        if isinstance(scaler, GradScaler) and scaler.is_enabled() and scheduler:
             self.scheduler = SkipAwareScheduler(scheduler, scaler, optimizer)
         self.max_grad_norm = max_grad_norm
         self.steps_done = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,13 @@ from trainfast.torch.adamw_state import OPTIONS, bump_versions, relayout
 __all__ = ["Adam", "AdamW", "bump_versions", "relayout"]
 
 
-class _FusedStep:
+if TYPE_CHECKING:
+    _Mixin = torch.optim.Optimizer  # what it is mixed into
+else:
+    _Mixin = object
+
+
+class _FusedStep(_Mixin):
     """A torch Adam whose step() is one call into the core."""
 
     # torch's class of the same name: its step() is the fallback
@@ -238,7 +244,9 @@ class _FusedStep:
                 self.grad_norm = norm if norm_f64 is None else norm_f64
         return done
 
-    def _core_group(self, key: Any, index: int, group: dict[str, Any]) -> tuple:
+    def _core_group(
+        self, key: Any, index: int, group: dict[str, Any]
+    ) -> tuple[Any, ...]:
         """A group as _core.adamw_groups takes it."""
         beta1, beta2 = group["betas"]
         lr, first = group["lr"], group["params"][0]
@@ -369,7 +377,8 @@ class _FusedStep:
                 grad.zero_()
 
     def _step_by_torch(self, group: dict[str, Any]) -> None:
-        groups, hidden = self.param_groups, {}
+        groups = self.param_groups
+        hidden: dict[str, Any] = {}
         for name in ("grad_scale", "found_inf"):
             if name in self.__dict__:
                 hidden[name] = self.__dict__.pop(name)
@@ -388,7 +397,7 @@ class _FusedStep:
                 state["weight_copy"].copy_(param)
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
-        step = self._torch_class.step
+        step: Any = self._torch_class.step
         if getattr(step, "hooked", False):  # else its hooks would run a second time
             step = step.__wrapped__
         return step(self, closure)
@@ -502,6 +511,7 @@ class AdamW(_FusedStep, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
+        options: tuple[Any, ...]
         options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)
         options += (zero_grad, write_back_grads)
         self._finish_init(max_grad_norm, amp_scaling, options)
@@ -553,6 +563,7 @@ class Adam(_FusedStep, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
+        options: tuple[Any, ...]
         options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)
         options += (zero_grad, write_back_grads)
         self._finish_init(max_grad_norm, amp_scaling, options)

@@ -107,6 +107,7 @@ class GradScaler(torchs.GradScaler):
             self._hysteresis_tracker = None
             return
         if self._hysteresis_tracker is None:
+            assert self._scale is not None
             device = self._scale.device
             self._hysteresis_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
@@ -156,9 +157,7 @@ class GradScaler(torchs.GradScaler):
         return {flag.device: flag for flag in flags}
 
     @torch.no_grad()
-    def _check_inf_per_device(
-        self, optimizer: torch.optim.Optimizer
-    ) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for infinities without writing, for optimizers that unscale."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         parts: dict[torch.device, list[Tensor]] = {}
@@ -189,9 +188,7 @@ class GradScaler(torchs.GradScaler):
         self._steps[optimizer] = list(flags)
         return result
 
-    def _step_with_scale(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> float | None:
+    def _step_with_scale(self, optimizer: Any, args: Any, kwargs: Any) -> float | None:
         """optimizer.step() with `grad_scale` and `found_inf` on it.
 
         trainfast's optimizers look for infinities themselves if asked to, and leave the
@@ -350,6 +347,7 @@ class GradScaler(torchs.GradScaler):
             _check_state(state_dict)
             own = (self._min_scale, self._max_scale, self._hysteresis)
             names = ("min_scale", "max_scale", "hysteresis")
+            options: list[Any]
             options = [state_dict.get(n, o) for n, o in zip(names, own, strict=True)]
             _check_options(*options)
             left = state_dict.get("_hysteresis_tracker", options[2])

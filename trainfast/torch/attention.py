@@ -1,6 +1,7 @@
 """Attention with all that trainfast's kernels can do, for torch."""
 
 import math
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,61 @@ from trainfast.torch.attention_route import (
     is_watched,
     refusal_of,
 )
+
+
+class _Keywords(TypedDict, total=False):
+    """What the overloads of attention() have in common; for type checkers."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    is_causal: bool
+    causal_align: str
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    kv_lens: Tensor | None
+    layout: str
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Keywords],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(

@@ -6,7 +6,7 @@ those of csrc/tfast.h.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,7 +157,9 @@ def _tiles(inputs: Inputs, extras: Extras, options: Options) -> Iterator[_Tile]:
             yield _Tile(items, rows_q, rows_k, first, min(first + step, n_q), n_q, n_k)
 
 
-def _allowed(tile: _Tile, like: Tensor, extras: Extras, o: Options) -> tuple:
+def _allowed(
+    tile: _Tile, like: Tensor, extras: Extras, o: Options
+) -> tuple[Tensor | None, Tensor]:
     """Which keys a query may see (None: all), and i + shift - j."""
     lengths = extras.kv_lens
     shift: Tensor | int = tile.n_k - tile.n_q if o.bottom_right else 0
@@ -308,7 +310,7 @@ def double_backward(
     given = (dout, dlse, *inputs)
     with torch.enable_grad():
         # names of their own in the graph, in case that q is k
-        leaves = [
+        leaves: list[Any] = [
             x if x is None else _leaf(x, third) if x.is_floating_point() else x
             for x in given
         ]

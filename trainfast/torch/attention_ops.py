@@ -201,7 +201,7 @@ def backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, options: Options, *tensors: Any) -> Any:
         inputs, extras = Inputs(*tensors[:N_INPUTS]), Extras(*tensors[N_INPUTS:])
         out, lse = forward(inputs, extras, options)
         ctx.set_materialize_grads(False)
@@ -255,7 +255,7 @@ def second(
     grads: Grads,
     dout: Tensor,
     dlse: Tensor | None,
-    given: Sequence[Tensor | None],
+    given: Sequence[Any],
     options: Options,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:

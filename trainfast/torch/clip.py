@@ -123,7 +123,7 @@ class _Measuring(NamedTuple):
     def on_core(self, grads: list[Tensor]) -> Measured:
         device = grads[0].device
         found = norm = coef = scale = None
-        results = {}
+        results: dict[str, Any] = {}
         if self.find_inf:
             found = torch.empty((), dtype=torch.float32, device=device)
         if self.max_norm is not None:
@@ -160,19 +160,20 @@ class _Measuring(NamedTuple):
         return Measured(found, norm, self.coef(norm))
 
     def coef(self, norm: Tensor | None) -> Tensor | None:
-        if norm is None:
+        if norm is None or self.max_norm is None:
             return None
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).double()
 
     def combine(self, parts: list[Measured]) -> Measured:
         """Of several devices, on the first one."""
+        flags = [part.found_inf for part in parts if part.found_inf is not None]
+        norms = [part.total_norm for part in parts if part.total_norm is not None]
         found = norm = None
-        if self.find_inf:
-            found = combine_flags([part.found_inf for part in parts])
-        if self.max_norm is not None:
-            first = parts[0].total_norm.device
-            norms = [part.total_norm.to(first) for part in parts]
-            norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+        if flags:
+            found = combine_flags(flags)
+        if norms:
+            here = [each.to(norms[0].device) for each in norms]
+            norm = torch.linalg.vector_norm(torch.stack(here), self.norm_type)
         return Measured(found, norm, self.coef(norm))
 
 
@@ -207,7 +208,7 @@ def get_total_norm(
         return torch.tensor(0.0)
     if torch.compiler.is_compiling() or not _is_ours(norm_type):
         return torchs._get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    total = _norm_of(tensors, norm_type, math.inf).total_norm
+    total, _ = _norm_of(tensors, norm_type, math.inf)
     _check_finite(total, norm_type, error_if_nonfinite)
     return total
 
@@ -239,12 +240,11 @@ def clip_grad_norm_(
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     if not grads:
         return torch.tensor(0.0)
-    measured = _norm_of(grads, norm_type, max_norm)
-    _check_finite(measured.total_norm, norm_type, error_if_nonfinite)
-    coef = measured.clip_coef
+    total, coef = _norm_of(grads, norm_type, max_norm)
+    _check_finite(total, norm_type, error_if_nonfinite)
     if coef.is_cuda or float(coef) != 1:  # on a GPU asking would wait; the kernel sees
-        _multiply(grads, measured)
-    return measured.total_norm
+        _multiply(grads, coef, total.dtype)
+    return total
 
 
 def clip_grad_value_(
@@ -258,7 +258,7 @@ def clip_grad_value_(
     clip_value = float(clip_value)
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     if torch.compiler.is_compiling() or not clip_value >= 0:  # torch takes any number
-        parts = [_Holder(grad) for grad in grads]
+        parts: list[Any] = [_Holder(grad) for grad in grads]
         return torchs.clip_grad_value_(parts, clip_value, foreach)
     if not grads:
         return None
@@ -267,7 +267,8 @@ def clip_grad_value_(
         call_core("clip", part, "clamp", clip_value=clip_value)
 
     def by_torch(part: list[Tensor]) -> None:
-        torchs.clip_grad_value_([_Holder(grad) for grad in part], clip_value)
+        parts: list[Any] = [_Holder(grad) for grad in part]
+        torchs.clip_grad_value_(parts, clip_value)
 
     each_device("clip", grads, on_core, by_torch)
     return None
@@ -287,14 +288,20 @@ def _is_ours(norm_type: float) -> bool:
     return False
 
 
-def _norm_of(grads: list[Tensor], norm_type: float, max_norm: float) -> Measured:
-    return measure(
+def _norm_of(
+    grads: list[Tensor], norm_type: float, max_norm: float
+) -> tuple[Tensor, Tensor]:
+    """The norm, and what to multiply by."""
+    measured = measure(
         grads,
         norm_type=norm_type,
         max_norm=max_norm,
         find_inf=False,
         capability="clip",
     )
+    total, coef = measured.total_norm, measured.clip_coef
+    assert total is not None and coef is not None  # asked for with max_norm
+    return total, coef
 
 
 def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:
@@ -308,9 +315,7 @@ def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:
 
 
 @torch.no_grad()
-def _multiply(grads: list[Tensor], measured: Measured) -> None:
-    coef, narrow = measured.clip_coef, measured.total_norm.dtype
-
+def _multiply(grads: list[Tensor], coef: Tensor, narrow: torch.dtype) -> None:
     def on_core(part: list[Tensor]) -> None:
         factor = coef.to(part[0].device, non_blocking=True)
         call_core("clip", part, "multiply", factor=factor)

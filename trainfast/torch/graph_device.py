@@ -55,7 +55,7 @@ class MovedBatch:
         self.totals, self.nbytes = batch.totals, batch.nbytes
         self.offsets, self.arena = batch.offsets, arena
         storage = arena.untyped_storage()
-        first = arena.storage_offset()
+        first = int(arena.storage_offset())
         fields, ptrs, batches = batch.offsets
         self.fields = _views(storage, first, arena.device, batch.fields, fields)
         self.ptrs = _views(storage, first, arena.device, batch.ptrs, ptrs)
@@ -74,7 +74,7 @@ def _views(
     storage: Any, first: int, device: Any, like: list[Any], offsets: list[int]
 ) -> list[Any]:
     """Tensors of the storage with the shapes and dtypes of others."""
-    views = []
+    views: list[Any] = []
     for other, offset in zip(like, offsets):
         if other is None:
             views.append(None)

@@ -61,7 +61,7 @@ class _Store:
     What the core is to make of them is numbered as GraphBatch.dicts() does.
     """
 
-    key: Hashable
+    key: Any  # None, a node type (str) or an edge type (tuple)
     arrays: dict[str, int] = field(default_factory=dict)
     slices: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Blank:
         The mapping becomes the object's own.
         """
         if not self.simple:
-            out = self.call()
+            out: Any = self.call()
             out._store._mapping.update(mapping)
             return out, out._store.__dict__
         out = object.__new__(self.kind)
@@ -68,13 +68,13 @@ class Blank:
         """
         if not self.simple:
             return self._called_hetero(mappings)
-        out = object.__new__(self.kind)
+        out: Any = object.__new__(self.kind)
         names, owner = out.__dict__, ref(out)
         names.update(self.common)
         nodes: dict[Any, Any] = {}
         edges: dict[Any, Any] = {}
         names.update(zip(_HETERO_STORES, (None, nodes, edges)))
-        inside = {}
+        inside: dict[Any, dict[str, Any]] = {}
         for key, mapping in mappings.items():
             if key is None:
                 store = names["_global_store"] = object.__new__(BaseStorage)
@@ -91,7 +91,7 @@ class Blank:
 
     def _called_hetero(self, mappings: Mappings) -> tuple[Any, dict[Any, Any]]:
         out = self.call()
-        inside = {}
+        inside: dict[Any, dict[str, Any]] = {}
         for key, mapping in mappings.items():
             if key is None:
                 store = out._global_store

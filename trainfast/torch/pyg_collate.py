@@ -232,7 +232,7 @@ class _Group:
         self.gathered: dict[str, list[Any]] = {}
         self.sizes: dict[str, list[int]] = {}
         self.lengths: dict[str, list[int]] = {}  # of what tells the number of nodes
-        self.nodes: list[int | None] | None = None
+        self.nodes: Sequence[int | None] | None = None
         self.nbytes = 0
         self.out: dict[str, Any] = {}
         self.slices: dict[str, Any] = {}
@@ -374,7 +374,7 @@ class _Group:
             else:
                 self.out[f"{name}_{ending}"] = value
 
-    def num_nodes(self) -> list[int | None]:
+    def num_nodes(self) -> Sequence[int | None]:
         """The number of nodes of each graph, as PyG infers it."""
         if self.nodes is None:
             self.nodes = self.known_nodes() or [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -31,7 +32,7 @@ def cached(
     transform_id: Any = None,
     workers: int = 0,
     verify: str = "once",
-    transform: Callable[[Any], Any] | None = ...,  # type: ignore[assignment]
+    transform: Callable[[Any], Any] | EllipsisType | None = ...,
     progress: bool = True,
 ) -> "CachedDataset":
     """The dataset, with its graphs in the cache at `path`: a drop-in for it.
@@ -163,7 +164,7 @@ class _Make:
         return self.flatten(self.dataset[place])
 
 
-def _split_transform(dataset: Any) -> tuple[Any, Any]:
+def _split_transform(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """The dataset without its transform, and the transform."""
     if type(dataset) is torch.utils.data.Subset:
         inner, transform = _split_transform(dataset.dataset)

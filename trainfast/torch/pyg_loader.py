@@ -120,7 +120,7 @@ class _Iteration(Iterator[Any]):
     ) -> None:
         self._loader, self._batcher, self._places = loader, batcher, places
         self._n = len(loader.dataset)
-        self._source: Iterator[Any] | None = iter(loader.batch_sampler)
+        self._source: Any = iter(loader.batch_sampler)  # None at its end
         # Torch's loaders draw a seed here, before the sampler draws its own.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._move = None
@@ -135,6 +135,7 @@ class _Iteration(Iterator[Any]):
                 self._submit(self._prefetch)
 
     def __next__(self) -> Any:
+        core: Any
         if self._prefetch is None:
             core = self._collate(next(self._source))
         else:
