@@ -108,8 +108,8 @@ py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
     return memory;
 }
 
-/* The word of a storage's body (the C++ object behind the Python one) that points at its
- * data. A storage moves these under its tensors when it is resized, or shared, as
+/* The word of a storage's body (the C++ object behind the Python one) that points at
+ * its data. A storage moves these under its tensors when it is resized, or shared, as
  * multiprocessing does with all that it sends. NULL where there is none: the data begin
  * further on, or this is another torch. */
 static void *const *
