@@ -8,6 +8,7 @@ import pytest
 
 import trainfast
 from trainfast import _core
+from trainfast import graph_cache as gc_
 
 
 def ones(n=4, dtype=np.float32):
@@ -65,3 +66,70 @@ def test_a_step_inside_a_step_with_the_same_workspace_is_refused():
 
     workspace = _core.Workspace()
     step([Exports(ones(), again)])
+
+
+# ---- The graph cache -----------------------------------------------------------------
+
+
+def graph(i=0):
+    return {
+        "x": np.full((3, 2), i, np.float32),
+        "edge_index": np.array([[0, 1], [1, 2]]),
+        "y": i,
+    }
+
+
+def write(path, n=10):
+    with gc_.Writer(path, durable=False, samples=2) as writer:
+        for i in range(n):
+            writer.append(graph(i))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return gc_.open(write(tmp_path_factory.mktemp("hostile") / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("epoch", -1), ("epoch", "x"), ("position", -1), ("position", 2**70)],
+)
+def test_a_state_that_does_not_fit_leaves_the_loader_where_it_is(cache, name, value):
+    loader = gc_.Loader(cache, 3)
+    iteration = iter(loader)
+    next(iteration)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        loader.load_state_dict({**before, name: value})
+    assert loader.state_dict() == before
+    assert len(list(iteration)) == 3
+
+
+def test_a_batch_that_is_none_is_an_error_and_not_the_end(cache):
+    iteration = iter(gc_.Loader(cache, batch_sampler=[[0], None, [1]]))
+    assert next(iteration)["y"].tolist() == [0]
+    with pytest.raises(TypeError, match="must be integers, got None"):
+        next(iteration)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("threads", 65), ("threads", 2**62), ("batch_size", np.array([3])), ("seed", 1.5)],
+)
+def test_numbers_of_a_loader_are_named(cache, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        gc_.Loader(cache, **{name: value})
+
+
+def test_an_iteration_is_not_entered_twice(cache):
+    def output(plan):
+        def assemble(batch):
+            with pytest.raises(RuntimeError, match="an iteration must not be used by"):
+                next(iteration)
+            return batch.n_graphs
+
+        return assemble
+
+    iteration = iter(gc_.Loader(cache, 4, output=output))
+    assert list(iteration) == [4, 4, 2]
