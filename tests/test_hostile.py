@@ -2,6 +2,7 @@
 calls back into what is running, arguments of a wild kind."""
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -133,3 +134,29 @@ def test_an_iteration_is_not_entered_twice(cache):
 
     iteration = iter(gc_.Loader(cache, 4, output=output))
     assert list(iteration) == [4, 4, 2]
+
+
+# ---- Attention -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_item", [False, True])
+def test_gradients_of_no_items_are_zeros(monkeypatch, backend, device, per_item):
+    if device == "cuda":
+        pytest.skip("arrays of NumPy's")
+    module = sys.modules["trainfast.attention"]
+    make = module.empty
+    monkeypatch.setattr(
+        module, "empty", lambda *args, **options: make(*args, **{"fill": 7} | options)
+    )
+    q = np.ones((0, 2, 3, 8), np.float32)
+    options = {
+        "bias": np.ones((1, 2, 1, 3), np.float32),
+        "sinks": ones(2),
+        "alibi_slopes": np.ones((0, 2) if per_item else 2, np.float32),
+    }
+    out, lse = trainfast.attention(q, q, q, return_lse=True, **options)
+    got = trainfast.attention_backward(
+        out, q, q, q, out, lse, wanted=list(options), **options
+    )
+    for name, gradient in zip(got._fields[3:], got[3:], strict=True):
+        assert not gradient.any(), name
