@@ -54,6 +54,30 @@ def test_what_is_replaced_between_steps_is_noticed(backend, device, what, size):
         assert_same_state(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [10, 5000])
+@pytest.mark.parametrize("how", ["share", "resize"])
+def test_state_whose_memory_moves_under_it_is_noticed(backend, device, how, size):
+    """As when it is sent to another process: multiprocessing shares it first."""
+    if device == "cuda" and how == "share":
+        pytest.skip("shares no memory of the host")
+
+    def run(cls):
+        params = make_params(device, shapes=[(size,), (size,)])
+        optimizer = cls(params)
+        for step in range(10):
+            set_grads(params, step)
+            optimizer.step()
+            for value in optimizer.state[params[0]].values() if step == 3 else ():
+                if how == "share":
+                    value.share_memory_()
+                else:
+                    storage = value.untyped_storage()
+                    storage.resize_(3 * storage.nbytes())
+        return optimizer
+
+    assert_same_state(run(AdamW), run(torch.optim.AdamW))
+
+
 def test_a_resized_gradient_is_refused(backend, device):
     params = make_params(device, shapes=[(6,), (6,)])
     optimizer = train(AdamW, params)

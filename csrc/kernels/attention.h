@@ -401,7 +401,8 @@ static size_t
 attention_back_shared(attention_back_job *job, char *memory)
 {
     const tfast_attention_args *args = job->args;
-    const size_t all = (size_t)(args->batch * args->heads);
+    /* for no item, too, as there still are heads whose gradient is 0 */
+    const size_t all = (size_t)(attention_max(1, args->batch) * args->heads);
     const size_t size = args->dtype == TFAST_F64 ? 8 : 4;
     const size_t dq = job->parts == 1 || args->dq.data == NULL
                           ? 0

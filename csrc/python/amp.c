@@ -22,6 +22,13 @@ py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table, int column)
     return tensors;
 }
 
+/* A copy of a list: no code that runs while its arrays are borrowed can change it. */
+static PyObject *
+own_list(PyObject *list)
+{
+    return PyList_GetSlice(list, 0, PyList_Size(list));
+}
+
 /* ---- One array of one element after another -------------------------------------- */
 
 enum { MAX_SCALARS = TFAST_AMP_MAX_FOUND + 3 };
@@ -171,7 +178,7 @@ py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs)
     py_state *state = PyModule_GetState(module);
     tfast_amp_grads_args call = {.norm_type = 2, .max_norm = INFINITY};
     grads_scalars given = {NULL};
-    PyObject *list, *object, *result = NULL;
+    PyObject *list, *mine, *object, *result = NULL;
     py_workspace *workspace;
     unsigned long long stream = 0;
     const char *rewrite = NULL;
@@ -186,16 +193,17 @@ py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     call.stream = (void *)(uintptr_t)stream;
     workspace = py_workspace_of(state, object);
-    if (workspace == NULL ||
+    mine = workspace == NULL ? NULL : own_list(list);
+    if (mine != NULL &&
         py_table_begin(&workspace->table,
                        call.rewrite == TFAST_AMP_READ ? read_grads : write_grads, 1,
-                       PyList_Size(list), false) < 0) {
-        return NULL;
+                       PyList_Size(mine), false) == 0) {
+        if (add_grads(state, &workspace->table, mine) == 0) {
+            result = run_grads(state, workspace, &given, &call);
+        }
+        py_table_end(&workspace->table);
     }
-    if (add_grads(state, &workspace->table, list) == 0) {
-        result = run_grads(state, workspace, &given, &call);
-    }
-    py_table_end(&workspace->table);
+    Py_XDECREF(mine);
     return result;
 }
 
@@ -252,7 +260,7 @@ py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs)
         "hysteresis",     "hysteresis_tracker", "stream",     NULL};
     py_state *state = PyModule_GetState(module);
     tfast_amp_update_args call = {.max_scale = INFINITY, .hysteresis = 1};
-    PyObject *scale, *growth, *founds, *hysteresis = NULL;
+    PyObject *scale, *growth, *founds, *mine, *hysteresis = NULL;
     scalars taken = {.n = 0};
     unsigned long long stream = 0;
     tfast_status status = TFAST_OK;
@@ -266,13 +274,16 @@ py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     call.stream = (void *)(uintptr_t)stream;
-    ready = take_state(state, &taken, scale, growth, hysteresis, &call) == 0 &&
-            take_founds(state, &taken, founds, &call) == 0;
+    mine = own_list(founds);
+    ready = mine != NULL &&
+            take_state(state, &taken, scale, growth, hysteresis, &call) == 0 &&
+            take_founds(state, &taken, mine, &call) == 0;
     if (ready) {
         Py_BEGIN_ALLOW_THREADS
         status = tfast_amp_update(&call);
         Py_END_ALLOW_THREADS
     }
     release_scalars(&taken);
+    Py_XDECREF(mine);
     return ready ? py_result(status) : NULL;
 }

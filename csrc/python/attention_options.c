@@ -118,12 +118,13 @@ take_per_head(py_attention_call *call, PyObject *object, const char *name, int h
                  (long long)heads);
         return py_attention_wrong(PyExc_ValueError, name, rule, array);
     }
-    if ((heads > 1 && array->strides[array->ndim - 1] != 1) ||
-        (array->ndim == 2 && array->shape[0] > 1 && array->strides[0] != heads)) {
+    if (array->numel > 0 &&
+        ((heads > 1 && array->strides[array->ndim - 1] != 1) ||
+         (array->ndim == 2 && array->shape[0] > 1 && array->strides[0] != heads))) {
         return py_attention_wrong(PyExc_NotImplementedError, name,
                                   "must be dense, in C order", array);
     }
-    *batch = array->ndim == 2 && array->shape[0] > 1 ? heads : 0;
+    *batch = array->ndim == 2 && array->shape[0] != 1 ? heads : 0;
     *data = array->data;
     return 0;
 }

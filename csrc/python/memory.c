@@ -6,7 +6,8 @@ enum {
     KEEP_BELOW = 4096, /* elements: updating more costs so much that resolving their
                           pointers each time is free, and memory of a size that
                           somebody may want back is not kept alive */
-    RESOLVE_EVERY = 16
+    RESOLVE_EVERY = 16,
+    WATCH_WORDS = 5 /* of a storage's body that are looked at */
 };
 
 static int
@@ -107,26 +108,56 @@ py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
     return memory;
 }
 
+/* The word of a storage's body (the C++ object behind the Python one) that points at
+ * its data. A storage moves these under its tensors when it is resized, or shared, as
+ * multiprocessing does with all that it sends. NULL where there is none: the data begin
+ * further on, or this is another torch. */
+static void *const *
+find_watch(PyObject *storage, const void *data)
+{
+    PyObject *number = PyObject_GetAttrString(storage, "_cdata");
+    const size_t address = number == NULL ? 0 : PyLong_AsSize_t(number);
+    void *const *body = NULL;
+
+    if (PyErr_Occurred() == NULL) {
+        body = (void *const *)address;
+    }
+    PyErr_Clear();
+    Py_XDECREF(number);
+    for (int w = 0; body != NULL && data != NULL && w < WATCH_WORDS; w++) {
+        if (body[w] == data) {
+            return &body[w];
+        }
+    }
+    return NULL;
+}
+
 void
 py_memory_keep(py_memories *memories, Py_ssize_t place, int column, PyObject *object,
                const py_array *array)
 {
     py_memory *memory = &memories->places[place];
     PyObject *storage;
+    void *const *watch = NULL;
 
-    if (memory->kept[column].object == object &&
+    if (memory->dtype[column] == array->dtype &&
         memory->kept[column].data == array->data &&
-        memory->dtype[column] == array->dtype) {
+        py_memory_holds(memory, column, object)) {
         return;
     }
     forget(memories, place, column);
     storage = PyObject_CallMethod(object, "untyped_storage", NULL);
-    if (storage == NULL) { /* cannot be kept alive, so it is not kept */
-        PyErr_Clear();
+    PyErr_Clear();
+    if (storage != NULL) {
+        watch = find_watch(storage, array->data);
+    }
+    if (watch == NULL) { /* cannot be kept alive or watched, so it is not kept */
+        Py_XDECREF(storage);
         return;
     }
     memory->kept[column].object = Py_NewRef(object);
     memory->kept[column].data = array->data;
+    memory->kept[column].watch = watch;
     memory->dtype[column] = (uint8_t)array->dtype;
     memories->storages[place].storage[column] = storage;
 }
@@ -139,6 +170,11 @@ py_memory_hint(const py_memories *memories, Py_ssize_t place)
         const uintptr_t shape = (uintptr_t)memory->second_shape;
 
         __builtin_prefetch(memory->second);
+        for (int c = 0; c < PY_MAX_COLUMNS; c++) {
+            if (memory->kept[c].object != NULL) {
+                __builtin_prefetch((const void *)memory->kept[c].watch);
+            }
+        }
         for (uintptr_t at = shape - 64; shape != 0 && at <= shape + 64; at += 64) {
             __builtin_prefetch((const void *)at);
         }

@@ -11,13 +11,15 @@ enum {
 };
 
 /* Of one place. A kept array's pointer counts while the caller comes with the same
- * object and the row has the layout that it was checked against. */
+ * object, the row has the layout that it was checked against, and the storage has not
+ * moved the data. */
 typedef struct {
     const void *second; /* the object in the second column and its shape, as hints to */
     const void *second_shape; /* the cache: never followed, so they may be stale */
     struct {
         PyObject *object;
         void *data;
+        void *const *watch; /* where its storage says where the data is */
     } kept[PY_MAX_COLUMNS];
     uint8_t dtype[PY_MAX_COLUMNS]; /* of the kept arrays */
     int16_t ndim;
@@ -25,8 +27,8 @@ typedef struct {
     int64_t strides[PY_KEPT_DIMS];
 } py_memory;
 
-/* Of one place, apart because it is rarely read: what keeps the memory of kept arrays
- * alive should a tensor be given other data in place. */
+/* Of one place, apart because it is rarely read: what keeps the memory of kept arrays,
+ * and what they watch, alive should a tensor be given another storage in place. */
 typedef struct {
     PyObject *storage[PY_MAX_COLUMNS];
 } py_storages;
@@ -50,6 +52,14 @@ int py_memories_traverse(py_memories *memories, visitproc visit, void *arg);
  * kept counts; else it is this place's turn to be resolved anew. */
 py_memory *py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
                         bool *trusted);
+
+/* Whether the array that is kept of a column still is where it was. */
+static inline bool
+py_memory_holds(const py_memory *memory, int column, const PyObject *object)
+{
+    return memory->kept[column].object == object &&
+           *memory->kept[column].watch == memory->kept[column].data;
+}
 
 /* Remembers an array of that place, just borrowed from `object`. */
 void py_memory_keep(py_memories *memories, Py_ssize_t place, int column,

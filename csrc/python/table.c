@@ -320,7 +320,7 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
         if (objects[c] == NULL) {
             continue;
         }
-        if (keeps && trusted && memory->kept[c].object == objects[c]) {
+        if (keeps && trusted && py_memory_holds(memory, c, objects[c])) {
             set_cell(&row, c, memory->kept[c].data, memory->dtype[c]);
             continue;
         }

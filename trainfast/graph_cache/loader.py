@@ -1,8 +1,10 @@
 """Batches of a graph cache, put together by native threads."""
 
+import operator
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from importlib import import_module
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from trainfast.graph_cache.sampling import Sampled, cut
 
 OUTPUTS = ("dict", "pyg", "jraph")
 OVERSIZE = ("error", "alone")
+_MOST_THREADS = 64  # of the core
 
 
 class Loader:
@@ -95,7 +98,7 @@ class Loader:
         self.rank = _count("rank", rank, 0)
         self.world_size = _count("world_size", world_size, 1)
         self.prefetch = _count("prefetch", prefetch, 0)
-        self.threads = _count("threads", threads, 0)
+        self.threads = _count("threads", threads, 0, _MOST_THREADS + 1)
         self.output = output if callable(output) else _one_of("output", output, OUTPUTS)
         self.pad_to, self.pin_memory, self.device = pad_to, bool(pin_memory), device
         self.fields = None if fields is None else _keys("fields", fields)
@@ -176,9 +179,11 @@ class Loader:
                     got += ": another cache, or it has changed since"
                 rule = f"must be {state[name]!r} as in the state"
                 raise ValueError(f"the loader's {name} {rule}, got {got}")
+        epoch = _count("epoch", state["epoch"], 0)
+        position = _count("position", state["position"], 0)
         self._place = None
-        self.set_epoch(state["epoch"])
-        self._resume = self.epoch, _count("position", state["position"], 0)
+        self.set_epoch(epoch)
+        self._resume = epoch, position
 
     def _identity(self) -> dict[str, Any]:
         """What a position means something for."""
@@ -403,6 +408,7 @@ class Iteration(Iterator[Any]):
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+        self._lock = Lock()
         self._place: _Place | None = None  # not begun
         self._queue: deque[tuple[GraphPrefetch, int]] = deque()
         self._prefetches: dict[int, GraphPrefetch] = {}
@@ -413,6 +419,17 @@ class Iteration(Iterator[Any]):
         self._only: GraphPrefetch | None = None
 
     def __next__(self) -> Any:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "an iteration must not be used by two threads at once, nor by what it "
+                "calls itself"
+            )
+        try:
+            return self._next()
+        finally:
+            self._lock.release()
+
+    def _next(self) -> Any:
         queue = self._queue
         if not queue:
             if self._place is None:
@@ -502,7 +519,10 @@ class Iteration(Iterator[Any]):
 
 
 def _count(name: str, value: Any, least: int, end: int = 2**63) -> int:
-    number = value.__index__() if hasattr(value, "__index__") else least - 1
+    try:
+        number = operator.index(value)
+    except TypeError:  # arrays have __index__, too
+        number = least - 1
     if number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
     if number >= end:

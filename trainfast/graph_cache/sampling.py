@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 
 
+_END: Any = object()
+
+
 class Sampled:
     """Batches from an iterable of lists of indices.
 
@@ -24,8 +27,8 @@ class Sampled:
             pass
 
     def next(self) -> np.ndarray | None:
-        batch = next(self._batches, None)
-        if batch is None:
+        batch = next(self._batches, _END)
+        if batch is _END:
             return None
         self.position += 1
         indices = np.asarray(batch)
