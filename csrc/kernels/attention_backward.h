@@ -177,12 +177,14 @@ typedef struct {
     attention_ahead *ahead;
 } R(backward_call);
 
-/* Weights and their gradients for `rows` keys of a panel, in registers. */
+/* Weights and their gradients for `rows` keys and `vectors` of a panel from `first` on,
+ * in registers. */
 static inline __attribute__((always_inline)) void
 R(backward_strip)(const int rows, const int vectors, const R(backward_call) * call,
-                  int key, REAL *weights, REAL *scores)
+                  int key, int first, REAL *weights, REAL *scores)
 {
-    const bool border = call->panel->border;
+    const bool border = R(has_border)(call->panel, key, key + rows);
+    const int lane = first * VR_WIDTH;
     vr c[V_ROWS][2];
 
 #pragma GCC unroll 12
@@ -193,20 +195,20 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
     }
     R(multiply)
     (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries, PANEL, call->dim, c);
+     call->queries + lane, PANEL, call->dim, c);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            const vr t = vr_add(c[r][v], vr_load(call->lse + v * VR_WIDTH));
-            const vr s = border ? R(bound)(call->panel, v, key + r, t) : t;
+            const vr t = vr_add(c[r][v], vr_load(call->lse + lane + v * VR_WIDTH));
+            const vr s = border ? R(bound)(call->panel, first + v, key + r, t) : t;
 
             vr_store(weights + r * ATTENTION_QUERIES + v * VR_WIDTH, R(vector_exp2)(s));
-            c[r][v] = vr_load(call->delta + v * VR_WIDTH);
+            c[r][v] = vr_load(call->delta + lane + v * VR_WIDTH);
         }
     }
     R(multiply)
-    (rows, vectors, false, call->v + key * call->v_stride, call->v_stride, call->douts,
-     PANEL, call->dim_v, c);
+    (rows, vectors, false, call->v + key * call->v_stride, call->v_stride,
+     call->douts + lane, PANEL, call->dim_v, c);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
@@ -225,13 +227,13 @@ R(backward_panel)(const R(backward_call) * call, REAL *weights, REAL *scores)
     const R(panel) *p = call->panel;
 
     for (int key = p->begin; key < p->end;) {
-        const int rows = R(strip_rows)(p->end - key);
-        REAL *w = weights + key * ATTENTION_QUERIES;
-        REAL *s = scores + key * ATTENTION_QUERIES;
+        const R(strip) s = R(strip_at)(p, key);
+        const int64_t at = key * ATTENTION_QUERIES + s.first * VR_WIDTH;
 
         attention_look_ahead(call->ahead);
-        ATTENTION_STRIP(R(backward_strip), rows, p->vectors, call, key, w, s)
-        key += rows;
+        ATTENTION_STRIP(R(backward_strip), s.rows, s.vectors, call, key, s.first,
+                        weights + at, scores + at)
+        key += s.rows;
     }
 }
 
@@ -282,7 +284,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
     }
     for (int64_t i = 0; i < n_q; i += PANEL) {
-        const R(panel) p = R(panel_of)(h, query + i, n_q - i, key, n_k);
+        const R(panel) p = R(panel_of)(h, query + i, n_q - i, key, n_k, work->general);
         const int64_t at = query + i;
         const R(backward_call) call = {
             .k = k,
@@ -304,10 +306,8 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         } else {
             R(backward_panel)(&call, room->weights + i, room->scores + i);
         }
-        R(clear_rows)(room->weights + i, &p, 0, p.begin);
-        R(clear_rows)(room->weights + i, &p, p.end, (int)n_k);
-        R(clear_rows)(room->scores + i, &p, 0, p.begin);
-        R(clear_rows)(room->scores + i, &p, p.end, (int)n_k);
+        R(clear_outside)(room->weights + i, &p, (int)n_k);
+        R(clear_outside)(room->scores + i, &p, (int)n_k);
     }
 }
 
