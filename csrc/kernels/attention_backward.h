@@ -35,6 +35,7 @@ typedef struct {
     R(sums) dq, dk, dv;
     bool general; /* there are terms, dropout or gradients of terms */
     bool careful;
+    bool writes_dbias;      /* the first to visit it */
     double *dalibi;         /* NULL: not wanted */
     attention_ahead *ahead; /* NULL: nothing to look ahead for */
 } R(backward_work);
@@ -249,12 +250,21 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     const R(backward_room) *room = work->room;
     REAL *weights = room->weights + at, *scores = room->scores + at,
          ignored[PANEL] = {0};
+    const int64_t *stride = args->dbias_stride;
+    const tfast_attention_term gradient = {
+        args->dbias, {stride[0], stride[1], stride[2], stride[3]}, REAL_DTYPE};
+    attention_ahead terms = {0}, dbias = {0};
     const R(scores_call)
-        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false, NULL};
+        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false, &terms};
     const R(scores_call)
-        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false, NULL};
+        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false, &dbias};
     REAL *slope = args->softcap != 0 ? room->slope + at : NULL;
 
+    if (p->head->masked) {
+        R(plan_term)(&terms, p, &args->mask);
+    }
+    R(plan_term)(&terms, p, &args->bias);
+    R(plan_term)(&dbias, p, &gradient);
     R(scores_panel)(&of_k, weights, ignored);
     R(finish_scores)(weights, slope, p);
     R(scores_panel)(&of_v, scores, ignored);
@@ -262,7 +272,7 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     (weights, scores, args->dropout_p > 0 ? room->dropout + at : NULL, call->lse,
      call->delta, p);
     if (!work->careful && args->dbias != NULL) {
-        R(add_dbias)(args->dbias, args->dbias_stride, scores, p);
+        R(add_dbias)(args->dbias, args->dbias_stride, scores, p, work->writes_dbias);
     }
     if (!work->careful && work->dalibi != NULL) {
         *work->dalibi += R(alibi_gradient)(scores, p);

@@ -76,6 +76,8 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
     double alibi = 0;
 
     R(open_head)(work);
+    work->writes_dbias = job->writes_dbias && (h->batch == 0 || !job->join_batch) &&
+                         (h->head == 0 || !job->join_heads);
     work->dalibi = job->dalibi == NULL ? NULL : &alibi;
     work->dq = R(sums_of)(args, &args->dq, at, args->dim, room->dq, room->q_width);
     if (job->parts > 1 && args->dq.data != NULL) {

@@ -204,8 +204,14 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
 {
     const tfast_attention_args *args = p->head->args;
     const bool terms = attention_head_has_terms(p->head);
-    const R(scores_call) call = {
-        k, k_stride, args->dim, room->queries + at * args->dim, p, !terms, room->ahead};
+    attention_ahead ahead = {0};
+    const R(scores_call) call = {k,
+                                 k_stride,
+                                 args->dim,
+                                 room->queries + at * args->dim,
+                                 p,
+                                 !terms,
+                                 room->ahead == NULL && terms ? &ahead : room->ahead};
     REAL *scores = room->scores + at, *top = room->top + at;
     vr before[2];
 
@@ -215,6 +221,10 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
     if (terms || room->few) {
         REAL ignored[PANEL] = {0};
 
+        if (p->head->masked) {
+            R(plan_term)(&ahead, p, &args->mask);
+        }
+        R(plan_term)(&ahead, p, &args->bias);
         if (room->few) {
             R(few_panel)(&call, scores);
         } else {

@@ -228,6 +228,30 @@ R(add_term)(REAL *scores, const R(panel) * p, const tfast_attention_term *term)
     }
 }
 
+/* Plans to ask for the panel's part of a term while a product of the panel is formed:
+ * its rows may be as far apart as pages, which the processor does not foresee. */
+static void
+R(plan_term)(attention_ahead *ahead, const R(panel) * p,
+             const tfast_attention_term *term)
+{
+    const int64_t *stride = term->stride;
+    const int64_t size = term->dtype == TFAST_BOOL
+                             ? 1
+                             : (int64_t)tfast_dtype_size((tfast_dtype)term->dtype);
+    const int64_t first = attention_term_head(p->head, stride) + p->query * stride[2] +
+                          p->key * stride[3];
+
+    if (term->data == NULL || stride[2] == 0 || stride[3] != 1 || p->begin == p->end) {
+        return;
+    }
+    ahead->arrays[ahead->n].data = (const char *)term->data + (first + p->begin) * size;
+    ahead->arrays[ahead->n].stride = stride[2] * size;
+    ahead->arrays[ahead->n].rows = p->n;
+    ahead->arrays[ahead->n++].bytes = (int)((p->end - p->begin) * size);
+    ahead->end = p->n;
+    ahead->step = p->n * V_ROWS / (p->end - p->begin) + 1;
+}
+
 /* ---- From products to scores ----------------------------------------------------- */
 
 /* The distance |query + shift - key| of ALiBi is, for tile row `key` of the panel,
@@ -436,7 +460,7 @@ R(alibi_gradient)(const REAL *gradients, const R(panel) * p)
 
 /* VR_WIDTH keys' gradients, from tile rows to up to VR_WIDTH rows of a bias. */
 static void
-R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n)
+R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n, bool first)
 {
     vr block[VR_WIDTH];
 
@@ -445,42 +469,55 @@ R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n)
     }
     vr_transpose(block);
     for (int i = 0; i < VR_WIDTH && i < n; i++) {
-        vr_store(to + i * stride, vr_add(vr_load(to + i * stride), block[i]));
+        REAL *at = to + i * stride;
+
+        vr_store(at, first ? block[i] : vr_add(vr_load(at), block[i]));
     }
 }
 
-/* Adds a panel's gradients to those of the bias, summed where it is broadcast. */
+/* The gradient of a bias that is the same for all queries. */
+static void
+R(add_dbias_of_keys)(REAL *to, int64_t stride, const REAL *gradients,
+                     const R(panel) * p)
+{
+    for (int key = p->begin; key < p->end; key++) {
+        double sum = 0;
+
+        for (int v = 0; v < p->vectors; v++) {
+            sum += (double)vr_sum(
+                vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
+        }
+        to[key * stride] += (REAL)sum;
+    }
+}
+
+/* Adds a panel's gradients to those of the bias, summed where it is broadcast. `first`:
+ * writes them. */
 static void
 R(add_dbias)(REAL *dbias, const int64_t *stride, const REAL *gradients,
-             const R(panel) * p)
+             const R(panel) * p, bool first)
 {
     REAL *to = dbias + attention_term_head(p->head, stride) + p->query * stride[2] +
                p->key * stride[3];
     int key = p->begin;
 
     if (stride[2] == 0) {
-        for (; key < p->end; key++) {
-            double sum = 0;
-
-            for (int v = 0; v < p->vectors; v++) {
-                sum += (double)vr_sum(
-                    vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
-            }
-            to[key * stride[3]] += (REAL)sum;
-        }
+        R(add_dbias_of_keys)(to, stride[3], gradients, p);
         return;
     }
     for (; stride[3] == 1 && key + VR_WIDTH <= p->end; key += VR_WIDTH) {
         for (int v = 0; v < p->vectors; v++) {
             R(add_dbias_block)
             (to + key + v * VR_WIDTH * stride[2], stride[2],
-             gradients + key * ATTENTION_QUERIES + v * VR_WIDTH, p->n - v * VR_WIDTH);
+             gradients + key * ATTENTION_QUERIES + v * VR_WIDTH, p->n - v * VR_WIDTH,
+             first);
         }
     }
     for (; key < p->end; key++) {
         for (int i = 0; i < p->n; i++) {
-            to[key * stride[3] + i * stride[2]] +=
-                gradients[key * ATTENTION_QUERIES + i];
+            REAL *at = to + key * stride[3] + i * stride[2];
+
+            *at = (first ? 0 : *at) + gradients[key * ATTENTION_QUERIES + i];
         }
     }
 }
