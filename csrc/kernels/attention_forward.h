@@ -183,10 +183,11 @@ R(maximum)(const REAL *scores, const R(panel) * p, REAL *top)
 static inline vr
 R(exponentials)(REAL *scores, const R(panel) * p, int v, vr top)
 {
+    const int end = p->to[v];
     vr sum = vr_set1(0);
 
 #pragma GCC unroll 4
-    for (int key = p->from[v]; key < p->to[v]; key++) {
+    for (int key = p->from[v]; key < end; key++) {
         REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
         const vr x = R(vector_exp2)(vr_sub(vr_load(at), top));
 
@@ -299,11 +300,14 @@ R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
 
     if (sink == -INFINITY) {
         for (int64_t i = 0; i < n_q; i++) {
-            const double all = (double)sum[i];
-            const double lse = ((double)top[i] + R(logarithm)(all)) * LN2;
+            top[i] = (REAL)(((double)top[i] + R(logarithm)((double)sum[i])) * LN2);
+        }
+        for (int64_t i = 0; i < n_q; i += VR_WIDTH) {
+            const vr x = vr_load(sum + i), least = vr_set1(REAL_MIN);
+            const vr share = vr_div(vr_set1(1), x), none = vr_set1(-INFINITY);
 
-            top[i] = (REAL)(all == 0 ? -INFINITY : lse);
-            sum[i] = (REAL)(all == 0 ? 0 : 1 / all);
+            vr_store(sum + i, vr_if_less(x, least, vr_set1(0), share));
+            vr_store(top + i, vr_if_less(x, least, none, vr_load(top + i)));
         }
         return;
     }
