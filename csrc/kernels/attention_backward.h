@@ -103,16 +103,18 @@ R(open_sums)(const R(backward_work) * work)
     const REAL *lse = (const REAL *)args->lse + attention_lse_row(h);
     const REAL *dlse = (const REAL *)args->dlse + attention_lse_row(h);
     const REAL scale = work->general ? 1 : (REAL)args->scale;
+    const int64_t first = attention_query_row(h, &args->out, 0);
 
     for (int64_t i = 0; i < h->n_q; i++) {
         const REAL *dout = work->dout + i * work->dout_stride;
+        int64_t stride;
+        const REAL *out =
+            R(open_rows)(room->stage, 0, args->out.data, args->dtype,
+                         first + i * args->out.row, 0, 1, args->dim_v, false, &stride);
         vr sum = vr_set1(0);
 
-        R(tile_read)
-        (room->stage, args->out.data, args->dtype,
-         attention_query_row(h, &args->out, i), (int)args->dim_v);
         for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
-            sum = vr_madd(vr_load(dout + d), vr_load(room->stage + d), sum);
+            sum = vr_madd(vr_load(dout + d), vr_load(out + d), sum);
         }
         room->delta[i] = -vr_sum(sum);
         if (args->dlse != NULL && lse[i] != -(REAL)INFINITY) {

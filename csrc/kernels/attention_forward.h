@@ -329,7 +329,7 @@ R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t 
     const tfast_attention_args *args = h->args;
     const int64_t first = attention_query_row(h, &args->out, query);
     const bool held = args->dtype == REAL_DTYPE && args->dim_v % VR_WIDTH == 0;
-    vr odd = vr_set1(0);
+    vr odd = vr_set1(0); /* 0, or NaN from the first infinity or NaN on */
 
     R(normalise)(room, h, n_q);
     for (int64_t i = 0; i < n_q; i++) {
@@ -338,13 +338,15 @@ R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t 
         REAL *to =
             held ? (REAL *)args->out.data + at : room->out + i * room->out_stride;
         const vr factor = vr_set1(room->sum[i]);
+        vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
 
         for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
             const vr x = vr_mul(vr_load(row + d), factor);
 
-            odd = vr_madd(x, vr_set1(0), odd); /* 0, or NaN from then on */
+            odd_row = vr_madd(x, vr_set1(0), odd_row);
             vr_store(to + d, x);
         }
+        odd = vr_add(odd, odd_row);
         if (!held) {
             R(tile_write)(args->out.data, to, args->dtype, at, (int)args->dim_v);
         }
