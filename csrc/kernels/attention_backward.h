@@ -224,7 +224,17 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
     }
 }
 
+/* Not inlined: in a loop over strips the compiler keeps the constants of exp2 in
+ * registers, and accumulators in memory. */
 static __attribute__((noinline)) void
+R(backward_any_strip)(const R(backward_call) * call, R(strip) s, int key, REAL *weights,
+                      REAL *scores)
+{
+    ATTENTION_STRIP(R(backward_strip), s.rows, s.vectors, call, key, s.first, weights,
+                    scores)
+}
+
+static void
 R(backward_panel)(const R(backward_call) * call, REAL *weights, REAL *scores)
 {
     const R(panel) *p = call->panel;
@@ -234,8 +244,7 @@ R(backward_panel)(const R(backward_call) * call, REAL *weights, REAL *scores)
         const int64_t at = key * ATTENTION_QUERIES + s.first * VR_WIDTH;
 
         attention_look_ahead(call->ahead);
-        ATTENTION_STRIP(R(backward_strip), s.rows, s.vectors, call, key, s.first,
-                        weights + at, scores + at)
+        R(backward_any_strip)(call, s, key, weights + at, scores + at);
         key += s.rows;
     }
 }
