@@ -160,12 +160,30 @@ def test_nothing_is_written_outside_the_outputs(rng, device, dtype, offset, dim_
 
 
 @pytest.mark.usefixtures("host_only")
-def test_gradients_overwrite_what_was_there(rng):
-    bias = rng.standard_normal((1, 4, 33, 49)).astype("f")
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 33, 49), (2, 1, 33, 49), (1, 1, 33, 49), (2, 4, 1, 49), (33, 1)]
+)
+@pytest.mark.parametrize("bound", ["none", "causal", "window", "kv_lens", "mask"])
+def test_gradients_overwrite_what_was_there(rng, shape, bound):
+    """Also where no query looks at a key: there is nothing to write, but zeros."""
+    bias = rng.standard_normal(shape).astype("f")
     sinks = rng.standard_normal(4).astype("f")
     slopes = rng.random((2, 4)).astype("f")
     options = dict(bias=bias, sinks=sinks, alibi_slopes=slopes)
-    problem = Problem(rng, **options)
+    if bound == "kv_lens":
+        options["kv_lens"] = np.array([20, 0])
+    elif bound == "mask":
+        options["mask"] = np.arange(49) < 30
+    problem = Problem(
+        rng,
+        kv_heads=2,
+        is_causal=bound == "causal",
+        window=(3, 0) if bound == "window" else None,
+        **options,
+    )
+    if bound == "window":
+        options |= dict(window_left=3, window_right=0)
+    options["is_causal"] = bound == "causal"
     expected = problem.backward()
     made = [np.full_like(x, np.nan) for x in expected]
     options |= {"scale": problem.options["scale"]}

@@ -324,11 +324,38 @@ attention_join_part(void *context, int part, int parts)
     }
 }
 
+static void
+attention_hint_dbias(const tfast_attention_args *args)
+{
+    const int64_t *stride = args->dbias_stride;
+    const int64_t last = (args->batch - 1) * stride[0] + (args->heads - 1) * stride[1] +
+                         (args->n_q - 1) * stride[2] + (args->n_k - 1) * stride[3];
+
+    if (last > 0) {
+        tfast_hint_large_pages(args->dbias,
+                               (size_t)(last + 1) * (args->dtype == TFAST_F64 ? 8 : 4));
+    }
+}
+
+/* Whether every query looks at every key, and the bias has an element for each. */
+static bool
+attention_writes_dbias(const tfast_attention_args *args)
+{
+    const bool bounded = args->is_causal || args->window_left >= 0 ||
+                         args->window_right >= 0 || args->cu_seqlens_q != NULL ||
+                         args->kv_lens != NULL || args->mask.data != NULL;
+
+    return args->dbias != NULL && args->dbias_stride[2] != 0 &&
+           args->dbias_stride[3] != 0 && !bounded;
+}
+
 /* Zeros in the gradient of the bias. Its dimensions that are broadcast have one place.
  */
 static void
-attention_clear_dbias(const tfast_attention_args *args)
+attention_clear_part(void *context, int part, int parts)
 {
+    const attention_back_job *job = context;
+    const tfast_attention_args *args = job->args;
     const int64_t full[4] = {args->batch, args->heads, args->n_q, args->n_k};
     const size_t size = args->dtype == TFAST_F64 ? 8 : 4;
     const int64_t *stride = args->dbias_stride;
@@ -337,20 +364,17 @@ attention_clear_dbias(const tfast_attention_args *args)
     for (int d = 0; d < 4; d++) {
         n[d] = stride[d] == 0 ? 1 : full[d];
     }
-    for (int64_t b = 0; b < n[0]; b++) {
-        for (int64_t h = 0; h < n[1]; h++) {
-            for (int64_t i = 0; i < n[2]; i++) {
-                char *row =
-                    (char *)args->dbias +
+    for (int64_t at = n[0] * n[1] * n[2] * part / parts;
+         at < n[0] * n[1] * n[2] * (part + 1) / parts; at++) {
+        const int64_t b = at / n[2] / n[1], h = at / n[2] % n[1], i = at % n[2];
+        char *row = (char *)args->dbias +
                     size * (size_t)(b * stride[0] + h * stride[1] + i * stride[2]);
 
-                for (int64_t j = 0; j < n[3] && stride[3] > 1; j++) {
-                    memset(row + size * (size_t)(j * stride[3]), 0, size);
-                }
-                if (stride[3] <= 1) {
-                    memset(row, 0, size * (size_t)n[3]);
-                }
-            }
+        for (int64_t j = 0; j < n[3] && stride[3] > 1; j++) {
+            memset(row + size * (size_t)(j * stride[3]), 0, size);
+        }
+        if (stride[3] <= 1) {
+            memset(row, 0, size * (size_t)n[3]);
         }
     }
 }
@@ -433,6 +457,7 @@ attention_backward(const tfast_attention_args *args)
 
     job.join_batch = args->dbias != NULL && args->dbias_stride[0] == 0;
     job.join_heads = args->dbias != NULL && args->dbias_stride[1] == 0;
+    job.writes_dbias = attention_writes_dbias(args);
     job.rows = args->cu_seqlens_q != NULL ? args->total_q : args->batch * args->n_q;
     heads = (job.join_batch ? 1 : args->batch) * (job.join_heads ? 1 : args->kv_heads);
     job.parts = heads == 0 ? 1 : attention_back_parts(args, heads);
@@ -453,7 +478,10 @@ attention_backward(const tfast_attention_args *args)
     job.room = memory + shared;
     attention_back_shared(&job, memory);
     if (args->dbias != NULL) {
-        attention_clear_dbias(args);
+        attention_hint_dbias(args);
+    }
+    if (args->dbias != NULL && !job.writes_dbias) {
+        tfast_parallel(threads, attention_clear_part, &job);
     }
     attention_hint(args, &args->dq, args->heads, args->n_q, args->total_q, args->dim);
     attention_hint(args, &args->dk, args->kv_heads, args->n_k, args->total_k,

@@ -35,6 +35,7 @@ typedef struct {
     R(sums) dq, dk, dv;
     bool general; /* there are terms, dropout or gradients of terms */
     bool careful;
+    bool writes_dbias;      /* the first to visit it */
     double *dalibi;         /* NULL: not wanted */
     attention_ahead *ahead; /* NULL: nothing to look ahead for */
 } R(backward_work);
@@ -102,16 +103,18 @@ R(open_sums)(const R(backward_work) * work)
     const REAL *lse = (const REAL *)args->lse + attention_lse_row(h);
     const REAL *dlse = (const REAL *)args->dlse + attention_lse_row(h);
     const REAL scale = work->general ? 1 : (REAL)args->scale;
+    const int64_t first = attention_query_row(h, &args->out, 0);
 
     for (int64_t i = 0; i < h->n_q; i++) {
         const REAL *dout = work->dout + i * work->dout_stride;
+        int64_t stride;
+        const REAL *out =
+            R(open_rows)(room->stage, 0, args->out.data, args->dtype,
+                         first + i * args->out.row, 0, 1, args->dim_v, false, &stride);
         vr sum = vr_set1(0);
 
-        R(tile_read)
-        (room->stage, args->out.data, args->dtype,
-         attention_query_row(h, &args->out, i), (int)args->dim_v);
         for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
-            sum = vr_madd(vr_load(dout + d), vr_load(room->stage + d), sum);
+            sum = vr_madd(vr_load(dout + d), vr_load(out + d), sum);
         }
         room->delta[i] = -vr_sum(sum);
         if (args->dlse != NULL && lse[i] != -(REAL)INFINITY) {
@@ -177,12 +180,14 @@ typedef struct {
     attention_ahead *ahead;
 } R(backward_call);
 
-/* Weights and their gradients for `rows` keys of a panel, in registers. */
+/* Weights and their gradients for `rows` keys and `vectors` of a panel from `first` on,
+ * in registers. */
 static inline __attribute__((always_inline)) void
 R(backward_strip)(const int rows, const int vectors, const R(backward_call) * call,
-                  int key, REAL *weights, REAL *scores)
+                  int key, int first, REAL *weights, REAL *scores)
 {
-    const bool border = call->panel->border;
+    const bool border = R(has_border)(call->panel, key, key + rows);
+    const int lane = first * VR_WIDTH;
     vr c[V_ROWS][2];
 
 #pragma GCC unroll 12
@@ -193,20 +198,20 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
     }
     R(multiply)
     (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries, PANEL, call->dim, c);
+     call->queries + lane, PANEL, call->dim, c);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            const vr t = vr_add(c[r][v], vr_load(call->lse + v * VR_WIDTH));
-            const vr s = border ? R(bound)(call->panel, v, key + r, t) : t;
+            const vr t = vr_add(c[r][v], vr_load(call->lse + lane + v * VR_WIDTH));
+            const vr s = border ? R(bound)(call->panel, first + v, key + r, t) : t;
 
             vr_store(weights + r * ATTENTION_QUERIES + v * VR_WIDTH, R(vector_exp2)(s));
-            c[r][v] = vr_load(call->delta + v * VR_WIDTH);
+            c[r][v] = vr_load(call->delta + lane + v * VR_WIDTH);
         }
     }
     R(multiply)
-    (rows, vectors, false, call->v + key * call->v_stride, call->v_stride, call->douts,
-     PANEL, call->dim_v, c);
+    (rows, vectors, false, call->v + key * call->v_stride, call->v_stride,
+     call->douts + lane, PANEL, call->dim_v, c);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
@@ -219,19 +224,28 @@ R(backward_strip)(const int rows, const int vectors, const R(backward_call) * ca
     }
 }
 
+/* Not inlined: in a loop over strips the compiler keeps the constants of exp2 in
+ * registers, and accumulators in memory. */
 static __attribute__((noinline)) void
+R(backward_any_strip)(const R(backward_call) * call, R(strip) s, int key, REAL *weights,
+                      REAL *scores)
+{
+    ATTENTION_STRIP(R(backward_strip), s.rows, s.vectors, call, key, s.first, weights,
+                    scores)
+}
+
+static void
 R(backward_panel)(const R(backward_call) * call, REAL *weights, REAL *scores)
 {
     const R(panel) *p = call->panel;
 
     for (int key = p->begin; key < p->end;) {
-        const int rows = R(strip_rows)(p->end - key);
-        REAL *w = weights + key * ATTENTION_QUERIES;
-        REAL *s = scores + key * ATTENTION_QUERIES;
+        const R(strip) s = R(strip_at)(p, key);
+        const int64_t at = key * ATTENTION_QUERIES + s.first * VR_WIDTH;
 
         attention_look_ahead(call->ahead);
-        ATTENTION_STRIP(R(backward_strip), rows, p->vectors, call, key, w, s)
-        key += rows;
+        R(backward_any_strip)(call, s, key, weights + at, scores + at);
+        key += s.rows;
     }
 }
 
@@ -247,12 +261,21 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     const R(backward_room) *room = work->room;
     REAL *weights = room->weights + at, *scores = room->scores + at,
          ignored[PANEL] = {0};
+    const int64_t *stride = args->dbias_stride;
+    const tfast_attention_term gradient = {
+        args->dbias, {stride[0], stride[1], stride[2], stride[3]}, REAL_DTYPE};
+    attention_ahead terms = {0}, dbias = {0};
     const R(scores_call)
-        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false, NULL};
+        of_k = {call->k, call->k_stride, call->dim, call->queries, p, false, &terms};
     const R(scores_call)
-        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false, NULL};
+        of_v = {call->v, call->v_stride, call->dim_v, call->douts, p, false, &dbias};
     REAL *slope = args->softcap != 0 ? room->slope + at : NULL;
 
+    if (p->head->masked) {
+        R(plan_term)(&terms, p, &args->mask);
+    }
+    R(plan_term)(&terms, p, &args->bias);
+    R(plan_term)(&dbias, p, &gradient);
     R(scores_panel)(&of_k, weights, ignored);
     R(finish_scores)(weights, slope, p);
     R(scores_panel)(&of_v, scores, ignored);
@@ -260,7 +283,7 @@ R(backward_general)(const R(backward_work) * work, const R(backward_call) * call
     (weights, scores, args->dropout_p > 0 ? room->dropout + at : NULL, call->lse,
      call->delta, p);
     if (!work->careful && args->dbias != NULL) {
-        R(add_dbias)(args->dbias, args->dbias_stride, scores, p);
+        R(add_dbias)(args->dbias, args->dbias_stride, scores, p, work->writes_dbias);
     }
     if (!work->careful && work->dalibi != NULL) {
         *work->dalibi += R(alibi_gradient)(scores, p);
@@ -282,7 +305,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
     }
     for (int64_t i = 0; i < n_q; i += PANEL) {
-        const R(panel) p = R(panel_of)(h, query + i, n_q - i, key, n_k);
+        const R(panel) p = R(panel_of)(h, query + i, n_q - i, key, n_k, work->general);
         const int64_t at = query + i;
         const R(backward_call) call = {
             .k = k,
@@ -304,10 +327,8 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         } else {
             R(backward_panel)(&call, room->weights + i, room->scores + i);
         }
-        R(clear_rows)(room->weights + i, &p, 0, p.begin);
-        R(clear_rows)(room->weights + i, &p, p.end, (int)n_k);
-        R(clear_rows)(room->scores + i, &p, 0, p.begin);
-        R(clear_rows)(room->scores + i, &p, p.end, (int)n_k);
+        R(clear_outside)(room->weights + i, &p, (int)n_k);
+        R(clear_outside)(room->scores + i, &p, (int)n_k);
     }
 }
 

@@ -28,11 +28,14 @@ R(all_finite)(R(sums) from, int64_t first, int64_t n, int64_t width)
     vr odd = vr_set1(0);
 
     for (int64_t i = first; i < first + n && from.rows != NULL; i++) {
+        vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
+
         for (int64_t d = 0; d < width; d += VR_WIDTH) {
             const vr x = vr_load(from.rows + i * from.stride + d);
 
-            odd = vr_madd(x, vr_set1(0), odd); /* 0, or NaN from then on */
+            odd_row = vr_madd(x, vr_set1(0), odd_row); /* 0, or NaN from then on */
         }
+        odd = vr_add(odd, odd_row);
     }
     return vr_sum(odd) == 0;
 }
@@ -76,6 +79,8 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
     double alibi = 0;
 
     R(open_head)(work);
+    work->writes_dbias = job->writes_dbias && (h->batch == 0 || !job->join_batch) &&
+                         (h->head == 0 || !job->join_heads);
     work->dalibi = job->dalibi == NULL ? NULL : &alibi;
     work->dq = R(sums_of)(args, &args->dq, at, args->dim, room->dq, room->q_width);
     if (job->parts > 1 && args->dq.data != NULL) {

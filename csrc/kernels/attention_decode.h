@@ -99,7 +99,7 @@ R(decode_tile)(const R(forward_room) * room, const attention_head *h, const REAL
                int64_t k_stride, const REAL *v, int64_t v_stride, int64_t key,
                int64_t n_k, bool careful)
 {
-    const R(panel) p = R(panel_of)(h, 0, h->n_q, key, n_k);
+    const R(panel) p = R(panel_of)(h, 0, h->n_q, key, n_k, true);
 
     if (p.begin == p.end) {
         return;

@@ -61,27 +61,27 @@ typedef struct {
     int64_t k_stride, dim;
     const REAL *queries;
     const R(panel) * panel;
-    bool border; /* bounds are to be applied, not by finish_scores */
+    bool bounded; /* bounds are to be applied, not by finish_scores */
     attention_ahead *ahead;
 } R(scores_call);
 
-/* Keys key .. key + rows - 1 of the tile. */
+/* Keys key .. key + rows - 1 of the tile, for `vectors` from `first` on. */
 static inline __attribute__((always_inline)) void
 R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, int key,
-                REAL *to, vr top[2])
+                int first, REAL *to, vr *top)
 {
-    vr c[V_ROWS][2];
+    vr c[V_ROWS][2], most[2] = {top[0], top[vectors - 1]};
 
     for (int r = 0; r < rows; r++) {
         c[r][0] = c[r][1] = vr_set1(0);
     }
     R(multiply)
     (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries, PANEL, call->dim, c);
-    if (call->border) {
+     call->queries + first * VR_WIDTH, PANEL, call->dim, c);
+    if (call->bounded && R(has_border)(call->panel, key, key + rows)) {
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < vectors; v++) {
-                c[r][v] = R(bound)(call->panel, v, key + r, c[r][v]);
+                c[r][v] = R(bound)(call->panel, first + v, key + r, c[r][v]);
             }
         }
     }
@@ -89,8 +89,11 @@ R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, 
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
             vr_store(to + r * ATTENTION_QUERIES + v * VR_WIDTH, c[r][v]);
-            top[v] = vr_max(c[r][v], top[v]);
+            most[v] = vr_max(c[r][v], most[v]);
         }
+    }
+    for (int v = 0; v < vectors; v++) {
+        top[v] = most[v];
     }
 }
 
@@ -102,12 +105,13 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
     vr most[2] = {vr_load(top), p->vectors == 2 ? vr_load(top + VR_WIDTH) : vr_set1(0)};
 
     for (int key = p->begin; key < p->end;) {
-        const int rows = R(strip_rows)(p->end - key);
-        REAL *to = scores + key * ATTENTION_QUERIES;
+        const R(strip) s = R(strip_at)(p, key);
+        REAL *to = scores + key * ATTENTION_QUERIES + s.first * VR_WIDTH;
 
         attention_look_ahead(call->ahead);
-        ATTENTION_STRIP(R(scores_strip), rows, p->vectors, call, key, to, most)
-        key += rows;
+        ATTENTION_STRIP(R(scores_strip), s.rows, s.vectors, call, key, s.first, to,
+                        most + s.first)
+        key += s.rows;
     }
     for (int v = 0; v < p->vectors; v++) {
         vr_store(top + v * VR_WIDTH, most[v]);
@@ -175,38 +179,22 @@ R(maximum)(const REAL *scores, const R(panel) * p, REAL *top)
     }
 }
 
-/* Scores become exp(score - top). Returns their sums. */
-static inline __attribute__((always_inline)) void
-R(exponentials)(const int vectors, REAL *scores, const R(panel) * p, const REAL *top,
-                vr sum[2])
+/* Scores of vector v become exp(score - top). Returns their sum. */
+static inline vr
+R(exponentials)(REAL *scores, const R(panel) * p, int v, vr top)
 {
-    vr most[2];
+    const int end = p->to[v];
+    vr sum = vr_set1(0);
 
-    for (int v = 0; v < vectors; v++) {
-        most[v] = vr_load(top + v * VR_WIDTH);
-        sum[v] = vr_set1(0);
-    }
-#pragma GCC unroll 2
-    for (int key = p->begin; key < p->end; key++) {
-        for (int v = 0; v < vectors; v++) {
-            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
-            const vr x = R(vector_exp2)(vr_sub(vr_load(at), most[v]));
+#pragma GCC unroll 4
+    for (int key = p->from[v]; key < end; key++) {
+        REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
+        const vr x = R(vector_exp2)(vr_sub(vr_load(at), top));
 
-            vr_store(at, x);
-            sum[v] = vr_add(sum[v], x);
-        }
+        vr_store(at, x);
+        sum = vr_add(sum, x);
     }
-}
-
-/* Zeros where no query of the panel looks, for the strips of its neighbours. */
-static void
-R(clear_rows)(REAL *tile, const R(panel) * p, int from, int to)
-{
-    for (int key = from; key < to; key++) {
-        for (int v = 0; v < p->vectors; v++) {
-            vr_store(tile + key * ATTENTION_QUERIES + v * VR_WIDTH, vr_set1(0));
-        }
-    }
+    return sum;
 }
 
 /* One panel against a tile's keys: weights in place of scores, and what is kept of each
@@ -217,12 +205,16 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
 {
     const tfast_attention_args *args = p->head->args;
     const bool terms = attention_head_has_terms(p->head);
-    const R(scores_call) call = {k,          k_stride,
-                                 args->dim,  room->queries + at * args->dim,
-                                 p,          p->border && !terms,
-                                 room->ahead};
+    attention_ahead ahead = {0};
+    const R(scores_call) call = {k,
+                                 k_stride,
+                                 args->dim,
+                                 room->queries + at * args->dim,
+                                 p,
+                                 !terms,
+                                 room->ahead == NULL && terms ? &ahead : room->ahead};
     REAL *scores = room->scores + at, *top = room->top + at;
-    vr sum[2], before[2];
+    vr before[2];
 
     for (int v = 0; v < p->vectors; v++) {
         before[v] = vr_load(top + v * VR_WIDTH);
@@ -230,35 +222,35 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
     if (terms || room->few) {
         REAL ignored[PANEL] = {0};
 
+        if (p->head->masked) {
+            R(plan_term)(&ahead, p, &args->mask);
+        }
+        R(plan_term)(&ahead, p, &args->bias);
         if (room->few) {
             R(few_panel)(&call, scores);
         } else {
             R(scores_panel)(&call, scores, ignored);
         }
-        if (terms || p->border) {
+        if (terms || R(has_border)(p, p->begin, p->end)) {
             R(finish_scores)(scores, NULL, p);
         }
         R(maximum)(scores, p, top);
     } else {
         R(scores_panel)(&call, scores, top);
     }
-    if (p->vectors == 2) {
-        R(exponentials)(2, scores, p, top, sum);
-    } else {
-        R(exponentials)(1, scores, p, top, sum);
-    }
     for (int v = 0; v < p->vectors; v++) {
         REAL *total = room->sum + at + v * VR_WIDTH;
-        const vr fade = R(vector_exp2)(vr_sub(before[v], vr_load(top + v * VR_WIDTH)));
+        const vr most = vr_load(top + v * VR_WIDTH);
+        const vr fade = R(vector_exp2)(vr_sub(before[v], most));
+        const vr sum = R(exponentials)(scores, p, v, most);
 
         vr_store(room->fade + at + v * VR_WIDTH, fade);
-        vr_store(total, vr_madd(fade, vr_load(total), sum[v]));
+        vr_store(total, vr_madd(fade, vr_load(total), sum));
     }
+    R(clear_outside)(scores, p, n_k);
     if (args->dropout_p > 0) {
         R(drop)(scores, room->dropout + at, p);
     }
-    R(clear_rows)(scores, p, 0, p->begin);
-    R(clear_rows)(scores, p, p->end, n_k);
 }
 
 /* ---- A block --------------------------------------------------------------------- */
@@ -304,43 +296,29 @@ static void
 R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
 {
     const double sink = attention_sink(h);
+    REAL *sum = room->sum, *top = room->top;
 
-    for (int64_t i = 0; i < n_q; i++) {
-        const double sum = (double)room->sum[i], top = (double)room->top[i];
-
-        if (sum == 0) {
-            room->top[i] = -(REAL)INFINITY;
-        } else if (sink == -INFINITY) {
-            room->sum[i] = (REAL)(1 / sum);
-            room->top[i] = (REAL)((top + log2(sum)) * LN2);
-        } else {
-            const double most = sink > top ? sink : top, fade = exp2(top - most);
-            const double all = sum * fade + exp2(sink - most);
-
-            room->sum[i] = (REAL)(fade / all);
-            room->top[i] = (REAL)((most + log2(all)) * LN2);
+    if (sink == -INFINITY) {
+        for (int64_t i = 0; i < n_q; i++) {
+            top[i] = (REAL)(((double)top[i] + R(logarithm)((double)sum[i])) * LN2);
         }
-    }
-}
+        for (int64_t i = 0; i < n_q; i += VR_WIDTH) {
+            const vr x = vr_load(sum + i), least = vr_set1(REAL_MIN);
+            const vr share = vr_div(vr_set1(1), x), none = vr_set1(-INFINITY);
 
-/* Multiplies the rows of out. Returns whether all of it is finite. */
-static bool
-R(scale_out)(const R(forward_room) * room, int64_t n_q)
-{
-    vr odd = vr_set1(0);
-
-    for (int64_t i = 0; i < n_q; i++) {
-        REAL *row = room->out + i * room->out_stride;
-        const vr factor = vr_set1(room->sum[i]);
-
-        for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
-            const vr x = vr_mul(vr_load(row + d), factor);
-
-            odd = vr_madd(x, vr_set1(0), odd); /* 0, or NaN from then on */
-            vr_store(row + d, x);
+            vr_store(sum + i, vr_if_less(x, least, vr_set1(0), share));
+            vr_store(top + i, vr_if_less(x, least, none, vr_load(top + i)));
         }
+        return;
     }
-    return vr_sum(odd) == 0;
+    for (int64_t i = 0; i < n_q; i++) {
+        const double most = sink > (double)top[i] ? sink : (double)top[i];
+        const double fade = exp2((double)top[i] - most);
+        const double all = (double)sum[i] * fade + exp2(sink - most);
+
+        top[i] = (REAL)(sum[i] == 0 ? -INFINITY : (most + log2(all)) * LN2);
+        sum[i] = (REAL)(sum[i] == 0 ? 0 : fade / all);
+    }
 }
 
 /* Writes the block's output and lse. Returns whether all of the output is finite. */
@@ -349,20 +327,35 @@ R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t 
                  int64_t n_q)
 {
     const tfast_attention_args *args = h->args;
-    bool finite;
+    const int64_t first = attention_query_row(h, &args->out, query);
+    const bool held = args->dtype == REAL_DTYPE && args->dim_v % VR_WIDTH == 0;
+    vr odd = vr_set1(0); /* 0, or NaN from the first infinity or NaN on */
 
     R(normalise)(room, h, n_q);
-    finite = R(scale_out)(room, n_q);
     for (int64_t i = 0; i < n_q; i++) {
-        R(tile_write)
-        (args->out.data, room->out + i * room->out_stride, args->dtype,
-         attention_query_row(h, &args->out, query + i), (int)args->dim_v);
+        const int64_t at = first + i * args->out.row;
+        const REAL *row = room->out + i * room->out_stride;
+        REAL *to =
+            held ? (REAL *)args->out.data + at : room->out + i * room->out_stride;
+        const vr factor = vr_set1(room->sum[i]);
+        vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
+
+        for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
+            const vr x = vr_mul(vr_load(row + d), factor);
+
+            odd_row = vr_madd(x, vr_set1(0), odd_row);
+            vr_store(to + d, x);
+        }
+        odd = vr_add(odd, odd_row);
+        if (!held) {
+            R(tile_write)(args->out.data, to, args->dtype, at, (int)args->dim_v);
+        }
     }
     if (args->lse != NULL) {
         memcpy((REAL *)args->lse + attention_lse_row(h) + query, room->top,
                sizeof(REAL) * (size_t)n_q);
     }
-    return finite;
+    return vr_sum(odd) == 0;
 }
 
 static void
@@ -388,6 +381,7 @@ R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t qu
 {
     const tfast_attention_args *args = h->args;
     const int64_t end = attention_end_key(h, query + n_q - 1);
+    const bool terms = attention_head_has_terms(h);
     int64_t key = attention_first_key(h, query) / DROPOUT_BLOCK * DROPOUT_BLOCK;
     bool first = true;
 
@@ -409,7 +403,7 @@ R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t qu
             R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
         }
         for (int64_t i = 0; i < n_q; i += PANEL) {
-            const R(panel) panel = R(panel_of)(h, query + i, n_q - i, key, n_k);
+            const R(panel) panel = R(panel_of)(h, query + i, n_q - i, key, n_k, terms);
             R(forward_panel)(room, &panel, k, k_stride, i, (int)n_k);
         }
         R(forward_values)(room, h, query, n_q, key, n_k, v, v_stride, first, careful);

@@ -11,10 +11,11 @@ typedef struct {
     size_t room_bytes;
     int parts;
     bool join_batch, join_heads; /* one task adds up what shares a bias' gradient */
-    int64_t rows;                /* of q, of all items */
-    void *dq;                    /* [parts][heads][rows][width], for several parts */
-    double *dalibi;              /* [parts][batch][heads]; NULL: not wanted */
-    double *dsinks;              /* [batch][heads]; NULL: not wanted */
+    bool writes_dbias; /* each place is visited: first written, then added to */
+    int64_t rows;      /* of q, of all items */
+    void *dq;          /* [parts][heads][rows][width], for several parts */
+    double *dalibi;    /* [parts][batch][heads]; NULL: not wanted */
+    double *dsinks;    /* [batch][heads]; NULL: not wanted */
     bool look_ahead;
     int64_t tasks;
     _Atomic int64_t next;

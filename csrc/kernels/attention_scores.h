@@ -3,37 +3,118 @@
 /* A panel: up to PANEL queries from `query` on, against the keys `key` .. of a tile. */
 typedef struct {
     const attention_head *head;
-    int64_t query, key; /* of the item */
-    int n;              /* queries */
-    int vectors;        /* that hold them: 1 or 2 */
-    int begin, end;     /* keys of the tile that any of them may look at */
-    bool border;        /* some may not look at all of those */
+    int64_t query, key;     /* of the item */
+    int n;                  /* queries */
+    int vectors;            /* that hold them: 1 or 2 */
+    int begin, end;         /* keys of the tile that any of them may look at */
+    int from[2], to[2];     /* the same of each vector; with `whole` begin and end */
+    int all_begin, all_end; /* keys that all of them may look at */
     REAL lowest[PANEL], highest[PANEL]; /* each query's own, from `key` on */
 } R(panel);
 
+/* Whether there are keys from .. to - 1 that some may not look at. */
+static inline bool
+R(has_border)(const R(panel) * p, int from, int to)
+{
+    return from < p->all_begin || to > p->all_end;
+}
+
+static inline int
+R(within)(int64_t x, int64_t least, int64_t most)
+{
+    return (int)attention_max(least, attention_min(most, x));
+}
+
+/* Each query's lowest and highest key; what lies outside of the tile may be anything
+ * outside. */
+static void
+R(set_bounds)(R(panel) * p, int n_k)
+{
+    const attention_head *h = p->head;
+    const int64_t diagonal = p->query + h->shift - p->key;
+    const int left =
+        h->bounded_left ? R(within)(diagonal - h->window_left, -PANEL, n_k) : -PANEL;
+    const int right =
+        h->bounded_right ? R(within)(diagonal + h->window_right, -PANEL, n_k) : n_k;
+    const int least = R(within)(h->begin_k - p->key, -1, n_k);
+    const int most = R(within)(h->end_k - 1 - p->key, -1, n_k);
+
+    for (int i = 0; i < PANEL; i++) {
+        const int at = i < p->n ? i : p->n - 1;
+        const int lowest = left + at, highest = right + at;
+
+        p->lowest[i] = (REAL)(lowest > least ? lowest : least);
+        p->highest[i] = (REAL)(highest < most ? highest : most);
+    }
+}
+
+/* `whole`: each vector has the keys of both. */
 static R(panel) R(panel_of)(const attention_head *head, int64_t query, int64_t n,
-                            int64_t key, int64_t n_k)
+                            int64_t key, int64_t n_k, bool whole)
 {
     R(panel) p = {.head = head, .query = query, .key = key};
 
     p.n = (int)attention_min(n, PANEL);
     p.vectors = p.n > VR_WIDTH ? 2 : 1;
-    p.begin = (int)attention_min(
-        n_k, attention_max(0, attention_first_key(head, query) - key));
-    p.end = (int)attention_max(
-        p.begin, attention_min(n_k, attention_end_key(head, query + p.n - 1) - key));
-    p.border = attention_first_key(head, query + p.n - 1) - key > p.begin ||
-               attention_end_key(head, query) - key < p.end;
-    if (p.border) {
-        for (int i = 0; i < p.vectors * VR_WIDTH; i++) {
-            const int64_t at = query + (i < p.n ? i : p.n - 1);
+    for (int v = 0; v < p.vectors; v++) {
+        const int64_t last = attention_min(p.n, (v + 1) * VR_WIDTH) - 1;
 
-            p.lowest[i] = (REAL)attention_max(-1, attention_first_key(head, at) - key);
-            p.highest[i] =
-                (REAL)attention_min(n_k, attention_end_key(head, at) - 1 - key);
-        }
+        p.from[v] =
+            R(within)(attention_first_key(head, query + v * VR_WIDTH) - key, 0, n_k);
+        p.to[v] =
+            R(within)(attention_end_key(head, query + last) - key, p.from[v], n_k);
+    }
+    p.begin = p.from[0];
+    p.end = p.to[p.vectors - 1];
+    p.all_begin = R(within)(attention_first_key(head, query + p.n - 1) - key, 0, n_k);
+    p.all_end = R(within)(attention_end_key(head, query) - key, 0, n_k);
+    for (int v = 0; whole && v < p.vectors; v++) {
+        p.from[v] = p.begin;
+        p.to[v] = p.end;
+    }
+    if (R(has_border)(&p, p.begin, p.end)) {
+        R(set_bounds)(&p, (int)n_k);
     }
     return p;
+}
+
+/* The next keys whose scores are computed together: those that both vectors look at,
+ * or one of them. */
+typedef struct {
+    int rows, first, vectors; /* keys, first vector, vectors */
+} R(strip);
+
+static inline R(strip) R(strip_at)(const R(panel) * p, int key)
+{
+    R(strip) s = {.vectors = 1};
+    int end = p->end;
+
+    if (p->vectors == 2 && key < p->from[1] && key < p->to[0]) {
+        end = p->from[1] < p->to[0] ? p->from[1] : p->to[0];
+    } else if (p->vectors == 2 && key >= p->to[0]) {
+        s.first = 1;
+    } else if (p->vectors == 2) {
+        s.vectors = 2;
+        end = p->to[0];
+    }
+    s.rows = R(strip_rows)(end - key);
+    return s;
+}
+
+/* Zeros where no query of a vector looks, for the products of a tile of n_k keys. */
+static void
+R(clear_outside)(REAL *tile, const R(panel) * p, int n_k)
+{
+    for (int v = 0; v < p->vectors; v++) {
+        REAL *at = tile + v * VR_WIDTH;
+
+        for (int key = 0; key < p->from[v]; key++) {
+            vr_store(at + key * ATTENTION_QUERIES, vr_set1(0));
+        }
+        for (int key = p->to[v]; key < n_k; key++) {
+            vr_store(at + key * ATTENTION_QUERIES, vr_set1(0));
+        }
+    }
 }
 
 /* Scores of tile row `key` as the bounds leave them. */
@@ -147,6 +228,30 @@ R(add_term)(REAL *scores, const R(panel) * p, const tfast_attention_term *term)
     }
 }
 
+/* Plans to ask for the panel's part of a term while a product of the panel is formed:
+ * its rows may be as far apart as pages, which the processor does not foresee. */
+static void
+R(plan_term)(attention_ahead *ahead, const R(panel) * p,
+             const tfast_attention_term *term)
+{
+    const int64_t *stride = term->stride;
+    const int64_t size = term->dtype == TFAST_BOOL
+                             ? 1
+                             : (int64_t)tfast_dtype_size((tfast_dtype)term->dtype);
+    const int64_t first = attention_term_head(p->head, stride) + p->query * stride[2] +
+                          p->key * stride[3];
+
+    if (term->data == NULL || stride[2] == 0 || stride[3] != 1 || p->begin == p->end) {
+        return;
+    }
+    ahead->arrays[ahead->n].data = (const char *)term->data + (first + p->begin) * size;
+    ahead->arrays[ahead->n].stride = stride[2] * size;
+    ahead->arrays[ahead->n].rows = p->n;
+    ahead->arrays[ahead->n++].bytes = (int)((p->end - p->begin) * size);
+    ahead->end = p->n;
+    ahead->step = p->n * V_ROWS / (p->end - p->begin) + 1;
+}
+
 /* ---- From products to scores ----------------------------------------------------- */
 
 /* The distance |query + shift - key| of ALiBi is, for tile row `key` of the panel,
@@ -210,7 +315,7 @@ R(finish_scores)(REAL *scores, REAL *slope, const R(panel) * p)
     if (args->bias.data != NULL) {
         R(add_term)(scores, p, &args->bias);
     }
-    for (int v = 0; p->border && v < p->vectors; v++) {
+    for (int v = 0; R(has_border)(p, p->begin, p->end) && v < p->vectors; v++) {
         for (int key = p->begin; key < p->end; key++) {
             REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
             vr_store(at, R(bound)(p, v, key, vr_load(at)));
@@ -355,7 +460,7 @@ R(alibi_gradient)(const REAL *gradients, const R(panel) * p)
 
 /* VR_WIDTH keys' gradients, from tile rows to up to VR_WIDTH rows of a bias. */
 static void
-R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n)
+R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n, bool first)
 {
     vr block[VR_WIDTH];
 
@@ -364,42 +469,55 @@ R(add_dbias_block)(REAL *to, int64_t stride, const REAL *gradients, int n)
     }
     vr_transpose(block);
     for (int i = 0; i < VR_WIDTH && i < n; i++) {
-        vr_store(to + i * stride, vr_add(vr_load(to + i * stride), block[i]));
+        REAL *at = to + i * stride;
+
+        vr_store(at, first ? block[i] : vr_add(vr_load(at), block[i]));
     }
 }
 
-/* Adds a panel's gradients to those of the bias, summed where it is broadcast. */
+/* The gradient of a bias that is the same for all queries. */
+static void
+R(add_dbias_of_keys)(REAL *to, int64_t stride, const REAL *gradients,
+                     const R(panel) * p)
+{
+    for (int key = p->begin; key < p->end; key++) {
+        double sum = 0;
+
+        for (int v = 0; v < p->vectors; v++) {
+            sum += (double)vr_sum(
+                vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
+        }
+        to[key * stride] += (REAL)sum;
+    }
+}
+
+/* Adds a panel's gradients to those of the bias, summed where it is broadcast. `first`:
+ * writes them. */
 static void
 R(add_dbias)(REAL *dbias, const int64_t *stride, const REAL *gradients,
-             const R(panel) * p)
+             const R(panel) * p, bool first)
 {
     REAL *to = dbias + attention_term_head(p->head, stride) + p->query * stride[2] +
                p->key * stride[3];
     int key = p->begin;
 
     if (stride[2] == 0) {
-        for (; key < p->end; key++) {
-            double sum = 0;
-
-            for (int v = 0; v < p->vectors; v++) {
-                sum += (double)vr_sum(
-                    vr_load(gradients + key * ATTENTION_QUERIES + v * VR_WIDTH));
-            }
-            to[key * stride[3]] += (REAL)sum;
-        }
+        R(add_dbias_of_keys)(to, stride[3], gradients, p);
         return;
     }
     for (; stride[3] == 1 && key + VR_WIDTH <= p->end; key += VR_WIDTH) {
         for (int v = 0; v < p->vectors; v++) {
             R(add_dbias_block)
             (to + key + v * VR_WIDTH * stride[2], stride[2],
-             gradients + key * ATTENTION_QUERIES + v * VR_WIDTH, p->n - v * VR_WIDTH);
+             gradients + key * ATTENTION_QUERIES + v * VR_WIDTH, p->n - v * VR_WIDTH,
+             first);
         }
     }
     for (; key < p->end; key++) {
         for (int i = 0; i < p->n; i++) {
-            to[key * stride[3] + i * stride[2]] +=
-                gradients[key * ATTENTION_QUERIES + i];
+            REAL *at = to + key * stride[3] + i * stride[2];
+
+            *at = (first ? 0 : *at) + gradients[key * ATTENTION_QUERIES + i];
         }
     }
 }

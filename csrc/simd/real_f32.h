@@ -23,9 +23,11 @@
 #undef vr_transpose
 #undef vr_sum
 #undef REAL_MAX
+#undef REAL_MIN
 
 #define REAL float
 #define REAL_MAX FLT_MAX
+#define REAL_MIN FLT_MIN
 #define REAL_DTYPE TFAST_F32
 #define REAL_IS_F32 1
 #define R(name) name##_f32

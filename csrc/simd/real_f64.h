@@ -23,9 +23,11 @@
 #undef vr_transpose
 #undef vr_sum
 #undef REAL_MAX
+#undef REAL_MIN
 
 #define REAL double
 #define REAL_MAX DBL_MAX
+#define REAL_MIN DBL_MIN
 #define REAL_DTYPE TFAST_F64
 #define REAL_IS_F32 0
 #define R(name) name##_f64
