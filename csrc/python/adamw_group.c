@@ -152,6 +152,7 @@ static void
 look_ahead(const py_state *state, py_workspace *workspace, PyObject *params,
            PyObject *all, Py_ssize_t i)
 {
+    const py_memories *memories = &workspace->table.memories;
     const Py_ssize_t n = PyList_Size(params);
     PyObject *key, *dict;
 
@@ -159,17 +160,22 @@ look_ahead(const py_state *state, py_workspace *workspace, PyObject *params,
         __builtin_prefetch(PyList_GetItem(params, i + 4 * AHEAD));
     }
     if (i + 3 * AHEAD >= 0 && i + 3 * AHEAD < n) {
-        py_memory_hint(&workspace->table.memories, i + 3 * AHEAD);
+        py_memory_hint(memories, i + 3 * AHEAD);
+        py_memory_hint_kept(memories, i + 3 * AHEAD, state, PY_HINT_OBJECTS);
         py_hint_body(state, PyList_GetItem(params, i + 3 * AHEAD));
         if (PyDict_Next(all, &workspace->far, &key, &dict)) {
             __builtin_prefetch(dict);
         }
     }
     if (i + 2 * AHEAD >= 0 && i + 2 * AHEAD < n) {
+        py_memory_hint_kept(memories, i + 2 * AHEAD, state, PY_HINT_BODIES);
         py_hint_parts(state, PyList_GetItem(params, i + 2 * AHEAD));
         if (PyDict_Next(all, &workspace->near, &key, &dict)) {
             py_hint_dict(dict);
         }
+    }
+    if (i + AHEAD >= 0 && i + AHEAD < n) {
+        py_memory_hint_kept(memories, i + AHEAD, state, PY_HINT_PARTS);
     }
 }
 

@@ -6,8 +6,8 @@ enum {
     LINE = 64,
     BODY = 512,     /* bytes, at most, from a body's start to the shape inside it */
     BODY_LINES = 4, /* a TensorImpl has about 200 bytes */
-    FIRST_PART =
-        2, /* words of a body that point at its storage, autograd metadata and */
+    FIRST_PART = 2, /* words of a body that point at its storage, autograd metadata */
+    LAST_LARGE = 3, /* (these two are read in their first and second line) and */
     LAST_PART = 6,  /* version counter; the two before are the vtable and the count */
     FIRST_WORD = 2, /* of a Python object, after its count and type */
     LAST_WORD = 5
@@ -66,6 +66,9 @@ py_hint_parts(const py_state *state, PyObject *object)
     for (int i = FIRST_PART; body != NULL && i <= LAST_PART; i++) {
         if (body[i] != NULL) { /* an unmapped page is walked for every time */
             __builtin_prefetch(body[i]);
+            if (i <= LAST_LARGE) {
+                __builtin_prefetch((const char *)body[i] + LINE);
+            }
         }
     }
 }

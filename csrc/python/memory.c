@@ -83,6 +83,13 @@ same_layout(const py_memory *memory, const py_array *array)
            memcmp(memory->strides, array->strides, bytes) == 0;
 }
 
+/* Whether what is kept of a place is to be resolved anew in this call. */
+static bool
+is_turn(const py_memories *memories, Py_ssize_t place)
+{
+    return ((size_t)place + memories->tick) % RESOLVE_EVERY == 0;
+}
+
 py_memory *
 py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
              bool *trusted)
@@ -94,7 +101,7 @@ py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
         return NULL;
     }
     memory = &memories->places[place];
-    *trusted = ((size_t)place + memories->tick) % RESOLVE_EVERY != 0;
+    *trusted = !is_turn(memories, place);
     if (!same_layout(memory, first)) {
         const size_t bytes = (size_t)first->ndim * sizeof(int64_t);
 
@@ -177,6 +184,29 @@ py_memory_hint(const py_memories *memories, Py_ssize_t place)
         }
         for (uintptr_t at = shape - 64; shape != 0 && at <= shape + 64; at += 64) {
             __builtin_prefetch((const void *)at);
+        }
+    }
+}
+
+void
+py_memory_hint_kept(const py_memories *memories, Py_ssize_t place,
+                    const py_state *state, py_memory_depth depth)
+{
+    if (place >= memories->capacity || !is_turn(memories, place)) {
+        return;
+    }
+    for (int c = 0; c < PY_MAX_COLUMNS; c++) {
+        PyObject *object = memories->places[place].kept[c].object;
+
+        if (object == NULL) {
+            continue;
+        }
+        if (depth == PY_HINT_OBJECTS) {
+            __builtin_prefetch(object);
+        } else if (depth == PY_HINT_BODIES) {
+            py_hint_body(state, object);
+        } else {
+            py_hint_parts(state, object);
         }
     }
 }

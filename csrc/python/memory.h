@@ -68,4 +68,10 @@ void py_memory_keep(py_memories *memories, Py_ssize_t place, int column,
 /* Asks the cache for the place's memory and what it says was in the second column. */
 void py_memory_hint(const py_memories *memories, Py_ssize_t place);
 
+/* Where it is the place's turn to be resolved anew: asks the cache for what is kept of
+ * it, each depth finding in the cache what the one before asked for. */
+typedef enum { PY_HINT_OBJECTS, PY_HINT_BODIES, PY_HINT_PARTS } py_memory_depth;
+void py_memory_hint_kept(const py_memories *memories, Py_ssize_t place,
+                         const py_state *state, py_memory_depth depth);
+
 #endif
