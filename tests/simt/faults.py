@@ -532,11 +532,7 @@ FAULTS = {
     ),
     # ---- Attention by tensor cores: options ----
     "term past its keys written": Fault(
-        MMA_TERM,
-        "@key < call.args.n_k@)) {",
-        "key <= call.args.n_k",
-        "address",
-        f"{BOUNDS}|{DIFFERS}",
+        MMA_TERM, "@key < call.args.n_k@)) {", "true", "address", f"{BOUNDS}|{DIFFERS}"
     ),
     "walk over the first head alone": Fault(
         MMA_TERM, "@walk % heads % walks[1]@;", "0", "plain", DIFFERS
