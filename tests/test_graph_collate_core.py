@@ -304,3 +304,34 @@ def test_warm_arena_is_used_again(tmp_path, rng):
         addresses.add(batch.arena.ctypes.data)
         del batch
     assert len(addresses) < 12
+
+
+# ---- Arrays around the sizes in which they are copied --------------------------------
+
+
+LONG = Schema(
+    (NODES, EDGES),
+    (
+        Field("a", 0, "uint8", (-1,), 0),
+        Field("b", 1, "uint8", (-2,), 0),
+        Field("c", 0, "uint8", (-1,), 0),
+    ),
+)
+BYTES = (0, 1, 63, 64, 65, 2047, 2048, 2049, 4095, 4096, 4097, 6145, 12289)
+
+
+@pytest.mark.parametrize(("pread", "verify"), [(False, 0), (False, 2), (True, 1)])
+@pytest.mark.parametrize("fields", [[0, 1, 2], [1], [2, 0]])
+def test_arrays_of_any_length_are_copied_whole(tmp_path, rng, pread, verify, fields):
+    sizes = zip([*BYTES, 3, 100_001], [*rng.permutation(BYTES), 100_001, 0])
+    graphs = [
+        {key: rng.integers(0, 256, n, np.uint8) for key, n in zip("abc", (n, m, n))}
+        for n, m in sizes
+    ]
+    cache = cached(tmp_path / "c", LONG, graphs, pread=pread, verify=verify)
+    order = [*rng.permutation(len(graphs)).tolist(), 0, 0, len(graphs) - 1]
+    selection = _core.GraphSelection(cache, fields)
+    batch = _core.graph_collate(selection, order)
+    for got, i in zip(batch.fields, fields, strict=True):
+        want = np.concatenate([graphs[g]["abc"[i]] for g in order])
+        np.testing.assert_array_equal(got, want)

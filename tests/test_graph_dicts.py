@@ -102,6 +102,104 @@ def test_wrong_recipe_is_refused(batch, place, value, error, message):
         batch.dicts(*recipe, CONSTANTS)
 
 
+# ---- Objects -----------------------------------------------------------------------
+
+
+class Graph:
+    def __init__(self):
+        raise AssertionError("not to be called")
+
+    def __setattr__(self, name, value):
+        raise AssertionError("not to be called")
+
+
+class Store(Graph):
+    pass
+
+
+INSIDE = dict.fromkeys(("first", "arrays", "graph", "n", "slices", "starts"), 7)
+WHOLE = (Graph, {"common": RECIPE, "store": None}, Store, INSIDE, *RECIPE)
+
+
+def test_graph_has_what_dicts_make(batch):
+    graph = batch.graph(WHOLE, CONSTANTS)
+    assert type(graph) is Graph and type(graph.store) is Store
+    assert list(vars(graph)) == ["common", "store"] and graph.common is RECIPE
+    store = vars(graph.store)
+    assert list(store) == list(INSIDE) and store["first"] == 7
+    assert store["n"] == 3 and store["graph"]() is graph
+    wanted = batch.dicts(*RECIPE, CONSTANTS)
+    for name, want in zip(("arrays", "slices", "starts"), wanted):
+        assert list(store[name]) == list(want)
+        # By identity: what was made once is there once, and a capsule is read once.
+        pairs = {id(want[key]): (store[name][key], want[key]) for key in want}
+        assert len({id(got) for got in store[name].values()}) == len(pairs)
+        for got, other in pairs.values():
+            assert type(got) is type(other)
+            if isinstance(other, str | None):
+                assert got == other
+            else:
+                np.testing.assert_array_equal(plain(got), plain(other))
+
+
+def test_graphs_share_no_dict(batch):
+    one, other = (batch.graph(WHOLE, CONSTANTS) for _ in range(2))
+    vars(one)["common"] = vars(one.store)["first"] = 8
+    assert other.common is RECIPE and other.store.first == 7
+    assert WHOLE[1] == {"common": RECIPE, "store": None} and set(INSIDE.values()) == {7}
+
+
+def test_graph_is_freed_with_its_last_reference(batch):
+    graph = batch.graph(WHOLE, CONSTANTS)
+    reference = graph.store.graph
+    gc.disable()
+    try:
+        del graph
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_graph_leaks_nothing(batch):
+    constant = ["a constant"]
+    bad = (*WHOLE[:4], RECIPE[0] | {"ptr": 99}, *WHOLE[5:])
+    before = [sys.getrefcount(one) for one in (constant, Graph, Store, *WHOLE)]
+    for _ in range(50):
+        batch.graph((*WHOLE[:6], RECIPE[2] | {"text": 2}), [constant])
+        for recipe in (bad, (*WHOLE[:2], int, *WHOLE[3:]), (int, *WHOLE[1:])):
+            with pytest.raises((TypeError, ValueError)):
+                batch.graph(recipe, CONSTANTS)
+    del recipe
+    gc.collect()  # errors hold what raised them
+    after = [sys.getrefcount(one) for one in (constant, Graph, Store, *WHOLE)]
+    assert before == after
+
+
+class Made(Graph):
+    def __new__(cls):
+        raise AssertionError("not to be called")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "error", "message"),
+    [
+        (0, "a", TypeError, "type"),
+        (0, Made, TypeError, "kind must be a class without __new__, got .*Made"),
+        (0, object, TypeError, "kind must be a class without __new__"),
+        (2, np.ndarray, TypeError, "kind must be a class without __new__"),
+        (1, {}, ValueError, "names must be at least 1, got 0"),
+        (3, dict.fromkeys("abcd"), ValueError, "names must be at least 5, got 4"),
+        (3, [], TypeError, "dict"),
+        (4, {"x": 6}, ValueError, "numbers of arrays, got 6"),
+    ],
+)
+def test_wrong_recipe_of_a_graph_is_refused(batch, place, value, error, message):
+    recipe = list(WHOLE)
+    recipe[place] = value
+    with pytest.raises(error, match=message):
+        batch.graph(tuple(recipe), CONSTANTS)
+
+
 def test_wrong_count_is_refused(batch):
     for count in (-1, 2):
         with pytest.raises(

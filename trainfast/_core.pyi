@@ -96,8 +96,20 @@ class GraphBatch:
         constants: Sequence[Any],
         /,
     ) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]: ...
-    # (names, arrays, sliced, slices, starts): {name: array of fields, ptrs, batches},
-    # {sliced: ptr of a count}, {sliced: starts of a count}; beyond these: constants.
+    def graph(
+        self,
+        recipe: tuple[
+            type,
+            dict[str, Any],
+            type,
+            dict[str, Any],
+            dict[Any, int],
+            dict[Any, int],
+            dict[Any, int],
+        ],
+        constants: Sequence[Any],
+        /,
+    ) -> Any: ...  # see its docstring
     def starts(self, count: int, /) -> Any: ...  # a ptr without its last
 
 def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...

@@ -92,8 +92,9 @@ PyObject *py_graph_batch_sums(py_graph_batch *self, Py_ssize_t count, int64_t n)
 int py_graph_order_next(PyObject *order, const int64_t **indices, int64_t *n);
 int64_t py_graph_order_position(PyObject *order);
 
-/* The method dicts(arrays, slices, starts, constants); graph_dicts.c. */
+/* The methods dicts() and graph(); graph_dicts.c. */
 PyObject *py_graph_batch_dicts(PyObject *self, PyObject *args);
+PyObject *py_graph_batch_graph(PyObject *self, PyObject *args);
 
 /* Functions of the module. */
 PyObject *py_graph_collate(PyObject *module, PyObject *args);

@@ -1,5 +1,5 @@
-/* GraphBatch.dicts(): a batch's arrays by name, for adapters that cannot afford a call
- * for each. */
+/* GraphBatch.dicts() and graph(): a batch's arrays by name, and an object that has
+ * them, for adapters that cannot afford a call for each. */
 #include "graph.h"
 
 typedef struct {
@@ -99,31 +99,140 @@ make_sums_dict(source *from, PyObject *numbers, int64_t length)
     return dict;
 }
 
+/* The arrays, slices and starts of a batch. Returns 0, or -1 with an exception. */
+static int
+make_dicts(PyObject *made[3], source *from, PyObject *arrays, PyObject *slices,
+           PyObject *starts)
+{
+    const int64_t n_slots = from->batch->batch->n_slots;
+
+    made[1] = made[2] = NULL;
+    made[0] = make_dict(arrays, from, find_array);
+    if (made[0] != NULL) {
+        made[1] = make_sums_dict(from, slices, n_slots + 1);
+    }
+    if (made[1] != NULL) {
+        made[2] = make_sums_dict(from, starts, n_slots);
+    }
+    if (made[2] == NULL) {
+        Py_CLEAR(made[0]);
+        Py_CLEAR(made[1]);
+        return -1;
+    }
+    return 0;
+}
+
 PyObject *
 py_graph_batch_dicts(PyObject *self, PyObject *args)
 {
     source from = {.batch = (py_graph_batch *)self};
-    PyObject *arrays, *slices, *starts;
-    PyObject *made[3] = {NULL, NULL, NULL}, *all = NULL;
-    int64_t n_slots;
+    PyObject *arrays, *slices, *starts, *made[3], *all;
 
     if (!PyArg_ParseTuple(args, "O!O!O!O:dicts", &PyDict_Type, &arrays, &PyDict_Type,
-                          &slices, &PyDict_Type, &starts, &from.constants)) {
+                          &slices, &PyDict_Type, &starts, &from.constants) ||
+        make_dicts(made, &from, arrays, slices, starts) < 0) {
         return NULL;
     }
-    n_slots = from.batch->batch->n_slots;
-    made[0] = make_dict(arrays, &from, find_array);
-    if (made[0] != NULL) {
-        made[1] = make_sums_dict(&from, slices, n_slots + 1);
-    }
-    if (made[1] != NULL) {
-        made[2] = make_sums_dict(&from, starts, n_slots);
-    }
-    if (made[2] != NULL) {
-        all = PyTuple_Pack(3, made[0], made[1], made[2]);
-    }
+    all = PyTuple_Pack(3, made[0], made[1], made[2]);
     for (int i = 0; i < 3; i++) {
-        Py_XDECREF(made[i]);
+        Py_DECREF(made[i]);
     }
     return all;
+}
+
+/* ---- Objects --------------------------------------------------------------------- */
+
+/* A copy of a dict, whose last n names get these values. */
+static PyObject *
+with_last(PyObject *names, PyObject *const *values, Py_ssize_t n)
+{
+    PyObject *dict, *name, *before;
+    Py_ssize_t at = 0, left = PyDict_Size(names);
+
+    if (left < n) {
+        PyErr_Format(PyExc_ValueError, "names must be at least %zd, got %zd", n, left);
+        return NULL;
+    }
+    dict = PyDict_Copy(names);
+    while (dict != NULL && PyDict_Next(names, &at, &name, &before)) {
+        if (left <= n && PyDict_SetItem(dict, name, values[n - left]) < 0) {
+            Py_CLEAR(dict);
+        }
+        left--;
+    }
+    return dict;
+}
+
+/* As object.__new__ makes it, which is all there may be to it. */
+static PyObject *
+new_object(PyObject *type)
+{
+    const void *plain = PyType_GetSlot(&PyBaseObject_Type, Py_tp_new);
+
+    if (PyType_GetSlot((PyTypeObject *)type, Py_tp_new) != plain ||
+        (PyType_GetFlags((PyTypeObject *)type) & Py_TPFLAGS_HEAPTYPE) == 0) {
+        PyErr_Format(PyExc_TypeError, "kind must be a class without __new__, got %R",
+                     type);
+        return NULL;
+    }
+    return PyType_GenericAlloc((PyTypeObject *)type, 0);
+}
+
+/* The object's attributes become this dict. Takes it. */
+static int
+set_attributes(PyObject *object, PyObject *dict)
+{
+    const int status = dict == NULL ? -1 : PyObject_GenericSetDict(object, dict, NULL);
+
+    Py_XDECREF(dict);
+    return status;
+}
+
+/* Gives a graph and its store what they have. */
+static int
+fill_graph(PyObject *graph, PyObject *store, PyObject *names, PyObject *inside,
+           PyObject *made[3], int64_t n_slots)
+{
+    PyObject *values[] = {made[0], PyWeakref_NewRef(graph, NULL),
+                          PyLong_FromLongLong(n_slots), made[1], made[2]};
+    int status = -1;
+
+    if (values[1] != NULL && values[2] != NULL &&
+        set_attributes(store, with_last(inside, values, 5)) == 0) {
+        status = set_attributes(graph, with_last(names, &store, 1));
+    }
+    Py_XDECREF(values[1]);
+    Py_XDECREF(values[2]);
+    return status;
+}
+
+PyObject *
+py_graph_batch_graph(PyObject *self, PyObject *args)
+{
+    source from = {.batch = (py_graph_batch *)self};
+    PyTypeObject *dict = &PyDict_Type, *type = &PyType_Type;
+    PyObject *kind, *names, *store_kind, *inside, *arrays, *slices, *starts;
+    PyObject *made[3], *graph, *store;
+    int status = -1;
+
+    if (!PyArg_ParseTuple(args, "(O!O!O!O!O!O!O!)O:graph", type, &kind, dict, &names,
+                          type, &store_kind, dict, &inside, dict, &arrays, dict,
+                          &slices, dict, &starts, &from.constants) ||
+        make_dicts(made, &from, arrays, slices, starts) < 0) {
+        return NULL;
+    }
+    graph = new_object(kind);
+    store = graph == NULL ? NULL : new_object(store_kind);
+    if (store != NULL) {
+        status =
+            fill_graph(graph, store, names, inside, made, from.batch->batch->n_slots);
+    }
+    for (int i = 0; i < 3; i++) {
+        Py_DECREF(made[i]);
+    }
+    Py_XDECREF(store);
+    if (status < 0) {
+        Py_CLEAR(graph);
+    }
+    return graph;
 }

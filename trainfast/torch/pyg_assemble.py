@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import NodeStorage
 
+from trainfast._core import GraphBatch
 from trainfast.graph_cache.batch import (
     BatchPlan,
     Follow,
@@ -149,12 +150,11 @@ class _Assembler:
             self._add(by_key[owner], name, place, entry, follows.get(key))
         for store in self.stores:
             self._add_batch_vector(store)
-        only = self.stores[0]
-        self.recipe = only.recipe
         self.homogeneous = not self.blank.hetero
-        self.simple = self.homogeneous and not (
-            only.converts or only.num_nodes is not None or plan.padded
-        )
+        only, recipe = self.stores[0], self.blank.recipe()
+        simple = not (only.converts or only.num_nodes is not None or plan.padded)
+        # What the core makes by itself: plain tensors in one store.
+        self.whole = (*recipe, *only.recipe) if recipe and simple else None
 
     def _add(
         self, store: _Store, name: str, place: int, entry: Field, follow: Follow | None
@@ -193,18 +193,12 @@ class _Assembler:
     def __call__(self, core: Any) -> Any:
         # Slices and increments stay on the CPU, as they do in batch.to(device), and
         # share no memory with what the user gets and may write to.
-        constants = self.constants.of_batch(_host(core))
-        if not self.simple:
-            return self._assemble(core, constants)
-        mapping, slices, incs = core.dicts(*self.recipe, constants)
-        out, inside = self.blank.new(mapping)
-        inside["_num_graphs"] = core.n_slots
-        inside["_slice_dict"] = slices
-        inside["_inc_dict"] = incs
-        return out
+        if self.whole is not None and type(core) is GraphBatch:
+            return core.graph(self.whole, self.constants.of_batch(core))
+        return self._assemble(core, self.constants.of_batch(_host(core)))
 
     def _assemble(self, core: Any, constants: list[Any]) -> Any:
-        """Batches of several stores, and whatever is not a plain tensor in them."""
+        """Batches of several stores, on a device, or not of plain tensors alone."""
         mappings: dict[Any, dict[str, Any]] = {}
         all_slices: dict[Any, Any] = {}
         all_incs: dict[Any, Any] = {}
