@@ -228,8 +228,8 @@ def test_build_compiles_only_what_changed(unpacked, wheel):
     assert compiled() == 0
     (unpacked / "csrc/status.c").touch()
     assert compiled() == 1
-    (unpacked / "csrc/tfast.h").touch()
-    assert compiled() > 5
+    (unpacked / "csrc/graph_cache/cache.h").touch()  # a few files have it
+    assert 1 < compiled() < 20
 
 
 @needs_compiler
