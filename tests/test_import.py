@@ -1,0 +1,146 @@
+"""What importing does, and where the module can be imported."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import trainfast
+
+HAS_TORCH = pytest.mark.skipif(
+    "torch" not in {name.lower() for name in metadata.packages_distributions()},
+    reason="needs torch",
+)
+
+
+def python(code):
+    """What another interpreter prints; -P: only what is installed can be imported."""
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.check_output(command, text=True).strip()
+
+
+def test_version_is_that_of_the_metadata():
+    assert trainfast.__version__ == metadata.version("trainfast")
+
+
+# What of the standard library an import may load, with what that itself loads. A module
+# that costs milliseconds belongs into the function that needs it.
+MAY_LOAD = "collections.abc, contextlib, dataclasses, importlib, math, operator, os, "
+MAY_LOAD += "sys, threading, types, typing, warnings"
+
+
+def test_import_loads_numpy_and_little_else():
+    """Neither torch, nor CUDA, nor trainfast's own packages."""
+    code = f"""
+import {MAY_LOAD}
+import numpy
+before = set(sys.modules)
+import trainfast
+new = {{name: sys.modules[name] for name in set(sys.modules) - before}}
+print(sorted(name for name in new if not name.startswith("trainfast.")))
+print([name for name, module in new.items() if hasattr(module, "__path__")])
+mapped = open("/proc/self/maps").read()
+print([name for name in ("libcuda", "libcudart", "trainfast_cuda") if name in mapped])
+"""
+    assert python(code).splitlines() == ["['trainfast']", "['trainfast']", "[]"]
+
+
+def test_import_starts_no_thread():
+    code = """
+import os
+import numpy  # its BLAS has threads of its own
+before = os.listdir("/proc/self/task")
+import trainfast
+print(os.listdir("/proc/self/task") == before)
+"""
+    assert python(code) == "True"
+
+
+@HAS_TORCH
+@pytest.mark.parametrize(
+    "order", ["import torch, trainfast", "import trainfast, torch"]
+)
+def test_import_patches_nothing(order):
+    code = f"""
+{order}
+for name in ("AdamW", "Adam"):
+    owner = getattr(torch.optim, name)
+    print(owner.__module__, owner.step.__module__)
+print(torch.amp.GradScaler.__module__)
+print(torch.nn.functional.scaled_dot_product_attention.__module__)
+"""
+    plain = python(code.replace("trainfast", "sys"))
+    assert python(code) == plain
+    assert "trainfast" not in plain
+
+
+def test_import_in_forked_child_works():
+    code = """
+import os, sys
+child = os.fork()
+if child == 0:
+    import trainfast
+    os._exit(0 if trainfast.backends() else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert python(code) == "0"
+
+
+def test_fork_after_import_works():
+    code = """
+import os, sys
+import trainfast
+here = [backend["name"] for backend in trainfast.backends()]
+child = os.fork()
+if child == 0:
+    there = [backend["name"] for backend in trainfast.backends()]
+    os._exit(0 if there == here else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert python(code) == "0"
+
+
+# ---- Other Pythons -----------------------------------------------------------------
+
+SELFTEST = """
+import trainfast
+from trainfast.tools.selftest import selftest
+report = selftest()
+print(report)
+print(trainfast._core.__file__, report.ok)
+"""
+
+
+def other_pythons():
+    """The interpreters of other versions found here, from 3.11 on."""
+    places = [*Path.home().glob(".pyenv/versions/*/bin")]
+    places += map(Path, os.environ.get("PATH", "").split(os.pathsep))
+    found = {}
+    for path in (path for place in places for path in place.glob("python3.1[1-9]")):
+        found.setdefault(path.name, path)
+    found.pop(f"python3.{sys.version_info.minor}", None)
+    return [pytest.param(path, id=name) for name, path in sorted(found.items())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreter", other_pythons())
+def test_module_built_here_works_on_another_python(interpreter, tmp_path):
+    version = interpreter.name.removeprefix("python")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries=0"]
+    pip += ["--timeout=10", "--disable-pip-version-check", "--no-deps"]
+    pip += [f"--python-version={version}", "--only-binary=:all:"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        packages = ["numpy", "ml_dtypes"]
+        subprocess.run([*pip, "--target", str(tmp_path), *packages], timeout=40)
+    if not (tmp_path / "numpy").exists():
+        pytest.skip(f"pip must reach numpy for Python {version}")
+    module = Path(trainfast._core.__file__)
+    folders = [str(tmp_path), str(module.parent.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    command = [str(interpreter), "-P", "-B", "-c", SELFTEST]
+    lines = subprocess.check_output(command, env=environment, text=True).splitlines()
+    assert lines[-1] == f"{module} True", "\n".join(lines)

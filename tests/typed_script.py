@@ -1,0 +1,35 @@
+"""A user's script, for the type checker alone: names resolve from `import trainfast`,
+and results have the types that they have without trainfast."""
+
+from typing import assert_type
+
+import torch
+from torch import Tensor
+
+import trainfast
+
+
+def train(model: torch.nn.Module, x: Tensor) -> None:
+    optimizer = trainfast.torch.AdamW(model.parameters(), lr=1e-3, fused=True)
+    assert_type(optimizer, trainfast.torch.AdamW)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    scaler = trainfast.torch.GradScaler("cpu")
+    accumulator = trainfast.torch.Accumulator(
+        optimizer, 2, scaler=scaler, scheduler=scheduler
+    )
+    for batch in accumulator.batches([x]):
+        assert_type(batch, Tensor)
+    assert_type(trainfast.torch.clip_grad_norm_(model.parameters(), 1.0), Tensor)
+
+
+def attend(q: Tensor) -> None:
+    assert_type(trainfast.torch.attention(q, q, q, is_causal=True), Tensor)
+    both = trainfast.torch.attention(q, q, q, return_lse=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    assert_type(trainfast.torch.scaled_dot_product_attention(q, q, q), Tensor)
+
+
+def load(path: str) -> None:
+    assert_type(trainfast.graph_cache.open(path), trainfast.graph_cache.Cache)
+    with trainfast.patched("adamw") as report:
+        assert_type(report, trainfast.PatchReport)
