@@ -1,7 +1,10 @@
 """Callers that do what nobody should: objects whose export changes the call's lists,
 calls back into what is running, arguments of a wild kind."""
 
+import copy
 import gc
+import os
+import pickle
 import sys
 
 import numpy as np
@@ -160,3 +163,122 @@ def test_gradients_of_no_items_are_zeros(monkeypatch, backend, device, per_item)
     )
     for name, gradient in zip(got._fields[3:], got[3:], strict=True):
         assert not gradient.any(), name
+
+
+# ---- Writers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"commit_every": float("nan")},
+        {"commit_every": "1"},
+        {"samples": None},
+        {"schema": 5},
+        {"rules": {"x": 5}},
+    ],
+)
+def test_options_of_a_writer_are_named(tmp_path, options):
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(options))}.* must"):
+        gc_.Writer(tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("method", ["close", "abandon", "commit"])
+def test_a_writer_that_is_ended_by_what_it_appends_goes_on(tmp_path, method):
+    writer = gc_.Writer(tmp_path / "cache", samples=1, durable=False)
+    writer.append(graph(1))
+    end = Exports(np.zeros((3, 2), np.float32), getattr(writer, method))
+    with pytest.raises(NotImplementedError, match="two threads at once"):
+        writer.append(graph(2) | {"x": end})
+    writer.append(graph(3))
+    writer.close()
+    assert [g["y"] for g in gc_.open(tmp_path / "cache")] == [1, 3]
+
+
+@pytest.mark.parametrize("samples", [1, 9])
+def test_writers_are_neither_copied_nor_pickled(tmp_path, samples):
+    with gc_.Writer(tmp_path / "cache", samples=samples) as writer:
+        writer.append(graph())
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a writer cannot be pickled or copied"):
+                copied(writer)
+
+
+@pytest.mark.forks
+def test_graphs_that_wait_for_a_schema_are_not_written_by_a_forked_child(tmp_path):
+    writer = gc_.Writer(tmp_path / "cache", samples=9)
+    writer.append(graph())
+    child = os.fork()
+    if child == 0:
+        try:
+            writer.close()
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.close()
+    assert len(gc_.open(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"num_nodes": 1.5}, "number of nodes must be an integer >= 0, got 1.5"),
+        ({"num_nodes": -5}, "number of nodes must be an integer >= 0, got -5"),
+        ({"wide": np.zeros((0, 2**31), np.float32)}, "'wide' must have dims < 2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(tmp_path, value, message):
+    writer = gc_.Writer(tmp_path / "cache", samples=1)
+    with pytest.raises(ValueError, match=message):
+        writer.append({"edge_index": np.zeros((2, 1), np.int64), **value})
+
+
+def test_an_integer_beyond_float64_is_refused_and_the_writer_goes_on(tmp_path):
+    with gc_.Writer(tmp_path / "cache", samples=1) as writer:
+        writer.append({"y": 1.0})
+        with pytest.raises(ValueError, match=r"graph 1: graph\['y'\] must fit float64"):
+            writer.append({"y": 2**2000})
+        writer.append({"y": 2})
+    assert [g["y"] for g in gc_.open(tmp_path / "cache")] == [1.0, 2.0]
+
+
+# ---- Optimizers and scalers ----------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_steps(backend, device):
+    if device == "cuda":
+        pytest.skip("arrays of NumPy's")
+    columns = [[ones()] for _ in range(4)], [[ones()] for _ in range(4)]
+    for each, step in zip(columns, (3, np.int64(3)), strict=True):
+        trainfast.adamw_step(*each, step=step, lr=0.1)
+    assert (columns[0][0][0] == columns[1][0][0]).all()
+
+
+@pytest.mark.parametrize("option", ["zero_grad", "write_back_grads"])
+def test_gradients_that_repeat_elements_are_not_written(backend, device, option):
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import AdamW
+
+    param = torch.nn.Parameter(torch.ones(3, 4, device=device))
+    param.grad = torch.ones(1, 1, device=device).expand(3, 4)
+    optimizer = AdamW([param], **{option: True})
+    with pytest.raises(ValueError, match=r"grads\[0\] must not repeat elements"):
+        optimizer.step()
+    assert (param == 1).all()
+
+
+@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
+@pytest.mark.parametrize("value", [2**31, 2**70, 1.5, "x"])
+def test_integers_of_a_scaler_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an int < 2"):
+        trainfast.LossScaler(**{name: value})
+
+
+@pytest.mark.parametrize("name", [5, b"avx2", "scalar\0x", "\udcff"])
+def test_a_backend_that_has_no_name_is_refused(name):
+    before = _core.backend_in_use()
+    with pytest.raises(TypeError, match="name must be a backend's or None, got"):
+        trainfast.use_backend(name)
+    assert _core.backend_in_use() == before
