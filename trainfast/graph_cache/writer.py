@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -77,7 +77,7 @@ class Writer:
                 raise TypeError(f"rules[{key!r}] must be a Rule, got {rule!r}")
         if not commit_seconds > 0:
             raise ValueError(f"commit_seconds must be positive, got {commit_seconds}")
-        self._path = fspath(path)
+        self._path = as_path(path)
         self._rules = {} if rules is None else rules
         self._durable = durable
         self._commit_every = commit_every
@@ -358,6 +358,18 @@ class Writer:
         self._open(schema)  # which fails before anything has changed
         before.close()
         self._before += before.committed
+
+
+def as_path(path: Any) -> str:
+    """A cache's path as text; TypeError or ValueError: it is none."""
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        rule = "path must be a str, bytes or os.PathLike"
+        raise TypeError(f"{rule}, got {path!r}") from None
+    if not text or "\0" in text:
+        raise ValueError(f"path must have characters and no zeros, got {path!r}")
+    return text
 
 
 def has_manifest(path: str) -> bool:
