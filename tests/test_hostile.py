@@ -282,3 +282,63 @@ def test_a_backend_that_has_no_name_is_refused(name):
     with pytest.raises(TypeError, match="name must be a backend's or None, got"):
         trainfast.use_backend(name)
     assert _core.backend_in_use() == before
+
+
+def test_a_default_device_does_not_take_the_counters_of_steps():
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import AdamW
+
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = AdamW([param])
+    with torch.device("meta"):
+        optimizer.step()
+    assert optimizer.state[param]["step"].item() == 1
+
+
+@pytest.mark.parametrize("step", ["x", None, [1.0, 2.0]])
+def test_a_counter_that_is_no_number_is_not_loaded(step):
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import AdamW
+
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = AdamW([param])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = torch.tensor(step) if isinstance(step, list) else step
+    saved["state"][0]["exp_avg"] += 1
+    saved["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match="step of parameter 0 must be a number"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert optimizer.state[param]["exp_avg"].max() < 1
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi_slopes", "sinks"])
+def test_a_gradient_that_nothing_records_is_refused(name):
+    torch = pytest.importorskip("torch")
+    q = torch.ones(1, 2, 3, 8)
+    shape = (3, 3) if name in ("mask", "bias") else (2,)
+    given = {name: torch.ones(shape, requires_grad=True)}
+    with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
+        trainfast.attention(q, q, q, **given)
+    with torch.no_grad():
+        trainfast.attention(q, q, q, **given)
+
+
+@pytest.mark.parametrize("path", [5, None, "", b"", "a\0b", ["x"]])
+def test_a_path_that_is_none_is_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for use in (gc_.open, gc_.Writer, lambda path: gc_.build(path, [graph()])):
+        with pytest.raises((ValueError, TypeError), match="path must "):
+            use(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["cache", "caché", "c\udcff"])
+def test_a_path_may_be_of_bytes(tmp_path, name):
+    path = os.fsencode(tmp_path / name)
+    write(path, 3)
+    gc_.build(path + b"2", [graph()], progress=False)
+    assert [len(gc_.open(path)), len(gc_.open(path + b"2"))] == [3, 1]
