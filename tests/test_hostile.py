@@ -342,3 +342,37 @@ def test_a_path_may_be_of_bytes(tmp_path, name):
     write(path, 3)
     gc_.build(path + b"2", [graph()], progress=False)
     assert [len(gc_.open(path)), len(gc_.open(path + b"2"))] == [3, 1]
+
+
+@pytest.mark.parametrize("other", ["k", "v", "mask", "kv_lens"])
+def test_a_tensor_without_data_beside_others_is_refused(other):
+    """Torch's operations take it, and give what was in memory."""
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention
+
+    q = torch.ones(1, 2, 3, 8)
+    given = {"k": q, "v": q, "mask": q[:, :, :, :3], "kv_lens": torch.tensor([3])}
+    given[other] = given[other].to("meta")
+    with pytest.raises(ValueError, match="must be on"):
+        attention(q, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 1.5), ("seed", 2**63), ("window", (1.5, None)), ("window", (-1, 2))],
+)
+def test_integers_of_attention_are_named(name, value):
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention
+
+    q = torch.ones(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=f"{name} must "):
+        attention(q, q, q, dropout_p=0.5, **{"seed": 1, name: value})
+
+
+def test_windows_beyond_any_integer_are_none():
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention
+
+    q = torch.randn(1, 2, 3, 8)
+    assert torch.equal(attention(q, q, q, window=(2**70, 2**63)), attention(q, q, q))
