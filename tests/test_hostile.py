@@ -1,7 +1,10 @@
 """Callers that do what nobody should: objects whose export changes the call's lists,
 calls back into what is running, arguments of a wild kind."""
 
+import copy
 import gc
+import os
+import pickle
 import sys
 
 import numpy as np
@@ -160,3 +163,216 @@ def test_gradients_of_no_items_are_zeros(monkeypatch, backend, device, per_item)
     )
     for name, gradient in zip(got._fields[3:], got[3:], strict=True):
         assert not gradient.any(), name
+
+
+# ---- Writers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"commit_every": float("nan")},
+        {"commit_every": "1"},
+        {"samples": None},
+        {"schema": 5},
+        {"rules": {"x": 5}},
+    ],
+)
+def test_options_of_a_writer_are_named(tmp_path, options):
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(options))}.* must"):
+        gc_.Writer(tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("method", ["close", "abandon", "commit"])
+def test_a_writer_that_is_ended_by_what_it_appends_goes_on(tmp_path, method):
+    writer = gc_.Writer(tmp_path / "cache", samples=1, durable=False)
+    writer.append(graph(1))
+    end = Exports(np.zeros((3, 2), np.float32), getattr(writer, method))
+    with pytest.raises(NotImplementedError, match="two threads at once"):
+        writer.append(graph(2) | {"x": end})
+    writer.append(graph(3))
+    writer.close()
+    assert [g["y"] for g in gc_.open(tmp_path / "cache")] == [1, 3]
+
+
+@pytest.mark.parametrize("samples", [1, 9])
+def test_writers_are_neither_copied_nor_pickled(tmp_path, samples):
+    with gc_.Writer(tmp_path / "cache", samples=samples) as writer:
+        writer.append(graph())
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a writer cannot be pickled or copied"):
+                copied(writer)
+
+
+@pytest.mark.forks
+def test_graphs_that_wait_for_a_schema_are_not_written_by_a_forked_child(tmp_path):
+    writer = gc_.Writer(tmp_path / "cache", samples=9)
+    writer.append(graph())
+    child = os.fork()
+    if child == 0:
+        try:
+            writer.close()
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.close()
+    assert len(gc_.open(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"num_nodes": 1.5}, "number of nodes must be an integer >= 0, got 1.5"),
+        ({"num_nodes": -5}, "number of nodes must be an integer >= 0, got -5"),
+        ({"wide": np.zeros((0, 2**31), np.float32)}, "'wide' must have dims < 2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(tmp_path, value, message):
+    writer = gc_.Writer(tmp_path / "cache", samples=1)
+    with pytest.raises(ValueError, match=message):
+        writer.append({"edge_index": np.zeros((2, 1), np.int64), **value})
+
+
+def test_an_integer_beyond_float64_is_refused_and_the_writer_goes_on(tmp_path):
+    with gc_.Writer(tmp_path / "cache", samples=1) as writer:
+        writer.append({"y": 1.0})
+        with pytest.raises(ValueError, match=r"graph 1: graph\['y'\] must fit float64"):
+            writer.append({"y": 2**2000})
+        writer.append({"y": 2})
+    assert [g["y"] for g in gc_.open(tmp_path / "cache")] == [1.0, 2.0]
+
+
+# ---- Optimizers and scalers ----------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_steps(backend, device):
+    if device == "cuda":
+        pytest.skip("arrays of NumPy's")
+    columns = [[ones()] for _ in range(4)], [[ones()] for _ in range(4)]
+    for each, step in zip(columns, (3, np.int64(3)), strict=True):
+        trainfast.adamw_step(*each, step=step, lr=0.1)
+    assert (columns[0][0][0] == columns[1][0][0]).all()
+
+
+@pytest.mark.parametrize("option", ["zero_grad", "write_back_grads"])
+def test_gradients_that_repeat_elements_are_not_written(backend, device, option):
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import AdamW
+
+    param = torch.nn.Parameter(torch.ones(3, 4, device=device))
+    param.grad = torch.ones(1, 1, device=device).expand(3, 4)
+    optimizer = AdamW([param], **{option: True})
+    with pytest.raises(ValueError, match=r"grads\[0\] must not repeat elements"):
+        optimizer.step()
+    assert (param == 1).all()
+
+
+@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
+@pytest.mark.parametrize("value", [2**31, 2**70, 1.5, "x"])
+def test_integers_of_a_scaler_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an int < 2"):
+        trainfast.LossScaler(**{name: value})
+
+
+@pytest.mark.parametrize("name", [5, b"avx2", "scalar\0x", "\udcff"])
+def test_a_backend_that_has_no_name_is_refused(name):
+    before = _core.backend_in_use()
+    with pytest.raises(TypeError, match="name must be a backend's or None, got"):
+        trainfast.use_backend(name)
+    assert _core.backend_in_use() == before
+
+
+def test_a_default_device_does_not_take_the_counters_of_steps():
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import AdamW
+
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = AdamW([param])
+    with torch.device("meta"):
+        optimizer.step()
+    assert optimizer.state[param]["step"].item() == 1
+
+
+@pytest.mark.parametrize("step", ["x", None, [1.0, 2.0]])
+def test_a_counter_that_is_no_number_is_not_loaded(step):
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import AdamW
+
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = AdamW([param])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = torch.tensor(step) if isinstance(step, list) else step
+    saved["state"][0]["exp_avg"] += 1
+    saved["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match="step of parameter 0 must be a number"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert optimizer.state[param]["exp_avg"].max() < 1
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi_slopes", "sinks"])
+def test_a_gradient_that_nothing_records_is_refused(name):
+    torch = pytest.importorskip("torch")
+    q = torch.ones(1, 2, 3, 8)
+    shape = (3, 3) if name in ("mask", "bias") else (2,)
+    given = {name: torch.ones(shape, requires_grad=True)}
+    with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
+        trainfast.attention(q, q, q, **given)
+    with torch.no_grad():
+        trainfast.attention(q, q, q, **given)
+
+
+@pytest.mark.parametrize("path", [5, None, "", b"", "a\0b", ["x"]])
+def test_a_path_that_is_none_is_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for use in (gc_.open, gc_.Writer, lambda path: gc_.build(path, [graph()])):
+        with pytest.raises((ValueError, TypeError), match="path must "):
+            use(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["cache", "caché", "c\udcff"])
+def test_a_path_may_be_of_bytes(tmp_path, name):
+    path = os.fsencode(tmp_path / name)
+    write(path, 3)
+    gc_.build(path + b"2", [graph()], progress=False)
+    assert [len(gc_.open(path)), len(gc_.open(path + b"2"))] == [3, 1]
+
+
+@pytest.mark.parametrize("other", ["k", "v", "mask", "kv_lens"])
+def test_a_tensor_without_data_beside_others_is_refused(other):
+    """Torch's operations take it, and give what was in memory."""
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention
+
+    q = torch.ones(1, 2, 3, 8)
+    given = {"k": q, "v": q, "mask": q[:, :, :, :3], "kv_lens": torch.tensor([3])}
+    given[other] = given[other].to("meta")
+    with pytest.raises(ValueError, match="must be on"):
+        attention(q, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 1.5), ("seed", 2**63), ("window", (1.5, None)), ("window", (-1, 2))],
+)
+def test_integers_of_attention_are_named(name, value):
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention
+
+    q = torch.ones(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=f"{name} must "):
+        attention(q, q, q, dropout_p=0.5, **{"seed": 1, name: value})
+
+
+def test_windows_beyond_any_integer_are_none():
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention
+
+    q = torch.randn(1, 2, 3, 8)
+    assert torch.equal(attention(q, q, q, window=(2**70, 2**63)), attention(q, q, q))

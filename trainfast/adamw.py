@@ -86,7 +86,7 @@ def adamw_step(
         exp_avgs,
         exp_avg_sqs,
         max_exp_avg_sqs,
-        step,
+        int(step) if isinstance(step, np.integer) else step,
         _core.Workspace() if workspace is None else workspace,
         lr=lr,
         beta1=betas[0],

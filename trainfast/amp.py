@@ -68,6 +68,10 @@ class LossScaler:
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
+        whole = {"growth_interval": growth_interval, "hysteresis": hysteresis}
+        for name, given in whole.items():
+            if not hasattr(given, "__index__") or given.__index__() >= 2**31:
+                raise ValueError(f"{name} must be an int < 2^31, got {given!r}")
         self.min_scale = min_scale
         self.max_scale = max_scale
         self.hysteresis = hysteresis
@@ -241,9 +245,14 @@ class LossScaler:
             state["growth_interval"],
             hysteresis=self.hysteresis,
         )
-        made._growth_tracker[0] = state["_growth_tracker"]
         saved = state.get("_hysteresis_tracker", self.hysteresis)
-        made._hysteresis_tracker[0] = min(saved, self.hysteresis)
+        try:
+            made._growth_tracker[0] = state["_growth_tracker"]
+            made._hysteresis_tracker[0] = min(saved, self.hysteresis)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"the trackers in the state must be int32: {error}") from (
+                error
+            )
         for name in ("growth_factor", "backoff_factor", "growth_interval"):
             setattr(self, name, state[name])
         for mine, new in zip(self._arrays(), made._arrays(), strict=True):

@@ -380,6 +380,8 @@ def _check_shapes(options: dict[str, Any], **arrays: Array) -> None:
         if len(array.shape) != want.count(",") + 1:
             shape = tuple(array.shape)
             raise ValueError(f"{name} must have dimensions {want}, got shape {shape}")
+    terms = {name: options[name] for name in ("mask", *_WANTED[3:])}
+    for name, array in {**arrays, **terms}.items():
         if getattr(array, "requires_grad", False) and _records():
             raise ValueError(
                 f"{name} must not require a gradient: nothing is recorded here "

@@ -24,7 +24,12 @@ take_number(py_graph_field *at, tfast_graph_value *value)
     } else if (dtype == GRAPH_F64) {
         at->scalar.number = PyFloat_AsDouble(at->object);
         if (at->scalar.number == -1.0 && PyErr_Occurred()) {
-            return -1;
+            if (!PyErr_ExceptionMatches(PyExc_OverflowError)) {
+                return -1;
+            }
+            PyErr_Clear();
+            return py_argument_error(PyExc_ValueError, argument,
+                                     "must fit float64, got an integer that does not");
         }
     } else {
         PyObject *type = PyType_GetName(Py_TYPE(at->object));

@@ -31,8 +31,12 @@ py_use_backend(PyObject *Py_UNUSED(module), PyObject *name)
     const char *text = NULL;
 
     if (name != Py_None) {
-        text = PyUnicode_AsUTF8AndSize(name, NULL);
-        if (text == NULL) {
+        Py_ssize_t bytes = 0;
+
+        text = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &bytes) : NULL;
+        if (text == NULL || strlen(text) != (size_t)bytes) {
+            PyErr_Format(PyExc_TypeError, "name must be a backend's or None, got %R",
+                         name);
             return NULL;
         }
     }

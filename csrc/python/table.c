@@ -165,6 +165,18 @@ is_negated(PyObject *object, const py_array *array)
     return negated;
 }
 
+/* True where one place stands for several elements, as in torch's expand(). */
+static bool
+repeats(const py_array *array)
+{
+    bool found = false;
+
+    for (int d = 0; d < array->ndim; d++) {
+        found = found || (array->strides[d] == 0 && array->shape[d] > 1);
+    }
+    return found && array->numel > 0;
+}
+
 /* Replaces a borrowed array by a copy in the first one's layout. */
 static int
 relayout(py_state *state, py_table *table, PyObject *like, PyObject *object,
@@ -208,6 +220,11 @@ borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject 
             return py_argument_error(PyExc_ValueError, argument,
                                      "must have the strides of %s[%zd]",
                                      table->columns[0].name, place);
+        }
+        if (column->write && repeats(array)) {
+            py_release(array);
+            return py_argument_error(PyExc_ValueError, argument,
+                                     "must not repeat elements where it is written");
         }
         if (relayout(state, table, like, object, argument, column->write, array) < 0) {
             return -1;

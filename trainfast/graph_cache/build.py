@@ -19,7 +19,7 @@ from trainfast.graph_cache.job import BuildError, Job, Todo
 from trainfast.graph_cache.progress import Progress
 from trainfast.graph_cache.schema import Rule, Schema
 from trainfast.graph_cache.workers import make_in_processes
-from trainfast.graph_cache.writer import has_manifest, schema_of
+from trainfast.graph_cache.writer import as_path, has_manifest, schema_of
 from trainfast.report import Report, Table
 
 __all__ = ["BuildError", "BuildReport", "build"]
@@ -72,7 +72,7 @@ def build(
         # The workers get the graphs by themselves, and only those that are missing.
         make, inputs = sequence.__getitem__, range(len(sequence))
     job = Job(
-        os.fspath(path),
+        as_path(path),
         make,
         {} if rules is None else rules,
         commit_every=commit_every,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from trainfast._core import GraphCache
 from trainfast.graph_cache.schema import Schema
+from trainfast.graph_cache.writer import as_path
 from trainfast.report import Report, Table
 
 VERIFY = {"never": 0, "once": 1, "always": 2}
@@ -154,7 +155,7 @@ class Cache(Graphs):
             raise ValueError(f"verify must be one of {list(VERIFY)}, got {verify!r}")
         if mode not in MODES:
             raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}")
-        self.path = Path(fspath(path))
+        self.path = Path(as_path(path))
         self._options = {"verify": verify, "mode": mode, "partial": partial}
         self._core = GraphCache(
             str(self.path),

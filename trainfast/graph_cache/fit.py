@@ -1,5 +1,6 @@
 """Makes graphs and a schema fit: the counts that shapes do not tell, and widening."""
 
+import operator
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,7 @@ class Counter:
         size = given.get((count.role, kind))
         if size is None and count.role == "nodes":
             size = graph.get(nodes_key(kind))
-        return None if size is None else int(size)
+        return None if size is None else _number(count.role, size)
 
     def _untold(self, i: int, count: Count, graph: Mapping[Any, Any]) -> int:
         if any(key in graph for key in self._by_shape[i]):
@@ -77,6 +78,16 @@ class Counter:
             return 0
         adding = [at for at in self._adding[i] if at[0] in graph]
         return 1 + max((largest(graph[key], row) for key, row in adding), default=-1)
+
+
+def _number(role: str, size: Any) -> int:
+    try:
+        number = operator.index(size.item() if hasattr(size, "item") else size)
+    except (TypeError, ValueError, RuntimeError):  # no integer, or several
+        number = -1
+    if number < 0:
+        raise ValueError(f"the number of {role} must be an integer >= 0, got {size!r}")
+    return number
 
 
 def agrees(a: Schema, b: Schema) -> bool:

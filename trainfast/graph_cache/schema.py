@@ -323,6 +323,8 @@ def _check_field(schema: Schema, field: Field) -> None:
     rank = len(field.dims)
     if rank > _MAX_RANK:
         raise ValueError(f"{what} must have at most {_MAX_RANK} dims, got {rank}")
+    if max(field.dims, default=0) >= 2**31:
+        raise ValueError(f"{what} must have dims < 2^31, got {field.dims}")
     if field.type is not None and _role(schema, field.type) not in ROLES[:2]:
         raise ValueError(f"{what}'s type must be nodes or edges, got {field.type}")
     for count in [*field.add, *(-1 - dim for dim in field.dims if dim < 0)]:

@@ -1,15 +1,16 @@
 """Appends graphs to a cache from a loop of one's own."""
 
+import os
 import sys
 import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from trainfast import _core
 from trainfast.graph_cache.fit import (
@@ -65,11 +66,18 @@ class Writer:
         samples: int = 8,
     ) -> None:
         for name, number in (("commit_every", commit_every), ("samples", samples)):
-            if number < 1:
+            if not isinstance(number, SupportsIndex):
+                raise TypeError(f"{name} must be an integer, got {number!r}")
+            if number.__index__() < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
+        if schema is not None and not isinstance(schema, Schema):
+            raise TypeError(f"schema must be a Schema or None, got {schema!r}")
+        for key, rule in () if rules is None else rules.items():
+            if not isinstance(rule, Rule):
+                raise TypeError(f"rules[{key!r}] must be a Rule, got {rule!r}")
         if not commit_seconds > 0:
             raise ValueError(f"commit_seconds must be positive, got {commit_seconds}")
-        self._path = fspath(path)
+        self._path = as_path(path)
         self._rules = {} if rules is None else rules
         self._durable = durable
         self._commit_every = commit_every
@@ -81,6 +89,7 @@ class Writer:
         self._schema: Schema | None = None
         self._plain = False  # whether dicts go to the core as they are
         self._pending = 0
+        self._process = os.getpid()
         self._before = 0  # graphs in segments that this writer has closed
         self._deadline = monotonic() + commit_seconds
         self._closed = False
@@ -135,6 +144,7 @@ class Writer:
         """Commits, and enters the graphs into the cache. Closing twice does nothing."""
         if self._closed:
             return
+        self._check_process()
         try:
             self._take_waiting()
             if self._core is not None:
@@ -142,6 +152,8 @@ class Writer:
             elif not has_manifest(self._path):
                 _core.graph_build_begin(self._path)  # a cache without graphs
                 _core.graph_build_end(self._path, None)
+        except RuntimeError:  # another thread is in it: nothing has changed
+            raise
         except BaseException:
             with suppress(OSError):
                 self.abandon()
@@ -153,11 +165,12 @@ class Writer:
         """Gives up what is not committed, and enters the rest into the cache."""
         if self._closed:
             return
+        if self._core is not None:
+            self._core.abandon()  # or raises: another thread is in it
         self._closed = True
         self._plain = False
         self._waiting.clear()
         if self._core is not None:
-            self._core.abandon()
             _core.graph_adopt(self._path)
 
     def __enter__(self) -> "Writer":
@@ -178,6 +191,18 @@ class Writer:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the writer must be open, got a closed one")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        """A forked child would write the graphs that wait a second time."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "the writer must be used by the process that made it, got a forked "
+                "child"
+            )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a writer cannot be pickled or copied: open another one")
 
     def _schema_before(self) -> Schema | None:
         """What graphs that are in the cache look like."""
@@ -333,6 +358,18 @@ class Writer:
         self._open(schema)  # which fails before anything has changed
         before.close()
         self._before += before.committed
+
+
+def as_path(path: Any) -> str:
+    """A cache's path as text; TypeError or ValueError: it is none."""
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        rule = "path must be a str, bytes or os.PathLike"
+        raise TypeError(f"{rule}, got {path!r}") from None
+    if not text or "\0" in text:
+        raise ValueError(f"path must have characters and no zeros, got {path!r}")
+    return text
 
 
 def has_manifest(path: str) -> bool:

@@ -102,7 +102,7 @@ def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
 def new_step(device: torch.device) -> Tensor:
     """A step counter at 0, without a copy from the host to a GPU."""
     if device.type in ("cpu", "meta"):  # fake tensors know its value; torch reads it
-        return torch.tensor(0.0, dtype=torch.float32)
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
@@ -164,6 +164,7 @@ def load_state_dict(
     dropped: set[str] = set()
 
     def note(_: Any, final: dict[str, Any]) -> None:
+        _check_steps(final.get("state", {}))
         loaded.update(final)
 
     def cast(_: Any) -> None:
@@ -184,6 +185,16 @@ def load_state_dict(
                 f"the saved {name} is dropped where parameters have no {option}",
                 stacklevel=2,
             )
+
+
+def _check_steps(states: dict[Any, Any]) -> None:
+    """Raises ValueError for a counter that is no number, before anything is loaded."""
+    for place, state in states.items():
+        step = state.get("step", 0.0) if isinstance(state, dict) else 0.0
+        if not isinstance(step, (int, float)) and (
+            not isinstance(step, Tensor) or step.numel() != 1
+        ):
+            raise ValueError(f"step of parameter {place} must be a number, got {step}")
 
 
 @torch.no_grad()

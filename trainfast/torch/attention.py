@@ -263,9 +263,12 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
     """As the core takes it: -1 for any distance."""
     left, right = (None, None) if window is None else window
     for side in (left, right):
-        if side is not None and side < 0:
-            raise ValueError(f"window must be None or not negative, got {window}")
-    return -1 if left is None else left, -1 if right is None else right
+        if side is not None and (not hasattr(side, "__index__") or side < 0):
+            raise ValueError(f"window must be None or integers >= 0, got {window}")
+    far = 2**62  # beyond any key, and within the core's integers
+    return -1 if left is None else min(left, far), (
+        -1 if right is None else min(right, far)
+    )
 
 
 def _to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -283,4 +286,8 @@ def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
         return draw_seed(q)
     if isinstance(seed, Tensor):
         return seed
+    if not hasattr(seed, "__index__"):
+        raise ValueError(f"seed must be an integer or a tensor, got {seed!r}")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit into 64 bits with sign, got {seed}")
     return torch.full((), seed, dtype=torch.int64, device=q.device)

@@ -181,5 +181,15 @@ def attend(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Te
             return run(inputs, extras, options)
         except NotImplementedError as error:
             refusal = str(error)
+    _check_devices((*inputs, *extras))
     count_once(refusal)
     return attention_math.attention(inputs, extras, options)
+
+
+def _check_devices(tensors: Sequence[Tensor | None]) -> None:
+    """Torch mixes a meta tensor with others without an error, and gives what was in
+    memory."""
+    devices = {x.device for x in tensors if x is not None}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise ValueError(f"tensors must be on one device, got {names}")
