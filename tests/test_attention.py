@@ -408,7 +408,15 @@ def test_packed_items_equal_separate_calls(rng, device):
 def test_few_queries_against_many_keys_agree_with_the_reference(
     rng, device, n_q, dtype
 ):
-    for options in ({}, {"is_causal": True, "causal_align": "bottom_right"}):
+    bottom_right = {"causal_align": "bottom_right"}
+    sinks = np.ones(4, "f")
+    for options in (
+        {},
+        {"is_causal": True, **bottom_right},
+        {"window": (777, 0), "sinks": sinks, **bottom_right},
+        {"kv_lens": np.array([1234]), "dropout_p": 0.1, "seed": 3},
+        {"kv_lens": np.array([5])},
+    ):
         Problem(
             rng,
             (1, 4, n_q, 2500, 32),

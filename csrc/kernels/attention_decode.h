@@ -17,10 +17,10 @@ R(decode_queries)(const tfast_attention_args *args)
 }
 
 /* out = fade * out + weights . v for one query; in registers, so that v is read from
- * one end to the other. */
+ * one end to the other. (Four streams, as for keys, were slower.) */
 static inline void
-R(few_values)(REAL *out, REAL fade, const REAL *weights, const REAL *v,
-              int64_t v_stride, int64_t n_k, int64_t width, bool careful)
+R(few_values)(REAL *out, REAL fade, const REAL *weights, int64_t weight_stride,
+              const REAL *v, int64_t v_stride, int64_t n_k, int64_t width, bool careful)
 {
     enum { CHUNK = 8 };
 
@@ -32,7 +32,7 @@ R(few_values)(REAL *out, REAL fade, const REAL *weights, const REAL *v,
             sum[i] = vr_set1(0);
         }
         for (int64_t j = 0; j < n_k; j++) {
-            const REAL weight = weights[j * ATTENTION_QUERIES];
+            const REAL weight = weights[j * weight_stride];
             const REAL *row = v + j * v_stride + d;
 
             if (careful && weight == 0) {
@@ -93,6 +93,64 @@ R(decode_open)(const R(forward_room) * room, const attention_head *h)
     memset(room->out, 0, sizeof(REAL) * (size_t)(h->n_q * room->out_stride));
 }
 
+/* n scores of one query, side by side in whole vectors, become weights. */
+static void
+R(few_weights)(const R(forward_room) * room, REAL *scores, int64_t n)
+{
+    const int64_t whole = attention_round_up(n, VR_WIDTH);
+    const REAL before = room->top[0];
+    REAL lanes[VR_WIDTH], top = before;
+    vr most = vr_set1(before), sum = vr_set1(0);
+
+    for (int64_t j = n; j < whole; j++) {
+        scores[j] = -(REAL)INFINITY;
+    }
+    for (int64_t j = 0; j < whole; j += VR_WIDTH) {
+        most = vr_max(vr_load(scores + j), most);
+    }
+    vr_store(lanes, most);
+    for (int i = 0; i < VR_WIDTH; i++) {
+        top = lanes[i] > top ? lanes[i] : top;
+    }
+    for (int64_t j = 0; j < whole; j += VR_WIDTH) {
+        const vr x = R(vector_exp2)(vr_sub(vr_load(scores + j), vr_set1(top)));
+
+        vr_store(scores + j, x);
+        sum = vr_add(sum, x);
+    }
+    vr_store(lanes, R(vector_exp2)(vr_set1(before - top)));
+    room->top[0] = top;
+    room->fade[0] = lanes[0];
+    room->sum[0] = lanes[0] * room->sum[0] + vr_sum(sum);
+}
+
+/* Keys begin .. end - 1 of a tile for one query whose scores are products alone: keys
+ * are read in four streams, and what is not reading works on whole vectors of keys, not
+ * of empty queries. */
+static void
+R(decode_one)(const R(forward_room) * room, const tfast_attention_args *args,
+              int64_t begin, int64_t end, const REAL *k, int64_t k_stride,
+              const REAL *v, int64_t v_stride, bool careful)
+{
+    const int64_t width = attention_round_up(args->dim, VR_WIDTH);
+    const int64_t step = (end - begin) / 4;
+
+    for (int64_t j = begin; j < begin + step; j++) {
+        R(few_scores)
+        (room->queries, k + j * k_stride, step * k_stride, width, 4,
+         room->scores + j - begin, step);
+    }
+    for (int64_t j = begin + 4 * step; j < end; j++) {
+        R(few_scores)
+        (room->queries, k + j * k_stride, k_stride, width, 1, room->scores + j - begin,
+         1);
+    }
+    R(few_weights)(room, room->scores, end - begin);
+    R(few_values)
+    (room->out, room->fade[0], room->scores, 1, v + begin * v_stride, v_stride,
+     end - begin, room->out_stride, careful);
+}
+
 /* Keys key .. key + n_k - 1 for one head. */
 static void
 R(decode_tile)(const R(forward_room) * room, const attention_head *h, const REAL *k,
@@ -100,19 +158,24 @@ R(decode_tile)(const R(forward_room) * room, const attention_head *h, const REAL
                int64_t n_k, bool careful)
 {
     const R(panel) p = R(panel_of)(h, 0, h->n_q, key, n_k, true);
+    const bool dropped = h->args->dropout_p > 0;
 
     if (p.begin == p.end) {
         return;
     }
-    if (h->args->dropout_p > 0) {
+    if (h->n_q == 1 && !dropped && !attention_head_has_terms(h)) {
+        R(decode_one)(room, h->args, p.begin, p.end, k, k_stride, v, v_stride, careful);
+        return;
+    }
+    if (dropped) {
         R(fill_dropout)(room->dropout, h, 0, h->n_q, key, n_k);
     }
     R(forward_panel)(room, &p, k, k_stride, 0, (int)n_k);
     for (int64_t i = 0; i < h->n_q; i++) {
         R(few_values)
         (room->out + i * room->out_stride, room->fade[i],
-         room->scores + p.begin * ATTENTION_QUERIES + i, v + p.begin * v_stride,
-         v_stride, p.end - p.begin, room->out_stride, careful);
+         room->scores + p.begin * ATTENTION_QUERIES + i, ATTENTION_QUERIES,
+         v + p.begin * v_stride, v_stride, p.end - p.begin, room->out_stride, careful);
     }
 }
 

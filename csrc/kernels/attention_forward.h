@@ -118,10 +118,10 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
     }
 }
 
-/* Four keys' products with one query, whose row is whole vectors. */
+/* Up to four keys' products with one query, whose row is whole vectors. */
 static inline void
 R(few_scores)(const REAL *query, const REAL *k, int64_t k_stride, int64_t dim, int keys,
-              REAL *to)
+              REAL *to, int64_t to_stride)
 {
     vr sum[4];
 
@@ -136,7 +136,7 @@ R(few_scores)(const REAL *query, const REAL *k, int64_t k_stride, int64_t dim, i
         }
     }
     for (int j = 0; j < keys; j++) {
-        to[j * ATTENTION_QUERIES] = vr_sum(sum[j]);
+        to[j * to_stride] = vr_sum(sum[j]);
     }
 }
 
@@ -153,14 +153,14 @@ R(few_panel)(const R(scores_call) * call, REAL *scores)
         for (int i = 0; i < p->n; i++) {
             R(few_scores)
             (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
-             call->dim, 4, scores + key * ATTENTION_QUERIES + i);
+             call->dim, 4, scores + key * ATTENTION_QUERIES + i, ATTENTION_QUERIES);
         }
     }
     for (; key < p->end; key++) {
         for (int i = 0; i < p->n; i++) {
             R(few_scores)
             (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
-             call->dim, 1, scores + key * ATTENTION_QUERIES + i);
+             call->dim, 1, scores + key * ATTENTION_QUERIES + i, ATTENTION_QUERIES);
         }
     }
 }
