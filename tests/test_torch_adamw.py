@@ -336,6 +336,25 @@ def test_gradients_that_come_and_go(backend, device):
     assert_same_state(ours, theirs)
 
 
+def test_gradients_are_what_the_attribute_says(backend, device, monkeypatch):
+    """The step looks `grad` up once a group, where that cannot make a difference."""
+    plain, other = make_params(device, shapes=[(6,), (6,)])
+    set_grads([plain, other], 0)
+    before = [p.detach().clone() for p in (plain, other)]
+    gradient = torch.ones_like(other)
+    torchs = torch.nn.Parameter.grad
+    monkeypatch.setattr(
+        torch.nn.Parameter,
+        "grad",
+        property(lambda p: gradient if p is other else torchs.__get__(p)),
+        raising=False,
+    )
+    AdamW([plain, other], lr=0.5, weight_decay=0, eps=0).step()
+    signs = torchs.__get__(plain).sign(), gradient
+    for p, old, sign in zip((plain, other), before, signs, strict=True):
+        torch.testing.assert_close(p, old - 0.5 * sign)
+
+
 def test_step_without_any_gradient_does_nothing(backend, device):
     params = make_params(device)
     optimizer = AdamW(params)

@@ -4,7 +4,10 @@
 #define COLUMNS(PARAMS, COPIES, write_grads, own_copy)                                 \
     {                                                                                  \
         [PARAM] = {.name = PARAMS, .write = true},                                     \
-        [GRAD] = {.name = "grads", .write = write_grads, .any_layout = true},          \
+        [GRAD] = {.name = "grads",                                                     \
+                  .write = write_grads,                                                \
+                  .any_layout = true,                                                  \
+                  .held = true},                                                       \
         [EXP_AVG] = {.name = "exp_avgs", .write = true, .keep = true},                 \
         [EXP_AVG_SQ] = {.name = "exp_avg_sqs",                                         \
                         .write = true,                                                 \

@@ -1,5 +1,5 @@
-/* What adamw.c (lists) and adamw_group.c (torch param groups) share: a call of the step
- * on the rows of a workspace's table. */
+/* What adamw.c (lists), adamw_group.c (torch param groups) and adamw_rows.c (one such
+ * group) share: a call of the step on the rows of a workspace's table. */
 #ifndef PY_ADAMW_CALL_H
 #define PY_ADAMW_CALL_H
 
@@ -39,5 +39,18 @@ int py_adamw_prepare(py_adamw_call *call, py_state *state);
 
 /* Ends a call that began. */
 void py_adamw_end(py_adamw_call *call);
+
+/* One param group. */
+typedef struct {
+    py_adamw_call call;
+    PyObject *params, *workspace; /* borrowed */
+    int amsgrad, ema, copy;
+} py_adamw_group;
+
+/* Adds the group's parameters that have gradients. Returns 0, -1 with an exception, or
+ * 1 with the place of a parameter whose state must be made or that is on another device
+ * than those before. */
+int py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all,
+                       Py_ssize_t *stopped);
 
 #endif

@@ -4,220 +4,18 @@
 
 #include <string.h>
 
-enum { AHEAD = 8 }; /* rows between two looks ahead */
-
-/* One param group. */
-typedef struct {
-    py_adamw_call call;
-    PyObject *params, *workspace; /* borrowed */
-    int amsgrad, ema, copy;
-} group;
-
 /* All of one optimizer. */
 typedef struct {
     PyObject *all; /* the optimizer's state dict */
     PyObject *bump, *relayout;
-    group *groups;
+    py_adamw_group *groups;
     Py_ssize_t n;
     Py_ssize_t stopped_group, stopped_place;
 } step;
 
-/* The parameter's state dict. Both dicts were made in the order of the parameters, so
- * it is one of the next entries; asking by key would call the tensor's __hash__.
- * Borrowed; NULL without an exception where there is none. */
-static PyObject *
-state_of(PyObject *all, PyObject *param, Py_ssize_t *position)
-{
-    PyObject *key, *value;
-    Py_ssize_t next = *position;
-
-    for (int ahead = 0; ahead < 8 && PyDict_Next(all, &next, &key, &value); ahead++) {
-        if (key == param) {
-            *position = next;
-            return value;
-        }
-    }
-    return PyDict_GetItemWithError(all, param);
-}
-
-/* Where in the optimizer's state a group's first parameter stands, for state_of(). */
-static Py_ssize_t
-find_position(PyObject *all, PyObject *param, Py_ssize_t guess)
-{
-    PyObject *key;
-    Py_ssize_t next = guess, before;
-
-    if (PyDict_Next(all, &next, &key, NULL) && key == param) {
-        return guess;
-    }
-    for (before = next = 0; PyDict_Next(all, &next, &key, NULL); before = next) {
-        if (key == param) {
-            return before;
-        }
-    }
-    return 0;
-}
-
-/* The state arrays of one parameter. Returns 0, 1 if some are missing, or -1. */
-static int
-take_state(py_state *state, PyObject *dict, const group *group, PyObject **objects)
-{
-    /* in the order in which they are made, so that walking the dict finds them all */
-    const struct {
-        int column;
-        bool wanted;
-        PyObject *name;
-    } entries[] = {{STEP, true, state->s_step},
-                   {EXP_AVG, true, state->s_exp_avg},
-                   {EXP_AVG_SQ, true, state->s_exp_avg_sq},
-                   {MAX_EXP_AVG_SQ, group->amsgrad, state->s_max_exp_avg_sq},
-                   {PARAM, group->call.master, state->s_master_param},
-                   {COPY, group->copy, state->s_weight_copy},
-                   {EMA, group->ema, state->s_ema}};
-    PyObject *key, *value;
-    Py_ssize_t next = 0;
-
-    if (!PyDict_Check(dict)) {
-        PyErr_SetString(PyExc_TypeError, "state of a parameter must be a dict");
-        return -1;
-    }
-    for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        if (!entries[i].wanted) {
-            continue;
-        }
-        if (!PyDict_Next(dict, &next, &key, &value) || key != entries[i].name) {
-            value = PyDict_GetItemWithError(dict, entries[i].name);
-        }
-        if (value == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        if (value != NULL) {
-            objects[entries[i].column] = value;
-        } else if (entries[i].column == PARAM) {
-            objects[COPY] = NULL; /* the parameter is its own master, see add_param() */
-        } else {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* Adds one parameter that has a gradient. Returns 0, 1 if its state must be made or it
- * is on another device than those before, or -1 with an exception. */
-static int
-add_param(py_state *state, group *group, PyObject *all, Py_ssize_t place,
-          PyObject *param, PyObject *grad)
-{
-    PyObject *objects[N_COLUMNS] = {[PARAM] = param, [GRAD] = grad}, *dict;
-    py_table *table = &group->call.workspace->table;
-    int status;
-
-    dict = state_of(all, param, &group->call.workspace->next);
-    if (dict == NULL) {
-        return PyErr_Occurred() ? -1 : 1;
-    }
-    if (group->call.master) {
-        objects[COPY] = param;
-    }
-    status = take_state(state, dict, group, objects);
-    if (status == 0) {
-        status = py_table_add(state, table, objects, place);
-    }
-    if (status == 0 && group->call.master && objects[COPY] == NULL) {
-        const int dtype = table->rows[table->n_rows - 1].dtype[PARAM];
-        return dtype == TFAST_F16 || dtype == TFAST_BF16; /* these need a master */
-    }
-    return status;
-}
-
-/* Reads param.grad, which the table then holds; NULL for None. Returns 0 or -1. */
-static int
-read_grad(py_state *state, py_table *table, PyObject *param, PyObject **grad)
-{
-    *grad = PyObject_GetAttr(param, state->s_grad);
-    if (*grad == NULL || py_table_hold(table, *grad) < 0) {
-        return -1;
-    }
-    if (*grad == Py_None) {
-        *grad = NULL;
-    } else {
-        py_hint_parts(state, *grad);
-    }
-    return 0;
-}
-
-/* Asks the cache for what the rows from `i` on will read: each look ahead finds in the
- * cache what the one before asked for. */
-static void
-look_ahead(const py_state *state, py_workspace *workspace, PyObject *params,
-           PyObject *all, Py_ssize_t i)
-{
-    const py_memories *memories = &workspace->table.memories;
-    const Py_ssize_t n = PyList_Size(params);
-    PyObject *key, *dict;
-
-    if (i + 4 * AHEAD < n) {
-        __builtin_prefetch(PyList_GetItem(params, i + 4 * AHEAD));
-    }
-    if (i + 3 * AHEAD >= 0 && i + 3 * AHEAD < n) {
-        py_memory_hint(memories, i + 3 * AHEAD);
-        py_memory_hint_kept(memories, i + 3 * AHEAD, state, PY_HINT_OBJECTS);
-        py_hint_body(state, PyList_GetItem(params, i + 3 * AHEAD));
-        if (PyDict_Next(all, &workspace->far, &key, &dict)) {
-            __builtin_prefetch(dict);
-        }
-    }
-    if (i + 2 * AHEAD >= 0 && i + 2 * AHEAD < n) {
-        py_memory_hint_kept(memories, i + 2 * AHEAD, state, PY_HINT_BODIES);
-        py_hint_parts(state, PyList_GetItem(params, i + 2 * AHEAD));
-        if (PyDict_Next(all, &workspace->near, &key, &dict)) {
-            py_hint_dict(dict);
-        }
-    }
-    if (i + AHEAD >= 0 && i + AHEAD < n) {
-        py_memory_hint_kept(memories, i + AHEAD, state, PY_HINT_PARTS);
-    }
-}
-
-/* Adds the group's parameters that have gradients. Returns 0, -1 with an exception, or
- * 1 with the place of the parameter that stopped it, see add_param(). */
-static int
-add_group(py_state *state, group *group, PyObject *all, Py_ssize_t *stopped)
-{
-    py_workspace *workspace = group->call.workspace;
-    PyObject *grads[AHEAD], *params = group->params;
-    const Py_ssize_t n = PyList_Size(params);
-    int status = 0;
-
-    if (n > 0) {
-        workspace->first =
-            find_position(all, PyList_GetItem(params, 0), workspace->first);
-    }
-    workspace->next = workspace->far = workspace->near = workspace->first;
-    for (Py_ssize_t i = -4 * AHEAD; i < n && status == 0; i++) {
-        PyObject *grad = i >= 0 ? grads[i % AHEAD] : NULL; /* read AHEAD rounds ago */
-
-        if (PyList_Size(params) != n) { /* reading .grad may run Python code */
-            PyErr_SetString(PyExc_RuntimeError, "params changed during the step");
-            return -1;
-        }
-        look_ahead(state, workspace, params, all, i);
-        if (i + AHEAD >= 0 && i + AHEAD < n &&
-            read_grad(state, &workspace->table, PyList_GetItem(params, i + AHEAD),
-                      &grads[(i + AHEAD) % AHEAD]) < 0) {
-            return -1;
-        }
-        if (grad != NULL) {
-            *stopped = i;
-            status = add_param(state, group, all, i, PyList_GetItem(params, i), grad);
-        }
-    }
-    return status;
-}
-
 /* Appends the parameters of the group's rows, and their gradients if written. */
 static int
-append_written(PyObject *written, const group *group, bool grads)
+append_written(PyObject *written, const py_adamw_group *group, bool grads)
 {
     const py_table *table = &group->call.workspace->table;
 
@@ -242,7 +40,7 @@ append_written(PyObject *written, const group *group, bool grads)
 
 /* Tells autograd which tensors the group's step wrote. */
 static int
-bump_versions(PyObject *bump, const group *group)
+bump_versions(PyObject *bump, const py_adamw_group *group)
 {
     const bool grads = group->call.args.write_back_grads || group->call.args.zero_grad;
     const py_table *table = &group->call.workspace->table;
@@ -269,7 +67,7 @@ bump_versions(PyObject *bump, const group *group)
 /* (params, workspace, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize,
  * decoupled_weight_decay, ema_decay or None, master, copy, zero_grad, write_back) */
 static int
-parse_group(PyObject *tuple, group *group)
+parse_group(PyObject *tuple, py_adamw_group *group)
 {
     tfast_adamw_args *args = &group->call.args;
     PyObject *ema_decay;
@@ -306,7 +104,7 @@ add_groups(py_state *state, step *step)
     const tfast_device *device = NULL;
 
     for (Py_ssize_t g = 0; g < step->n; g++) {
-        group *group = &step->groups[g];
+        py_adamw_group *group = &step->groups[g];
         const py_table *table;
         int status;
 
@@ -316,7 +114,7 @@ add_groups(py_state *state, step *step)
             return -1;
         }
         step->stopped_group = g;
-        status = add_group(state, group, step->all, &step->stopped_place);
+        status = py_adamw_add_group(state, group, step->all, &step->stopped_place);
         if (status != 0) {
             return status;
         }
@@ -451,6 +249,7 @@ prepare_pass(py_state *state, const step *step, shared *shared, Py_ssize_t rows,
 static tfast_status
 run_passes(step *step, const shared *shared)
 {
+    const bool passes = shared->measure_inf || shared->measure_norm;
     tfast_status status = TFAST_OK;
 
     for (Py_ssize_t g = 0; g < step->n && status == TFAST_OK; g++) {
@@ -460,9 +259,11 @@ run_passes(step *step, const shared *shared)
         args->found_inf = shared->inf;
         args->clip_coef = shared->coef;
         args->stream = (void *)(uintptr_t)shared->stream;
-        status = args->n_slots > 0 ? tfast_adamw_check(args) : TFAST_OK;
+        if (args->n_slots > 0 && (step->n > 1 || passes)) { /* else the call does it */
+            status = tfast_adamw_check(args);
+        }
     }
-    if (status == TFAST_OK && (shared->measure_inf || shared->measure_norm)) {
+    if (status == TFAST_OK && passes) {
         status = tfast_amp_grads(&shared->grads);
     }
     for (Py_ssize_t g = 0; g < step->n && status == TFAST_OK; g++) {

@@ -17,8 +17,8 @@ typedef struct {
     Py_ssize_t n_slots, n_extras, n_tensors; /* room for */
     tfast_workspace backend;
     /* positions in the optimizer's state dict: of a group's first parameter, and during
-     * a call of its next one and of two looks ahead */
-    Py_ssize_t first, next, far, near;
+     * a call of its next one */
+    Py_ssize_t first, next;
     long process; /* that made it: CUDA memory is not freed in a forked child */
 } py_workspace;
 

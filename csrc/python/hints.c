@@ -73,14 +73,9 @@ py_hint_parts(const py_state *state, PyObject *object)
     }
 }
 
-void
-py_hint_dict(PyObject *dict)
+const void *
+py_dict_parts(PyObject *dict)
 {
     /* after count, type, number of entries and version: so in CPython 3.11 to 3.14 */
-    const uintptr_t keys = PyDict_CheckExact(dict) ? ((const uintptr_t *)dict)[4] : 0;
-
-    if (keys != 0) {
-        __builtin_prefetch((const void *)keys);
-        __builtin_prefetch((const void *)(keys + LINE));
-    }
+    return PyDict_CheckExact(dict) ? ((void *const *)dict)[4] : NULL;
 }

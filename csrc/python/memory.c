@@ -6,8 +6,8 @@ enum {
     KEEP_BELOW = 4096, /* elements: updating more costs so much that resolving their
                           pointers each time is free, and memory of a size that
                           somebody may want back is not kept alive */
-    RESOLVE_EVERY = 16,
-    WATCH_WORDS = 5 /* of a storage's body that are looked at */
+    WATCH_WORDS = 5, /* of a storage's body that are looked at */
+    LINE = 64
 };
 
 static int
@@ -73,21 +73,17 @@ py_memories_traverse(py_memories *memories, visitproc visit, void *arg)
     return 0;
 }
 
+/* A loop, since memcmp() of a dimension or two costs more. */
 static bool
 same_layout(const py_memory *memory, const py_array *array)
 {
-    const size_t bytes = (size_t)array->ndim * sizeof(int64_t);
+    bool same = memory->ndim == array->ndim;
 
-    return memory->ndim == array->ndim &&
-           memcmp(memory->shape, array->shape, bytes) == 0 &&
-           memcmp(memory->strides, array->strides, bytes) == 0;
-}
-
-/* Whether what is kept of a place is to be resolved anew in this call. */
-static bool
-is_turn(const py_memories *memories, Py_ssize_t place)
-{
-    return ((size_t)place + memories->tick) % RESOLVE_EVERY == 0;
+    for (int d = 0; d < array->ndim && same; d++) {
+        same = memory->shape[d] == array->shape[d] &&
+               memory->strides[d] == array->strides[d];
+    }
+    return same;
 }
 
 py_memory *
@@ -101,7 +97,7 @@ py_memory_of(py_memories *memories, Py_ssize_t place, const py_array *first,
         return NULL;
     }
     memory = &memories->places[place];
-    *trusted = !is_turn(memories, place);
+    *trusted = !py_memory_is_turn(memories, place);
     if (!same_layout(memory, first)) {
         const size_t bytes = (size_t)first->ndim * sizeof(int64_t);
 
@@ -170,11 +166,20 @@ py_memory_keep(py_memories *memories, Py_ssize_t place, int column, PyObject *ob
 }
 
 void
+py_memory_source(py_memories *memories, Py_ssize_t place, PyObject *dict)
+{
+    if (place < memories->capacity) {
+        memories->places[place].source = dict;
+        memories->places[place].source_parts = py_dict_parts(dict);
+    }
+}
+
+void
 py_memory_hint(const py_memories *memories, Py_ssize_t place)
 {
     if (place < memories->capacity) {
         const py_memory *memory = &memories->places[place];
-        const uintptr_t shape = (uintptr_t)memory->second_shape;
+        const char *shape = memory->second_shape, *parts = memory->source_parts;
 
         __builtin_prefetch(memory->second);
         for (int c = 0; c < PY_MAX_COLUMNS; c++) {
@@ -182,20 +187,24 @@ py_memory_hint(const py_memories *memories, Py_ssize_t place)
                 __builtin_prefetch((const void *)memory->kept[c].watch);
             }
         }
-        for (uintptr_t at = shape - 64; shape != 0 && at <= shape + 64; at += 64) {
-            __builtin_prefetch((const void *)at);
+        __builtin_prefetch(memory->source);
+        if (shape != NULL) { /* in the midst of its body */
+            __builtin_prefetch(shape - LINE);
+            __builtin_prefetch(shape);
+            __builtin_prefetch(shape + LINE);
+        }
+        if (parts != NULL) {
+            __builtin_prefetch(parts);
+            __builtin_prefetch(parts + LINE);
         }
     }
 }
 
 void
-py_memory_hint_kept(const py_memories *memories, Py_ssize_t place,
-                    const py_state *state, py_memory_depth depth)
+py_memory_hint_kept(const py_state *state, const py_memories *memories,
+                    Py_ssize_t place, py_memory_depth depth)
 {
-    if (place >= memories->capacity || !is_turn(memories, place)) {
-        return;
-    }
-    for (int c = 0; c < PY_MAX_COLUMNS; c++) {
+    for (int c = 0; c < PY_MAX_COLUMNS && place < memories->capacity; c++) {
         PyObject *object = memories->places[place].kept[c].object;
 
         if (object == NULL) {

@@ -7,15 +7,17 @@
 
 enum {
     PY_MAX_COLUMNS = 8,
-    PY_KEPT_DIMS = 5 /* arrays of more dimensions are resolved every time */
+    PY_KEPT_DIMS = 5, /* arrays of more dimensions are resolved every time */
+    PY_RESOLVE_EVERY = 16
 };
 
 /* Of one place. A kept array's pointer counts while the caller comes with the same
  * object, the row has the layout that it was checked against, and the storage has not
  * moved the data. */
 typedef struct {
-    const void *second; /* the object in the second column and its shape, as hints to */
-    const void *second_shape; /* the cache: never followed, so they may be stale */
+    /* hints to the cache, never followed, so they may be stale: the object in the
+     * second column, its shape, and what the row's arrays came from, with its parts */
+    const void *second, *second_shape, *source, *source_parts;
     struct {
         PyObject *object;
         void *data;
@@ -37,7 +39,7 @@ typedef struct {
     py_memory *places; /* NULL: nothing is remembered */
     py_storages *storages;
     Py_ssize_t capacity;
-    unsigned tick; /* a sixteenth of what is kept is resolved anew each time */
+    unsigned tick; /* a part of what is kept is resolved anew each time */
 } py_memories;
 
 /* Room for places 0 .. n - 1. Returns 0, or -1 with MemoryError. */
@@ -65,13 +67,23 @@ py_memory_holds(const py_memory *memory, int column, const PyObject *object)
 void py_memory_keep(py_memories *memories, Py_ssize_t place, int column,
                     PyObject *object, const py_array *array);
 
-/* Asks the cache for the place's memory and what it says was in the second column. */
+/* Whether what is kept of a place is to be resolved anew in this call. */
+static inline bool
+py_memory_is_turn(const py_memories *memories, Py_ssize_t place)
+{
+    return ((size_t)place + memories->tick) % PY_RESOLVE_EVERY == 0;
+}
+
+/* Remembers, for hints, the dict that a place's arrays came from. */
+void py_memory_source(py_memories *memories, Py_ssize_t place, PyObject *dict);
+
+/* Asks the cache for what a place's memory says its row will read. */
 void py_memory_hint(const py_memories *memories, Py_ssize_t place);
 
-/* Where it is the place's turn to be resolved anew: asks the cache for what is kept of
- * it, each depth finding in the cache what the one before asked for. */
+/* Asks the cache for what is kept of a place, for its turn to be resolved anew: each
+ * depth finds in the cache what the one before asked for. */
 typedef enum { PY_HINT_OBJECTS, PY_HINT_BODIES, PY_HINT_PARTS } py_memory_depth;
-void py_memory_hint_kept(const py_memories *memories, Py_ssize_t place,
-                         const py_state *state, py_memory_depth depth);
+void py_memory_hint_kept(const py_state *state, const py_memories *memories,
+                         Py_ssize_t place, py_memory_depth depth);
 
 #endif

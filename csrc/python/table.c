@@ -241,7 +241,7 @@ borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject 
 
 /* Holds what keeps a borrowed array alive until the end of the call. */
 static int
-hold_cell(py_table *table, PyObject *object, py_array *array)
+hold_cell(py_table *table, int c, PyObject *object, py_array *array)
 {
     PyObject *owner = array->owner;
 
@@ -249,7 +249,7 @@ hold_cell(py_table *table, PyObject *object, py_array *array)
     if (owner != NULL && py_table_hold(table, owner) < 0) {
         return -1;
     }
-    return py_table_hold(table, Py_NewRef(object));
+    return table->columns[c].held ? 0 : py_table_hold(table, Py_NewRef(object));
 }
 
 static void
@@ -296,7 +296,7 @@ add_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
     }
     row->numel = first->numel;
     set_cell(row, 0, first->data, (uint8_t)first->dtype);
-    return hold_cell(table, object, first);
+    return hold_cell(table, 0, object, first);
 }
 
 /* True where an output of the row lies elsewhere than in the call before. */
@@ -357,7 +357,7 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
         if (keeps) {
             py_memory_keep(&table->memories, place, c, objects[c], &array);
         }
-        if (hold_cell(table, objects[c], &array) < 0) {
+        if (hold_cell(table, c, objects[c], &array) < 0) {
             return -1;
         }
     }

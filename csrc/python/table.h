@@ -13,6 +13,7 @@ typedef struct {
     bool scalar;      /* one float32; otherwise column 0's shape and layout */
     bool any_layout;  /* another layout is copied by `relayout` instead of refused */
     bool keep;        /* may be remembered between calls */
+    bool held;        /* by the caller until the call ends */
     int same_dtype;   /* must have that column's dtype; 0: any */
 } py_column;
 

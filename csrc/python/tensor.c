@@ -121,8 +121,12 @@ py_is_dense(const py_array *array)
 bool
 py_same_shape(const py_array *a, const py_array *b)
 {
-    return a->ndim == b->ndim &&
-           memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0;
+    bool same = a->ndim == b->ndim;
+
+    for (int d = 0; d < a->ndim && same; d++) {
+        same = a->shape[d] == b->shape[d];
+    }
+    return same;
 }
 
 bool
@@ -346,7 +350,8 @@ check_data(PyObject *object, py_argument argument, const py_array *array)
             PyExc_NotImplementedError, argument,
             "must have data, got a null pointer (a fake or meta tensor)");
     }
-    if ((uintptr_t)array->data % (uintptr_t)dtypes[array->dtype].alignment != 0) {
+    if (((uintptr_t)array->data & (uintptr_t)(dtypes[array->dtype].alignment - 1)) !=
+        0) { /* a power of two, and a division would cost ten times as much */
         return py_argument_error(
             PyExc_ValueError, argument,
             "must be aligned to its %d-byte elements, got address %p",

@@ -128,8 +128,9 @@ bool py_same_layout(const py_array *a, const py_array *b);
 void py_hint_body(const py_state *state, PyObject *object);
 void py_hint_parts(const py_state *state, PyObject *object);
 
-/* The same for a dict that is in the cache: its table of keys. */
-void py_hint_dict(PyObject *dict);
+/* Where a dict has its table of keys, or NULL: an address to ask the cache for, and for
+ * nothing else. */
+const void *py_dict_parts(PyObject *dict);
 
 /* Writes "(2, 3)" for messages. */
 enum { PY_SHAPE_TEXT = 120 }; /* bytes that are enough for four dimensions */
