@@ -6,7 +6,7 @@ enum {
     KEEP_BELOW = 4096, /* elements: updating more costs so much that resolving their
                           pointers each time is free, and memory of a size that
                           somebody may want back is not kept alive */
-    WATCH_WORDS = 5, /* of a storage's body that are looked at */
+    WATCH_WORDS = 5,   /* of a storage's body that are looked at */
     LINE = 64
 };
 

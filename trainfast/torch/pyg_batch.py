@@ -47,7 +47,8 @@ class Blank:
 
         None: it cannot, because the class makes its objects in a way of its own.
         """
-        if self.hetero or not self.simple or self.kind.__new__ is not object.__new__:
+        makes_own = getattr(self.kind, "__new__", None) is not object.__new__
+        if self.hetero or not self.simple or makes_own:
             return None
         own = dict.fromkeys(("_mapping", "_parent", *_BATCH_NAMES))
         return self.kind, self.common | {"_store": None}, GlobalStorage, own
