@@ -56,7 +56,7 @@ def _call_of(
     if refusal is None and q.dtype not in DTYPES:
         refusal = f"dtype {q.dtype}"
     if refusal is None:
-        refusal = torchs_are_faster(q, None, chosen)
+        refusal = torchs_are_faster(q, chosen)
     if refusal is not None:
         return refusal
     options = Options(q.shape[-1] ** -0.5 if scale is None else scale, is_causal)

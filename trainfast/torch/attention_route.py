@@ -106,17 +106,14 @@ def is_left_to_torch() -> bool:
     return _left.to_torch
 
 
-def torchs_are_faster(
-    q: Tensor, mask: Tensor | None, chosen: bool = False
-) -> str | None:
+def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
     """Why torch's own function is the better choice where it computes the same.
     `chosen`: the user has asked for our kernels by name.
 
     From sm_80 on torch has flash attention, beside which our kernels have not been
     measured yet. Before that it has none, and ours use the tensor cores for float16 and
-    bfloat16; other dtypes, and gradients of masks, multiply without them. What torch
-    has no function for (windows, ALiBi, sinks, lengths, gradients of lse) stays with
-    us in any case.
+    bfloat16; other dtypes multiply without them. What torch has no function for
+    (windows, ALiBi, sinks, lengths, gradients of lse) stays with us in any case.
     """
     if q.device.type != "cuda":
         return None
@@ -127,8 +124,6 @@ def torchs_are_faster(
         dtype = torch.get_autocast_dtype("cuda")
     if dtype not in (torch.float16, torch.bfloat16):
         return "CUDA: no kernel with tensor cores for this dtype"
-    if mask is not None and mask.requires_grad:
-        return "CUDA: no kernel with tensor cores for the gradient of a mask"
     return None
 
 

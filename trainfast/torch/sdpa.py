@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
     if refusal is None and not 0 <= dropout_p < 1:
         refusal = "dropout_p outside [0, 1)"
     if refusal is None:
-        refusal = torchs_are_faster(query, attn_mask)
+        refusal = torchs_are_faster(query)
     if refusal is None:
         try:
             return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale)
