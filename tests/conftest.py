@@ -7,6 +7,7 @@ the backend `simt`.
 import importlib.util
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,11 @@ HERE = Path(__file__).parent
 # A shell's background job, and what it starts, has Ctrl-C ignored; some tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Nor does an older AddressSanitizer survive a fork beside the threads that JAX starts.
+if "libasan" in os.environ.get("LD_PRELOAD", ""):
+    sys.modules["jax"] = sys.modules["jraph"] = None
 
 
 def _build_simt() -> str | None:
