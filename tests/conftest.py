@@ -79,6 +79,19 @@ def simt():
     return Simt(os.environ["TRAINFAST_SIMT_LIBRARY"])
 
 
+TENSOR_CORES = [(75, "float16"), (75, "bfloat16"), (80, "float16"), (80, "bfloat16")]
+
+
+@pytest.fixture(params=TENSOR_CORES, ids=lambda path: f"{path[0]}-{path[1]}")
+def dtype(request, monkeypatch, simt):
+    """One that tensor cores take, with the instructions that take it, on `simt`."""
+    ptx, name = request.param
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    trainfast.use_backend("simt")
+    yield name
+    trainfast.use_backend(None)
+
+
 @pytest.fixture
 def device(backend):
     """Where the backend's arrays live, for torch."""

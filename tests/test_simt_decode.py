@@ -11,21 +11,8 @@ from arrays import Framed
 from attention_calls import Problem, to_float64
 from simt_library import NUMBERS, AttentionArgs, AttentionRows, Capture
 
-import trainfast
-
-PATHS = [(75, "float16"), (75, "bfloat16"), (80, "float16"), (80, "bfloat16")]
 LAUNCHES = 2  # the splits, and what combines them
 LEAST_KEYS = 256  # with fewer the keys are not split
-
-
-@pytest.fixture(params=PATHS, ids=lambda path: f"{path[0]}-{path[1]}")
-def dtype(request, monkeypatch, simt):
-    """One that tensor cores take, with the instructions that take it."""
-    ptx, name = request.param
-    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
-    trainfast.use_backend("simt")
-    yield name
-    trainfast.use_backend(None)
 
 
 @pytest.fixture

@@ -11,18 +11,7 @@ from test_attention import cumulated, option_values
 
 import trainfast
 
-PATHS = [(75, "float16"), (75, "bfloat16"), (80, "float16"), (80, "bfloat16")]
 ARRAYS = ("dout", "q", "k", "v")
-
-
-@pytest.fixture(params=PATHS, ids=lambda path: f"{path[0]}-{path[1]}")
-def dtype(request, monkeypatch, simt):
-    """One that tensor cores take, with the instructions that take it."""
-    ptx, name = request.param
-    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
-    trainfast.use_backend("simt")
-    yield name
-    trainfast.use_backend(None)
 
 
 def wide_options(options, wide):
@@ -288,7 +277,7 @@ def launches(simt, problem, wanted):
     ],
 )
 def test_plain_kernels_are_not_used(simt, request, rng, dtype, shape, wanted, expected):
-    scaled = request.node.callspec.params["dtype"] == PATHS[1]
+    scaled = request.node.callspec.params["dtype"] == (75, "bfloat16")
     options = all_options(rng) | {"bias": np.zeros(shape, "f")}
     problem = Problem(rng, (2, 4, 70, 90, 40), dtype=dtype, **options)
     before = 3 if scaled else 1
