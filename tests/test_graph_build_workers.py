@@ -122,26 +122,30 @@ def test_a_make_that_does_not_pickle_is_named_if_it_must(path, monkeypatch):
 
 
 def test_workers_end_when_their_parent_is_killed(path):
+    """What the workers had made by then they commit, but for the graph in hand."""
     code = f"""
         import os, signal, time
         from graph_samples import graph, quiet
         parent = os.getpid()
+        made = os.open({str(path) + ".made"!r}, os.O_CREAT | os.O_RDWR | os.O_APPEND)
         def make(n):
-            if n == 120 and os.getpid() != parent:
-                os.kill(parent, signal.SIGKILL)
+            if os.getpid() != parent:
+                os.write(made, b".")
+                if os.fstat(made).st_size == 120:
+                    os.kill(parent, signal.SIGKILL)
             time.sleep(0.001)
             return graph(n % 50)
         quiet({str(path)!r}, range(100000), make, workers=2)
     """
     assert run_python(code).returncode == -signal.SIGKILL
-    for _ in range(100):
+    for _ in range(600):
         try:
-            report = quiet(path, range(300), lambda n: graph(n % 50))
+            report = quiet(path, range(1000), lambda n: graph(n % 50))
             break
         except BlockingIOError:  # the workers still hold the lock
             time.sleep(0.1)
-    assert report.reused >= 100 and report.graphs == 300
-    assert_same(read(path), [graph(n % 50) for n in range(300)])
+    assert report.reused >= 118 and report.graphs == 1000
+    assert_same(read(path), [graph(n % 50) for n in range(1000)])
 
 
 def test_a_graph_that_cannot_be_cached_names_its_input_from_a_worker(path):
