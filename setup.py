@@ -82,20 +82,19 @@ def output_of(*command):
 
 
 def run(command):
-    """Runs one command of a parallel build; its output appears in one piece."""
+    """Runs one command of a parallel build; returns what it said."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode:
         raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
-    if done.stdout:
-        print(done.stdout, end="", flush=True)
+    return done.stdout
 
 
 def outdated(target):
-    """Whether an object or one of the files in its dependency file has changed."""
-    depends = target.with_suffix(".d")
-    if not target.exists() or not depends.exists():
+    """Whether one of the files in an object's dependency file has changed since."""
+    depends, said = target.with_suffix(".d"), target.with_suffix(".log")
+    if not (target.exists() and depends.exists() and said.exists()):
         return True
     files = re.sub(r"\\\n", " ", depends.read_text()).split(":", 1)[1].split()
     built = target.stat().st_mtime_ns
@@ -130,7 +129,10 @@ def compile_one(job):
     target.unlink(missing_ok=True)
     depends = str(target.with_suffix(".d"))
     start = time.time_ns()
-    run([*command, "-MMD", "-MF", depends, "-c", source, "-o", str(target)])
+    said = run([*command, "-MMD", "-MF", depends, "-c", source, "-o", str(target)])
+    target.with_suffix(".log").write_text(said)
+    words = re.sub(r"^(?:ptxas info|    \d+ bytes).*\n", "", said, flags=re.MULTILINE)
+    print(words, end="", flush=True)  # of one compiler in one piece
     os.utime(target, ns=(start, start))  # a source saved while it compiles is newer
 
 
@@ -138,7 +140,7 @@ def link(command, target):
     """Links to a new file and renames it: a process that has the old one lives on."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_suffix(".new")
-    run([*command, "-o", str(new)])
+    print(run([*command, "-o", str(new)]), end="", flush=True)
     new.replace(target)
 
 
@@ -256,7 +258,7 @@ def nvcc_command(nvcc):
         compress = ["-Xfatbin", "-compress-all"]  # the other one needs a newer driver
     host = [*NVCC_HOST_FLAGS, "-Werror"] if WERROR else NVCC_HOST_FLAGS
     flags = ["-std=c++17", "-O3", "-fmad=false", "-cudart", "static", "-Icsrc"]
-    flags += ["-Xcompiler", ",".join(host), "--threads", "2"]
+    flags += ["-Xcompiler", ",".join(host), "--threads", "2", "-Xptxas=-v"]
     flags += ["-Werror", "all-warnings"] if WERROR else []
     flags += ["-g", "-lineinfo"] if DEBUG else []
     words = [f"sm_{arch}" for arch in archs] + ([f"PTX {ptx}"] if ptx else [])
@@ -270,6 +272,8 @@ def build_cuda(nvcc, target, force):
         raise CompileError("cuda/ must hold .cu files, got none")
     jobs = [(command, source) for source in sources]
     objects = compile_all(jobs, force, f"{CUDA_LIBRARY} with {nvcc} for {words}")
+    said = [Path(object).with_suffix(".log").read_text() for object in objects]
+    (OBJECTS / "cuda.log").write_text("".join(said))  # the kernels' registers, for tests
     # nvcc may be a script elsewhere: it alone knows where its libraries are.
     steps = subprocess.run(
         [nvcc, "--dryrun", "-shared", "-o", os.devnull, sources[0]],

@@ -107,13 +107,10 @@ def barriers():
     return found
 
 
-# Changes that are always on. Blocks get several works; and a copy knows fewer tiles of
-# dims, since each is compiled for itself: 64 and 128 have all that a fault can break.
+# Changes that are always on: blocks get several works.
 ALWAYS = [
     ("attention.cu", r"blocks_of\(works\)", "blocks_of(works < 3 ? works : 3)"),
     ("attention_mma_term.cu", "1 << 30", "2"),
-    ("*", r"dim <= (?:32|96|192)\s*\? [\w<>, ]+\([\w, ]+\)\s*: ", ""),
-    ("*", r"template tfast_status \w+<(?:32|96|192)>\([^;]*;\n", ""),
 ]
 
 
@@ -143,7 +140,7 @@ def plant(folder):
             new = switched(number, source[begin:end], new)
             source = source[:begin] + new + source[end:]
         for file, pattern, new in ALWAYS:
-            if file in ("*", name):
+            if file == name:
                 source = re.sub(pattern, new, source)
         path = folder / name
         if not path.exists() or path.read_text() != source:
