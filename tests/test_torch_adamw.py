@@ -454,6 +454,32 @@ def test_transposed_and_channels_last_parameters(backend, device):
     assert_same_state(run(AdamW), run(torch.optim.AdamW))
 
 
+def test_many_tensors_are_stepped_and_their_versions_bumped_once(backend, device):
+    """More than are bumped at a time; some small, some large, some without gradient."""
+
+    def run(cls, **options):
+        shapes = [(5000,) if i % 3 else (10,) for i in range(300)]
+        params = make_params(device, shapes=shapes)
+        optimizer = cls(params, **options)
+        for step in range(3):
+            set_grads(params, step)
+            for param in params[5::7]:
+                param.grad = None
+            if step == 2:  # these have state, but no gradient
+                params[0].grad = params[-1].grad = None
+            before = [p._version for p in params]
+            grads = [p.grad if p.grad is None else p.grad._version for p in params]
+            optimizer.step()
+            if not options:
+                continue
+            for param, old, grad in zip(params, before, grads, strict=True):
+                assert param._version == old + (grad is not None)
+                assert grad is None or param.grad._version == grad + 1
+        return optimizer
+
+    assert_same_state(run(AdamW, zero_grad=True), run(torch.optim.AdamW))
+
+
 def test_in_place_changes_are_seen_by_autograd(backend, device):
     w = torch.nn.Parameter(torch.ones(3, device=device))
     frozen = torch.nn.Parameter(torch.ones(3, device=device))

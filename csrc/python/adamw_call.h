@@ -44,6 +44,8 @@ void py_adamw_end(py_adamw_call *call);
 typedef struct {
     py_adamw_call call;
     PyObject *params, *workspace; /* borrowed */
+    PyObject *written; /* owned; where gradients are written: a list of them and their
+                          parameters, for autograd's versions. Else NULL */
     int amsgrad, ema, copy;
 } py_adamw_group;
 

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+enum { AT_ONCE = 32 }; /* tensors that the cache is asked for */
+
 /* All of one optimizer. */
 typedef struct {
     PyObject *all; /* the optimizer's state dict */
@@ -13,48 +15,53 @@ typedef struct {
     Py_ssize_t stopped_group, stopped_place;
 } step;
 
-/* Appends the parameters of the group's rows, and their gradients if written. */
-static int
-append_written(PyObject *written, const py_adamw_group *group, bool grads)
+/* The parameters of the group's rows: a new reference. */
+static PyObject *
+stepped(const py_adamw_group *group)
 {
     const py_table *table = &group->call.workspace->table;
+    PyObject *params;
 
-    for (Py_ssize_t r = 0; r < table->n_rows; r++) {
-        PyObject *param = PyList_GetItem(group->params, table->rows[r].place);
-
-        if (PyList_Append(written, param) < 0) {
-            return -1;
-        }
-        if (grads) {
-            PyObject *grad = PyObject_GetAttrString(param, "grad");
-            const int status = grad == NULL ? -1 : PyList_Append(written, grad);
-
-            Py_XDECREF(grad);
-            if (status < 0) {
-                return -1;
-            }
+    if (table->n_rows == PyList_Size(group->params)) {
+        return Py_NewRef(group->params);
+    }
+    params = PyList_New(0);
+    for (Py_ssize_t r = 0; r < table->n_rows && params != NULL; r++) {
+        if (PyList_Append(params, PyList_GetItem(group->params, table->rows[r].place)) <
+            0) {
+            Py_CLEAR(params);
         }
     }
-    return 0;
+    return params;
+}
+
+/* Asks for tensors that the kernel has driven out of the cache. */
+static void
+hint_written(const py_state *state, PyObject *written)
+{
+    const Py_ssize_t n = PyList_Size(written);
+    PyObject *tensors[AT_ONCE];
+
+    for (Py_ssize_t i = 0; i < n;) {
+        Py_ssize_t k = 0;
+
+        while (k < AT_ONCE && i < n) {
+            tensors[k++] = PyList_GetItem(written, i++);
+        }
+        py_hint_tensors(state, tensors, k);
+    }
 }
 
 /* Tells autograd which tensors the group's step wrote. */
 static int
-bump_versions(PyObject *bump, const py_adamw_group *group)
+bump_versions(const py_state *state, PyObject *bump, const py_adamw_group *group)
 {
-    const bool grads = group->call.args.write_back_grads || group->call.args.zero_grad;
-    const py_table *table = &group->call.workspace->table;
-    PyObject *written, *answer = NULL;
+    PyObject *written =
+        group->written != NULL ? Py_NewRef(group->written) : stepped(group);
+    PyObject *answer = NULL;
 
-    if (table->n_rows == PyList_Size(group->params) && !grads) {
-        written = Py_NewRef(group->params);
-    } else {
-        written = PyList_New(0);
-        if (written != NULL && append_written(written, group, grads) < 0) {
-            Py_CLEAR(written);
-        }
-    }
     if (written != NULL) {
+        hint_written(state, written);
         answer = PyObject_CallFunctionObjArgs(bump, written, NULL);
     }
     Py_XDECREF(written);
@@ -304,7 +311,7 @@ run_groups(py_state *state, step *step, shared *shared)
     }
     for (Py_ssize_t g = 0; g < step->n; g++) {
         if (step->groups[g].call.args.n_slots > 0 &&
-            bump_versions(step->bump, &step->groups[g]) < 0) {
+            bump_versions(state, step->bump, &step->groups[g]) < 0) {
             return NULL;
         }
     }
@@ -325,6 +332,7 @@ step_groups(py_state *state, step *step, shared *shared)
     for (Py_ssize_t g = 0; g < step->n; g++) {
         py_adamw_call *call = &step->groups[g].call;
 
+        Py_CLEAR(step->groups[g].written);
         if (call->workspace != NULL) {
             if (status != 0 || result == NULL) {
                 call->workspace->table.n_checked = 0; /* not against other groups */

@@ -7,6 +7,7 @@ enum {
     BODY = 512,     /* bytes, at most, from a body's start to the shape inside it */
     BODY_LINES = 4, /* a TensorImpl has about 200 bytes */
     FIRST_PART = 2, /* words of a body that point at its storage, autograd metadata */
+    METADATA = 3,
     LAST_LARGE = 3, /* (these two are read in their first and second line) and */
     LAST_PART = 6,  /* version counter; the two before are the vtable and the count */
     FIRST_WORD = 2, /* of a Python object, after its count and type */
@@ -68,6 +69,28 @@ py_hint_parts(const py_state *state, PyObject *object)
             __builtin_prefetch(body[i]);
             if (i <= LAST_LARGE) {
                 __builtin_prefetch((const char *)body[i] + LINE);
+            }
+        }
+    }
+}
+
+void
+py_hint_tensors(const py_state *state, PyObject *const *objects, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        void *const *body = body_of(state, objects[i]);
+
+        if (body != NULL) {
+            (void)*(void *const volatile *)body;
+        }
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        void *const *body = body_of(state, objects[i]);
+
+        py_hint_body(state, objects[i]);
+        for (int w = FIRST_PART; body != NULL && w <= LAST_PART; w++) {
+            if (w != METADATA && body[w] != NULL) {
+                __builtin_prefetch(body[w]);
             }
         }
     }

@@ -67,6 +67,14 @@ py_memory_holds(const py_memory *memory, int column, const PyObject *object)
 void py_memory_keep(py_memories *memories, Py_ssize_t place, int column,
                     PyObject *object, const py_array *array);
 
+/* Whether something is kept of a place's column. */
+static inline bool
+py_memory_keeps(const py_memories *memories, Py_ssize_t place, int column)
+{
+    return place < memories->capacity &&
+           memories->places[place].kept[column].object != NULL;
+}
+
 /* Whether what is kept of a place is to be resolved anew in this call. */
 static inline bool
 py_memory_is_turn(const py_memories *memories, Py_ssize_t place)

@@ -128,6 +128,12 @@ bool py_same_layout(const py_array *a, const py_array *b);
 void py_hint_body(const py_state *state, PyObject *object);
 void py_hint_parts(const py_state *state, PyObject *object);
 
+/* The same for many tensors at once that the cache has lost, without their autograd
+ * metadata. Reads a word of each body first, so that all of these misses overlap: a
+ * hint for a page whose translation is lost, too, is dropped, a read is not. Runs no
+ * Python code. */
+void py_hint_tensors(const py_state *state, PyObject *const *objects, Py_ssize_t n);
+
 /* Where a dict has its table of keys, or NULL: an address to ask the cache for, and for
  * nothing else. */
 const void *py_dict_parts(PyObject *dict);
