@@ -9,7 +9,7 @@
  * by itself it follows a stream to the end of a page and no further, and small graphs
  * are no stream. With it 32 of 185,000 graphs of 2.8 KB in random order take a quarter
  * less time, and 32 of 1,024 of 55 KB a fifth. */
-enum { AHEAD = 12 << 10, LINE = 64 };
+enum { AHEAD = 12 << 10, LARGE = 4 << 10, PIECE = 2 << 10, LINE = 64 };
 
 /* Of each frame, where not all of its fields are wanted, or its checksum is compared
  * first, which leaves all of it in the caches. */
@@ -69,6 +69,16 @@ fetch(stream *s)
         s->at += n * LINE;
         s->ahead += n * LINE;
     }
+}
+
+/* So many bytes of the graph are copied, or will not be. */
+static void
+go_on(stream *s, int64_t bytes)
+{
+    bytes = bytes < s->left ? bytes : s->left;
+    s->left -= bytes;
+    s->ahead -= bytes;
+    fetch(s);
 }
 
 static tfast_status
@@ -171,7 +181,7 @@ steps_of(const graph_arena *arena, const graph_batch_field *f, int64_t g)
 /* A line is fetched with each that is copied: in one go there would be more than the
  * processor can wait for. */
 static void
-copy(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
+copy_lines(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
 {
     int64_t lines = lines_of(bytes < s->left ? bytes : s->left);
 
@@ -190,6 +200,25 @@ copy(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
     if (bytes > 0) { /* mostly none */
         memcpy(out, in, (size_t)bytes);
     }
+}
+
+/* Large arrays that have to be fetched in pieces of a fixed size, which gcc copies by
+ * `rep movs`: a batch of 2.4 MB takes less time than by lines. What is in the caches
+ * the system's copies faster. */
+static void
+copy(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
+{
+    if (bytes > LARGE && s->most == BEGINNING) {
+        memcpy(out, in, (size_t)bytes);
+        return;
+    }
+    for (; bytes > LARGE; bytes -= PIECE) {
+        memcpy(out, in, PIECE);
+        out += PIECE;
+        in += PIECE;
+        go_on(s, PIECE);
+    }
+    copy_lines(s, out, in, bytes);
 }
 
 /* Adds graph g to one field. */
@@ -255,8 +284,7 @@ copy_graphs(graph_arena *arena, const int64_t *indices, int n_fields)
         if (status != TFAST_OK) {
             return status;
         }
-        source.ahead -= source.left; /* what no field needed */
-        fetch(&source);
+        go_on(&source, source.left);
     }
     return TFAST_OK;
 }
