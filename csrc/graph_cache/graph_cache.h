@@ -42,8 +42,17 @@ bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
                                const tfast_graph_schema *b);
 
 /* Bytes of an element of a dtype, and of how it is stored; 0: not a number of ours. */
+extern const uint8_t graph_stored_widths[GRAPH_N_DTYPES][GRAPH_N_STORED];
 int graph_dtype_bytes(int dtype);
-int graph_stored_bytes(int dtype, int stored);
+
+static inline int
+graph_stored_bytes(int dtype, int stored)
+{
+    return dtype > 0 && dtype < GRAPH_N_DTYPES && stored >= 0 && stored < GRAPH_N_STORED
+               ? graph_stored_widths[dtype][stored]
+               : 0;
+}
+
 const char *graph_dtype_name(int dtype);
 
 /* One field of one record. */

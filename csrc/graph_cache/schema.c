@@ -9,57 +9,59 @@
 
 enum { MAX_NUMEL_BITS = 48 };
 
-static const struct {
-    const char *name;
-    uint8_t bytes;
-} dtypes[GRAPH_N_DTYPES] = {
-    [GRAPH_BOOL] = {"bool", 1},           [GRAPH_U8] = {"uint8", 1},
-    [GRAPH_U16] = {"uint16", 2},          [GRAPH_U32] = {"uint32", 4},
-    [GRAPH_U64] = {"uint64", 8},          [GRAPH_I8] = {"int8", 1},
-    [GRAPH_I16] = {"int16", 2},           [GRAPH_I32] = {"int32", 4},
-    [GRAPH_I64] = {"int64", 8},           [GRAPH_F16] = {"float16", 2},
-    [GRAPH_BF16] = {"bfloat16", 2},       [GRAPH_F32] = {"float32", 4},
-    [GRAPH_F64] = {"float64", 8},         [GRAPH_C64] = {"complex64", 8},
-    [GRAPH_C128] = {"complex128", 16},    [GRAPH_F8_E4M3FN] = {"float8_e4m3fn", 1},
-    [GRAPH_F8_E5M2] = {"float8_e5m2", 1}, [GRAPH_STRING] = {"str", 1},
-    [GRAPH_BYTES] = {"bytes", 1},
+static const char *const dtype_names[GRAPH_N_DTYPES] = {
+    [GRAPH_BOOL] = "bool",           [GRAPH_U8] = "uint8",
+    [GRAPH_U16] = "uint16",          [GRAPH_U32] = "uint32",
+    [GRAPH_U64] = "uint64",          [GRAPH_I8] = "int8",
+    [GRAPH_I16] = "int16",           [GRAPH_I32] = "int32",
+    [GRAPH_I64] = "int64",           [GRAPH_F16] = "float16",
+    [GRAPH_BF16] = "bfloat16",       [GRAPH_F32] = "float32",
+    [GRAPH_F64] = "float64",         [GRAPH_C64] = "complex64",
+    [GRAPH_C128] = "complex128",     [GRAPH_F8_E4M3FN] = "float8_e4m3fn",
+    [GRAPH_F8_E5M2] = "float8_e5m2", [GRAPH_STRING] = "str",
+    [GRAPH_BYTES] = "bytes",
+};
+
+/* As it is, then as u8, u16, u32, i8, i16, i32, where that is narrower; no unsigned
+ * value needs a sign. */
+const uint8_t graph_stored_widths[GRAPH_N_DTYPES][GRAPH_N_STORED] = {
+    [GRAPH_BOOL] = {0, 1},
+    [GRAPH_U8] = {0, 1},
+    [GRAPH_U16] = {0, 2, 1},
+    [GRAPH_U32] = {0, 4, 1, 2},
+    [GRAPH_U64] = {0, 8, 1, 2, 4},
+    [GRAPH_I8] = {0, 1},
+    [GRAPH_I16] = {0, 2, 1, 0, 0, 1},
+    [GRAPH_I32] = {0, 4, 1, 2, 0, 1, 2},
+    [GRAPH_I64] = {0, 8, 1, 2, 4, 1, 2, 4},
+    [GRAPH_F16] = {0, 2},
+    [GRAPH_BF16] = {0, 2},
+    [GRAPH_F32] = {0, 4},
+    [GRAPH_F64] = {0, 8},
+    [GRAPH_C64] = {0, 8},
+    [GRAPH_C128] = {0, 16},
+    [GRAPH_F8_E4M3FN] = {0, 1},
+    [GRAPH_F8_E5M2] = {0, 1},
+    [GRAPH_STRING] = {0, 1},
+    [GRAPH_BYTES] = {0, 1},
 };
 
 int
 graph_dtype_bytes(int dtype)
 {
-    return dtype > 0 && dtype < GRAPH_N_DTYPES ? dtypes[dtype].bytes : 0;
+    return graph_stored_bytes(dtype, GRAPH_AS_IS);
 }
 
 const char *
 graph_dtype_name(int dtype)
 {
-    return graph_dtype_bytes(dtype) == 0 ? "unknown" : dtypes[dtype].name;
+    return graph_dtype_bytes(dtype) == 0 ? "unknown" : dtype_names[dtype];
 }
 
 bool
 graph_is_integer(int dtype)
 {
     return dtype >= GRAPH_U8 && dtype <= GRAPH_I64;
-}
-
-int
-graph_stored_bytes(int dtype, int stored)
-{
-    int whole = graph_dtype_bytes(dtype);
-    int narrow;
-
-    if (stored == GRAPH_AS_IS) {
-        return whole;
-    }
-    if (stored < GRAPH_AS_U8 || stored >= GRAPH_N_STORED || !graph_is_integer(dtype)) {
-        return 0;
-    }
-    narrow = 1 << (stored - GRAPH_AS_U8) % 3;
-    if (stored >= GRAPH_AS_I8 && dtype < GRAPH_I8) {
-        return 0; /* no unsigned value needs a sign */
-    }
-    return narrow < whole ? narrow : 0;
 }
 
 /* Well-formed UTF-8 as RFC 3629 has it: no surrogates, nothing longer than needed. */

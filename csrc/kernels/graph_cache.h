@@ -200,7 +200,32 @@ graph_fill(int64_t *out, int64_t n, int64_t value)
     }
 }
 
+#if defined(__AVX512F__)
+enum { GRAPH_COPY_BYTES = 64 };
+#elif defined(__AVX2__)
+enum { GRAPH_COPY_BYTES = 32 };
+#else
+enum { GRAPH_COPY_BYTES = 16 };
+#endif
+
+static void
+graph_copy(uint8_t *out, const uint8_t *in, int64_t lines, const uint8_t *ahead)
+{
+    typedef uint8_t vector
+        __attribute__((vector_size(GRAPH_COPY_BYTES), aligned(1), may_alias));
+
+    for (int64_t line = 0; line < lines; line++) {
+        __builtin_prefetch(ahead + line * 64);
+        for (int i = 0; i < 64; i += GRAPH_COPY_BYTES) {
+            const int64_t at = line * 64 + i;
+
+            *(vector *)(out + at) = *(const vector *)(in + at);
+        }
+    }
+}
+
 static const tfast_graph_kernels graph_kernels = {
+    .copy = graph_copy,
     .crc32c = graph_crc32c,
     .widen = graph_widen,
     .add = graph_add,

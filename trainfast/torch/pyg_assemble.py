@@ -40,12 +40,12 @@ def assembler(plan: BatchPlan, kind: type | None = None) -> Callable[[Any], Any]
         kind: the class of the graphs; None: `Data`, or `HeteroData` if there are types.
     """
     kind = kind or _kind_of(plan.schema)
-    return _Assembler(plan, kind)
+    return _Assembler(plan, kind).assemble
 
 
 def item_assembler(plan: BatchPlan, kind: type) -> Callable[[Any], Any]:
     """Makes a graph of class `kind` of a `GraphBatch` that holds one."""
-    return _ItemAssembler(plan, kind)
+    return _ItemAssembler(plan, kind).assemble
 
 
 def _kind_of(schema: Schema) -> type:
@@ -190,7 +190,7 @@ class _Assembler:
         # What has these names already is replaced in its place, as PyG does it.
         store.arrays.update(batch=vector, ptr=n_fields + nodes)
 
-    def __call__(self, core: Any) -> Any:
+    def assemble(self, core: Any) -> Any:
         # Slices and increments stay on the CPU, as they do in batch.to(device), and
         # share no memory with what the user gets and may write to.
         if self.whole is not None and type(core) is GraphBatch:
@@ -250,7 +250,7 @@ class _ItemAssembler:
             elif entry.cat_dim is None:
                 store.converts.append((name, lambda value, _: value[0]))
 
-    def __call__(self, core: Any) -> Any:
+    def assemble(self, core: Any) -> Any:
         mappings = {}
         for store in self.stores:
             mapping, _, _ = core.dicts(*store.recipe, ())
