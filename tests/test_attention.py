@@ -427,6 +427,23 @@ def test_few_queries_against_many_keys_agree_with_the_reference(
         ).check()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("dim", [8, 24, 32, 64, 128, 136, 256])
+def test_one_query_agrees_at_every_width_of_rows(rng, device, dim, kv_heads):
+    for options in ({}, {"kv_lens": np.array([1029])}):
+        shape = (1, 2, 1, 1100, dim)
+        Problem(rng, shape, kv_heads=kv_heads, device=device, **options).check()
+
+
+def test_neighbouring_blocks_of_ragged_items_agree_with_the_reference(rng, device):
+    at = cumulated([301, 0, 97, 192, 5])
+    shape = (5, 2, 595, 595, 16)
+    for options in ({"is_causal": True}, {"window": (50, 3)}):
+        Problem(
+            rng, shape, cu_seqlens_q=at, cu_seqlens_k=at, device=device, **options
+        ).check()
+
+
 def test_more_keys_than_32_bits_count_are_found(rng, device):
     if device == "cuda":
         pytest.skip("needs an array without memory")

@@ -87,28 +87,56 @@ attention_strips(const attention_head *h, bool backward)
     return scores / (width * V_ROWS) + rows / V_ROWS;
 }
 
+/* What to ask for while task `task` is computed, `next` being the thread's one after
+ * it. Returns NULL for nothing. */
+static attention_ahead *
+attention_forward_ahead(const attention_job *job, attention_ahead *ahead, int64_t task,
+                        int64_t next)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t head = next / job->blocks;
+    const int64_t block = job->blocks - 1 - next % job->blocks;
+    const int64_t before = job->blocks - 1 - task % job->blocks;
+    attention_head h;
+
+    if (next >= job->tasks || (!job->look_ahead && head != task / job->blocks)) {
+        return NULL;
+    }
+    h = attention_head_of(args, head / args->heads, head % args->heads);
+    if (job->look_ahead) {
+        attention_plan(ahead, &h, attention_strips(&h, false), false);
+    } else if (attention_head_has_terms(&h)) {
+        return NULL; /* of which each panel asks for its own part */
+    } else {
+        const int64_t query = block * ATTENTION_QUERIES;
+        const int64_t n_q = attention_min(ATTENTION_QUERIES, h.n_q - query);
+
+        attention_plan_block(ahead, &h, query, attention_max(0, n_q),
+                             before * ATTENTION_QUERIES);
+    }
+    return ahead;
+}
+
 static void
 attention_forward_part(void *context, int part, int parts)
 {
     attention_job *job = context;
-    const tfast_attention_args *args = job->args;
     void *room = job->room + job->room_bytes * (size_t)part;
     int64_t begin = atomic_fetch_add(&job->next, job->run), next;
-    attention_ahead ahead;
+    attention_ahead ahead, *planned = NULL;
 
     (void)parts;
     for (; begin < job->tasks; begin = next) {
-        next = atomic_fetch_add(&job->next, job->run);
-        if (job->look_ahead && next < job->tasks) {
-            const int64_t head = next / job->blocks;
-            const attention_head h =
-                attention_head_of(args, head / args->heads, head % args->heads);
+        const int64_t end = attention_min(begin + job->run, job->tasks);
 
-            attention_plan(&ahead, &h, attention_strips(&h, false), false);
-        }
-        for (int64_t t = begin; t < attention_min(begin + job->run, job->tasks); t++) {
-            attention_forward_task(
-                job, t, job->look_ahead && next < job->tasks ? &ahead : NULL, room);
+        next = atomic_fetch_add(&job->next, job->run);
+        for (int64_t t = begin; t < end; t++) {
+            if (t == begin || !job->look_ahead) {
+                const int64_t after = job->look_ahead || t + 1 == end ? next : t + 1;
+
+                planned = attention_forward_ahead(job, &ahead, t, after);
+            }
+            attention_forward_task(job, t, planned, room);
         }
     }
 }

