@@ -1,6 +1,17 @@
 """The call that most models make, on the shortest way: plain tensors, eagerly, with
 nothing but a scale and perhaps causal. Every other call takes the way through
 attention_route.py; so does one of these that the core refuses, to find out why.
+
+What a call of scaled_dot_product_attention costs on [1, 1, 1, 8], in microseconds, and
+what torch's own does (torch 2.13, a virtual EPYC with AVX-512):
+
+    torch.no_grad()   6.7    4.6   checks 1.7, out 1.1, the core 1.3
+    forward          10.7    4.3   autograd.Function 3.2, lse 1.5, and these
+    backward         23.3   19.9   with three empty gradients 18, the core 1.9
+    both             35.8   24.2
+
+With the second level of caches overwritten before each call it is 13, 23 and 38 beside
+torch's 11, 8 and 40: there every line of Python that does not run counts for more.
 """
 
 import math
