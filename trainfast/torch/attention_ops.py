@@ -18,7 +18,7 @@ N_INPUTS = len(Inputs._fields)
 Grads = tuple[Tensor | None, ...]
 _OTHERS = (*Inputs._fields[3:], *Extras._fields)
 _USUAL = Options(1.0)[2:]  # all but the scale and causal
-_ON_CPU = {"scratch": partial(torch.empty, dtype=torch.float32, device="cpu")}
+_ON_CPU = {"scratch": lambda n: torch.empty(n, dtype=torch.float32, device="cpu")}
 
 
 # ---- Calls of the core ---------------------------------------------------------------
