@@ -140,6 +140,8 @@ def problems() -> list[Problem]:
                 is_causal=True, window=256),
         Problem("f32-decode", "f32 one query on 8,192 keys, B1 H32 D128",
                 1, 32, 8192, 128, n_q=1, passes=("forward",)),
+        Problem("f32-small", "f32 causal, B1 H1 N8 D8: what a call costs", 1, 1, 8, 8,
+                is_causal=True),
         Problem("f32-swin", "f32 as Swin, B256 H3 N49 D32", 256, 3, 49, 32),
         Problem("f32-padded", "f32 as BERT, padded, B8 H12 N512 D64", 8, 12, 512, 64,
                 padded=True),

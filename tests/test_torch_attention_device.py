@@ -9,7 +9,7 @@ import torch
 
 import trainfast
 from trainfast import _core, attention_lengths
-from trainfast.torch import attention, attention_ops
+from trainfast.torch import attention, attention_ops, attention_straight
 
 
 @pytest.fixture
@@ -23,6 +23,7 @@ def seen(monkeypatch):
 
     core = SimpleNamespace(attention=record, attention_backward=record)
     monkeypatch.setattr(attention_ops, "_core", core)
+    monkeypatch.setattr(attention_straight, "_core", core)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 1234, raising=False

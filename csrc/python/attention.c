@@ -7,13 +7,14 @@
 static int
 parse_options(PyObject *kwargs, py_attention_call *call)
 {
-    static char *names[] = {"mask",         "bias",         "alibi_slopes",
-                            "sinks",        "is_causal",    "bottom_right",
-                            "window_left",  "window_right", "scale",
-                            "softcap",      "dropout_p",    "seed",
-                            "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-                            "max_seqlen_k", "kv_lens",      "bnhd",
-                            "stream",       "scratch",      NULL};
+    /* What most calls give comes first: the search ends when all is found. */
+    static char *names[] = {"scale",        "is_causal",    "scratch",
+                            "stream",       "mask",         "bias",
+                            "alibi_slopes", "sinks",        "bottom_right",
+                            "window_left",  "window_right", "softcap",
+                            "dropout_p",    "seed",         "cu_seqlens_q",
+                            "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+                            "kv_lens",      "bnhd",         NULL};
     py_attention_given *given = &call->given;
     tfast_attention_args *args = &call->args;
     PyObject *none = PyTuple_New(0);
@@ -22,14 +23,13 @@ parse_options(PyObject *kwargs, py_attention_call *call)
     int is_causal = 0, bottom_right = 0, parsed;
 
     args->scale = NAN; /* refused unless it is given */
-    parsed =
-        none != NULL &&
-        PyArg_ParseTupleAndKeywords(
-            none, kwargs, "|$OOOOppLLdddOOOLLOpKO:attention", names, &given->mask,
-            &given->bias, &given->alibi_slopes, &given->sinks, &is_causal,
-            &bottom_right, &left, &right, &args->scale, &args->softcap,
-            &args->dropout_p, &given->seed, &given->cu_seqlens_q, &given->cu_seqlens_k,
-            &max_q, &max_k, &given->kv_lens, &given->bnhd, &stream, &given->scratch);
+    parsed = none != NULL &&
+             PyArg_ParseTupleAndKeywords(
+                 none, kwargs, "|$dpOKOOOOpLLddOOOLLOp:attention", names, &args->scale,
+                 &is_causal, &given->scratch, &stream, &given->mask, &given->bias,
+                 &given->alibi_slopes, &given->sinks, &bottom_right, &left, &right,
+                 &args->softcap, &args->dropout_p, &given->seed, &given->cu_seqlens_q,
+                 &given->cu_seqlens_k, &max_q, &max_k, &given->kv_lens, &given->bnhd);
     Py_XDECREF(none);
     args->is_causal = is_causal != 0;
     args->bottom_right = bottom_right != 0;

@@ -6,7 +6,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from trainfast.torch import attention_ops
+from trainfast.torch import attention_ops, attention_straight
 from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_route import (
     DTYPES,
@@ -143,6 +143,18 @@ def attention(
 
     The algorithm: Dao, arXiv:2307.08691.
     """
+    if (
+        mask is bias is alibi_slopes is sinks is None
+        and cu_seqlens_q is cu_seqlens_k is kv_lens is None
+        and window is None
+        and softcap is None
+        and (causal_align, layout, dropout_p) == ("top_left", "bhnd", 0)
+        and not return_lse
+        and attention_straight.is_open(q, k, v)
+    ):
+        out = attention_straight.attend(q, k, v, is_causal, scale)
+        if out is not None:
+            return out
     call = prepare(
         q,
         k,

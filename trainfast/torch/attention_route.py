@@ -115,7 +115,7 @@ def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
     bfloat16; other dtypes multiply without them. What torch has no function for
     (windows, ALiBi, sinks, lengths, gradients of lse) stays with us in any case.
     """
-    if q.device.type != "cuda":
+    if not q.is_cuda:
         return None
     if not chosen and _has_flash_attention(q.device):
         return "CUDA: torch's flash attention, until ours is measured beside it"
@@ -136,12 +136,12 @@ def _has_flash_attention(device: torch.device) -> bool:
 
 
 def is_watched(q: Tensor) -> bool:
-    """Whether somebody looks at operators rather than results."""
+    """Whether somebody looks at operators rather than results; q is plain or traced."""
     return (
         torch.compiler.is_compiling()
-        or q.device.type == "meta"
+        or not is_plain(q)
+        or q.is_meta
         or torch._C._len_torch_dispatch_stack() > 0
-        or isinstance(q, _TRACED)
     )
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
+from trainfast.torch import attention_straight
 from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_route import (
     FORWARD_MODE,
@@ -72,6 +73,10 @@ def scaled_dot_product_attention(
     if has_torch_function(given):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _by_override((*given, dropout_p, is_causal), options)
+    if attn_mask is None and dropout_p == 0 and _goes_straight(query, key, value):
+        out = attention_straight.attend(query, key, value, is_causal, scale)
+        if out is not None:
+            return out
     refusal = refusal_of(given)
     if refusal is None and not _may_fuse():
         refusal = "sdpa_kernel(SDPBackend.MATH)"
@@ -118,6 +123,20 @@ def _by_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return handle_torch_function(function, args[:4], *args, **kwargs)
 
 
+def _goes_straight(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Also whether torch takes what the core takes, and has no better way."""
+    if not attention_straight.is_open(q, k, v):
+        return False
+    shape, k_shape = q.shape, k.shape
+    return (
+        shape[1] == k_shape[1]
+        and 0 not in shape
+        and k_shape[2] > 0
+        and _may_fuse()
+        and torchs_are_faster(q) is None
+    )
+
+
 @constant_when_compiled
 def _may_fuse() -> bool:
     """False where the user has left torch only its unfused operations."""
@@ -133,10 +152,10 @@ def shape_refusal(
     enable_gqa: bool,
 ) -> str | None:
     """Why shapes, dtypes or devices are none of the kernel's."""
-    dims = q.dim()
-    if dims < 2 or k.dim() != dims or v.dim() != dims:
-        return "numbers of dims that differ, or below 2"
     shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    dims = len(shape)
+    if dims < 2 or len(k_shape) != dims or len(v_shape) != dims:
+        return "numbers of dims that differ, or below 2"
     if not 0 < shape[-1] <= MAX_DIM or not 0 < v_shape[-1] <= MAX_DIM:
         return f"a head dim of 0 or above {MAX_DIM}"
     if k_shape[-1] != shape[-1] or k_shape[:-1] != v_shape[:-1]:
