@@ -178,12 +178,16 @@ new_object(PyObject *type)
     return PyType_GenericAlloc((PyTypeObject *)type, 0);
 }
 
-/* The object's attributes become this dict. Takes it. */
+/* The object's attributes become this dict. Takes it. By the type's own `__dict__`,
+ * whatever __setattr__ the class has: PyObject_GenericSetDict() refuses the objects of
+ * Python 3.13, which have no dict before they need one. */
 static int
 set_attributes(PyObject *object, PyObject *dict)
 {
-    const int status = dict == NULL ? -1 : PyObject_GenericSetDict(object, dict, NULL);
+    PyObject *name = dict == NULL ? NULL : PyUnicode_InternFromString("__dict__");
+    const int status = name == NULL ? -1 : PyObject_GenericSetAttr(object, name, dict);
 
+    Py_XDECREF(name);
     Py_XDECREF(dict);
     return status;
 }
