@@ -13,6 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    # The same examples on every run, however long a busy machine takes for them; others
+    # are tried by --hypothesis-profile=default.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile(
+        "same", deadline=None, derandomize=True, suppress_health_check=slow
+    )
+    settings.load_profile("same")
+
 HERE = Path(__file__).parent
 
 # A shell's background job, and what it starts, has Ctrl-C ignored; some tests send it.

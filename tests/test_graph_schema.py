@@ -400,7 +400,7 @@ def graphs(draw):
     return [first | {"edge_index": np.zeros((2, 0), np.int64)}, *found]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.integers(1, 9))
 def test_graphs_of_any_sizes_are_written_and_come_back(samples, known):
     with tempfile.TemporaryDirectory() as folder:
