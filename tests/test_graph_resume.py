@@ -360,7 +360,7 @@ def test_interrupted_wait_loses_no_batch(tmp_path):
         return loader, iteration
 
     def waits(iteration):
-        """Whether the batch is still to come: the wait was interrupted, or was to be."""
+        """Whether the second batch is still to come."""
         return [(p.pending, at) for p, at in iteration._queue] == [(1, 2)]
 
     before = signal.signal(signal.SIGALRM, interrupt)
