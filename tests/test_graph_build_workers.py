@@ -210,7 +210,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_they_made(path, tmp_path):
     )
     assert child.stdout.readline() == "ready\n"
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to all of them
-    error = child.communicate(timeout=120)[1]
+    error = child.communicate(timeout=240)[1]
     assert "\nKeyboardInterrupt\nWhat was made is kept" in error
     assert len(read(path, partial=True)) == len(Noting(tmp_path / "made")) > 8
     assert not list(path.glob("open-*"))

@@ -200,7 +200,7 @@ def test_damage_behind_right_checksums_cannot_crash(in_memory):
         [sys.executable, "-X", "faulthandler", "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=SECONDS + 120,
+        timeout=SECONDS + 240,
     )
     number = in_memory / "number"
     at = number.read_text() if number.exists() else "none"
