@@ -4,6 +4,7 @@ The CUDA sources are among them on any machine: tests/simt compiles them for the
 the backend `simt`.
 """
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -109,6 +110,13 @@ def dtype(request, monkeypatch, simt):
 def device(backend):
     """Where the backend's arrays live, for torch."""
     return "cuda" if backend == "cuda" else "cpu"
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """Writers of graphs commit by number alone, however long a test takes."""
+    writer = importlib.import_module("trainfast.graph_cache.writer")
+    monkeypatch.setattr(writer, "monotonic", lambda: 0.0)
 
 
 @pytest.fixture

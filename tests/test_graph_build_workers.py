@@ -22,6 +22,8 @@ from graph_samples import (
 
 from trainfast.graph_cache import BuildError
 
+pytestmark = pytest.mark.usefixtures("stopped_clock")
+
 
 @pytest.fixture
 def path(tmp_path):

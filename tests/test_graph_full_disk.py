@@ -12,6 +12,8 @@ from graph_samples import assert_same, graph, numbers, quiet, read
 from trainfast import cli
 from trainfast.graph_cache import Writer
 
+pytestmark = pytest.mark.usefixtures("stopped_clock")
+
 PAGE = 4096
 MOUNT = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs"]
 

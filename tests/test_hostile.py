@@ -14,6 +14,8 @@ import trainfast
 from trainfast import _core
 from trainfast import graph_cache as gc_
 
+pytestmark = pytest.mark.usefixtures("stopped_clock")
+
 
 def ones(n=4, dtype=np.float32):
     return np.ones(n, dtype)
