@@ -103,6 +103,7 @@ def run(arguments):
     return status, *found
 
 
+@pytest.mark.forks  # by --workers
 @settings(max_examples=200)
 @given(LIKELY | ANY)
 @example(["cache", "inspect", "cache", "--graph", str(2**63)])
