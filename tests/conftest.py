@@ -4,6 +4,7 @@ The CUDA sources are among them on any machine: tests/simt compiles them for the
 the backend `simt`.
 """
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -12,6 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    # The same examples on every run, however long a busy machine takes for them; others
+    # are tried by --hypothesis-profile=default.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile(
+        "same", deadline=None, derandomize=True, suppress_health_check=slow
+    )
+    settings.load_profile("same")
 
 HERE = Path(__file__).parent
 
@@ -96,6 +110,13 @@ def dtype(request, monkeypatch, simt):
 def device(backend):
     """Where the backend's arrays live, for torch."""
     return "cuda" if backend == "cuda" else "cpu"
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """Writers of graphs commit by number alone, however long a test takes."""
+    writer = importlib.import_module("trainfast.graph_cache.writer")
+    monkeypatch.setattr(writer, "monotonic", lambda: 0.0)
 
 
 @pytest.fixture

@@ -62,6 +62,6 @@ def run(code, library=None, **environment):
         env={**env, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)

@@ -3,7 +3,7 @@
  * changed and, mostly, its checksums made right again, on graph_disk.h's disk, where a
  * map is exactly as long as its file. Opening, reading, verifying, collating, adopting
  * and repairing it may fail in any way but by crashing, by asking for memory that the
- * files do not justify, or by giving indices out of range.  Arguments: seconds, the
+ * files do not justify, or by giving indices out of range. Arguments: seconds, the
  * first input's number, directories. Prints one line of JSON. */
 #include "graph_disk.h"
 
@@ -15,6 +15,7 @@
 #include <time.h>
 
 enum { MOST_BYTES = 64 << 20, MAX_SEEDS = 32, MAX_PIECES = 256 };
+enum { LEAST = 1000 }; /* inputs, however slow the machine is */
 
 /* ---- The corpus ------------------------------------------------------------------ */
 
@@ -481,7 +482,8 @@ main(int argc, char **argv)
         load_sample(argv[i]);
     }
     MUST(n_seeds > 0);
-    for (uint64_t number = first; time(NULL) <= end; number++, inputs++) {
+    for (uint64_t number = first; inputs < LEAST || time(NULL) <= end;
+         number++, inputs++) {
         snprintf(doing, sizeof doing, "input %llu", (unsigned long long)number);
         disk_clear(number * UINT64_C(0x9e3779b97f4a7c15));
         make_input(&seeds[disk_random() % (uint64_t)n_seeds]);

@@ -59,7 +59,7 @@ def run(tmp_path_factory):
             env={**os.environ, "LD_PRELOAD": str(counter), "PYTHONMALLOC": "malloc"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

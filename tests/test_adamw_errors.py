@@ -434,7 +434,7 @@ def test_interrupted_step_is_whole(rng):
     thread = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):
         thread.start()
-        for _ in range(100):
+        while True:
             trainfast.adamw_step(*arrays, step=step, **HYPER)
     thread.join()
     for a in (arrays[0][0], arrays[2][0], arrays[3][0]):
@@ -460,7 +460,7 @@ if pid == 0:
     os._exit(0 if (b[0][0] == a[0][0]).all() else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240)
     assert done.returncode == 0
 
 

@@ -22,7 +22,7 @@ def run(code, **environment):
         env={**env, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

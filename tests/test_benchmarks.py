@@ -436,7 +436,7 @@ def test_smoke_run_writes_valid_json(tmp_path, extra):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     full = json.loads(path.read_text())
@@ -467,7 +467,7 @@ def test_amp_smoke_run_writes_valid_json(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     full = json.loads(path.read_text())

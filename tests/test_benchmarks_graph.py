@@ -311,7 +311,7 @@ def test_smoke_run_writes_valid_json_and_a_table(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "files").iterdir()) == []

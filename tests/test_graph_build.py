@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from graph_samples import assert_same, graph, numbers, quiet, read, run_python, 
 from trainfast import _core
 from trainfast.graph_cache import BuildError, Counted, Rule, Schema, Writer, build
 from trainfast.graph_cache.keys import key_maker, stable
+
+pytestmark = pytest.mark.usefixtures("stopped_clock")
 
 MADE = []  # the inputs that make() was called with, in this process
 
@@ -193,16 +196,23 @@ def test_an_exception_keeps_what_was_committed(path, committed):
         assert wanted == []
 
 
-def test_commits_come_by_number_and_by_time(path):
+def test_commits_come_by_number_and_by_time(path, monkeypatch):
     with Writer(path / "a", commit_every=5, commit_seconds=1e9) as writer:
         seen = []
         for i in range(12):
             writer.append(graph(i))
             seen.append(writer.committed)
     assert seen == [0] * 4 + [5] * 5 + [10] * 3
-    with Writer(path / "b", commit_seconds=1e-9) as writer:
-        writer.append(graph(1))
-        assert writer.committed == 1
+    now = iter([5.0, 6.9, 7.0, 7.0, 8.9, 9.0, 9.0])  # also after each commit
+    module = sys.modules["trainfast.graph_cache.writer"]
+    monkeypatch.setattr(module, "monotonic", lambda: next(now))
+    with Writer(path / "b") as writer:
+        seen = []
+        for i in range(4):
+            writer.append(graph(i))
+            seen.append(writer.committed)
+        monkeypatch.undo()
+    assert seen == [0, 2, 2, 4]
 
 
 @pytest.mark.parametrize(

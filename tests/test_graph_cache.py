@@ -22,9 +22,7 @@ from trainfast import _core
 from trainfast import graph_cache as gc
 from trainfast.graph_cache.schema import Count, Field, Schema
 
-COUNT = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck)
-)
+COUNT = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture

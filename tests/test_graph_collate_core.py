@@ -46,7 +46,7 @@ RUNS = [(0, 1, 0), (1, 2, 0), (1, 0, 1), (3, 1, 0), (3, 2, 1)]
 @pytest.mark.parametrize(("threads", "verify", "pread"), RUNS)
 def test_threads_collate_what_one_does(harness, tmp_path, threads, verify, pread):
     command = [str(harness), str(tmp_path / "c"), *map(str, (threads, verify, pread))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
 
 

@@ -471,8 +471,8 @@ def test_open_cache_is_read_in_other_process(many, method, mode):
     queue = context.Queue()
     child = context.Process(target=_read_in_child, args=(cache, world, queue))
     child.start()
-    assert queue.get(timeout=60) == "read"
-    child.join(60)
+    assert queue.get(timeout=240) == "read"
+    child.join()
     assert child.exitcode == 0
     assert_reads_all(cache, world)
 

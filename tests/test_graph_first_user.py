@@ -9,6 +9,8 @@ from graph_samples import graph, read, run_python
 from trainfast import _core
 from trainfast import graph_cache as gc
 
+pytestmark = pytest.mark.usefixtures("stopped_clock")
+
 
 @pytest.fixture
 def path(tmp_path):

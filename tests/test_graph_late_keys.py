@@ -13,6 +13,8 @@ from trainfast.graph_cache import Counted, Rule, Schema, Writer
 from trainfast.graph_cache.fit import agrees, with_late
 from trainfast.graph_cache.infer import infer
 
+pytestmark = pytest.mark.usefixtures("stopped_clock")
+
 FIRST = 10  # graphs without the late keys
 PAPER, CITES = "paper", ("paper", "cites", "paper")
 

@@ -13,9 +13,7 @@ from trainfast import _core
 from trainfast import graph_cache as gc
 from trainfast.graph_cache.schema import Count, Field
 
-CHECKED = settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+CHECKED = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import weakref
 import pytest
 from graph_loading import N, assert_is_batch_of, epoch, flat, rows
 from graph_worlds import molecules
+from native_threads import end, native_threads
 from reference_graph import same
 
 from trainfast import graph_cache as gc
@@ -155,19 +156,16 @@ def test_one_array_of_a_batch_keeps_its_memory(cache, world):
     assert all(same(x, batch["x"]) for x, batch in zip(kept, want))
 
 
-def native_threads():
-    return len(os.listdir("/proc/self/task"))
-
-
 def test_iteration_left_early_ends_its_threads(cache):
     before = native_threads()
     loader = gc.Loader(cache, 4, threads=3)
     iteration = iter(loader)
     next(iteration)
-    assert native_threads() == before + 3
+    own = native_threads() - before
+    assert len(own) == 3
     del iteration
     garbage.collect()
-    assert native_threads() == before
+    assert end(own)
 
 
 def test_loader_and_cache_are_freed(world, tmp_path):
@@ -212,8 +210,8 @@ def test_loader_works_in_other_process(cache, method):
     queue = context.Queue()
     child = context.Process(target=_epoch_in_child, args=(loader, queue))
     child.start()
-    assert queue.get(timeout=60) == want
-    child.join(60)
+    assert queue.get(timeout=240) == want
+    child.join()
     assert child.exitcode == 0
 
 
@@ -228,7 +226,7 @@ def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
     if child == 0:
         code = 1
         try:
-            signal.alarm(30)
+            signal.alarm(120)
             loader.set_epoch(0)
             code = 0 if epoch(loader) == want else 2  # an iteration of its own
             del iteration
@@ -245,8 +243,8 @@ def test_ctrl_c_ends_iteration_and_next_one_works(cache):
     for _ in range(20):
         loader.set_epoch(0)
         timer = threading.Timer(0.002, signal.pthread_kill, (main, signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             while True:
                 for _ in loader:
                     pass
@@ -277,7 +275,7 @@ def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
     if child == 0:
         code = 1
         try:
-            signal.alarm(30)
+            signal.alarm(120)
             next(iteration)
         except ValueError as error:
             code = 0 if "forked child" in str(error) else 2
@@ -316,7 +314,7 @@ def test_threads_read_one_cache_at_once(cache, world):
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(60)
+        reader.join()
     assert wrong == []
 
 
@@ -334,10 +332,11 @@ def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
     for _ in range(20):
         list(loader)
     before = resident_bytes()
-    for _ in range(100):  # 2700 batches of about 2 KB
+    for _ in range(400):  # 10800 batches of about 2 KB
         for _ in loader:
             pass
-    assert resident_bytes() - before < 2 << 20
+    # The system's allocator may take memory for each thread that meets another one.
+    assert resident_bytes() - before < 8 << 20
 
 
 def test_interrupted_wait_loses_no_batch(tmp_path):
@@ -348,16 +347,28 @@ def test_interrupted_wait_loses_no_batch(tmp_path):
     def interrupt(*_):
         raise TimeoutError("long enough")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    def interrupted():
+        """A loader and its iteration, which was interrupted at the second batch."""
         loader = gc.Loader(cache, batch_sampler=batches, fields=["x", "y"], prefetch=1)
         iteration = iter(loader)
         assert rows(next(iteration)) == [1]
         with pytest.raises(TimeoutError):
             signal.setitimer(signal.ITIMER_REAL, 0.001)
             next(iteration)
+            while True:  # it was there already
+                pass
+        return loader, iteration
+
+    def waits(iteration):
+        """Whether the second batch is still to come."""
+        return [(p.pending, at) for p, at in iteration._queue] == [(1, 2)]
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        loader, iteration = interrupted()
+        while not waits(iteration):
+            loader, iteration = interrupted()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert loader.state_dict()["position"] == 1
     assert [rows(batch) for batch in iteration] == batches[1:]

@@ -282,11 +282,36 @@ def test_what_some_graphs_lack_is_optional():
         ([{"a": np.zeros(1)}], {"a": Rule(cat_dim=1)}, ValueError, "cat_dim must be"),
         ([{"a": np.zeros(1)}], {"a": Rule(add="x")}, ValueError, "add must be one of"),
         ([{"a": 1}], {"a": Rule(belongs="x")}, ValueError, "belongs must be"),
+        (
+            [{"a": 1}],
+            {"a": Rule(add=())},
+            ValueError,
+            r"add must be one of .* got \(\)",
+        ),
     ],
 )
 def test_graphs_that_make_no_schema_are_refused(samples, rules, error, message):
     with pytest.raises(error, match=message):
         infer(samples, rules)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kinds"),
+    [
+        *[("cat_dim", value, 'an int, None or "auto"') for value in (1.5, "x", [0])],
+        ("add", 5, "a str, a tuple of str or None"),
+        ("add", 0, "a str, a tuple of str or None"),
+        ("add", ["nodes", "paper"], "a str, a tuple of str or None"),
+        ("add", ("nodes", 5), "a str, a tuple of str or None"),
+        ("add", ("rows", "a", ("b",)), "a str, a tuple of str or None"),
+        ("belongs", ("nodes",), "a str or None"),
+        ("optional", "no", "a bool"),
+    ],
+)
+def test_parts_of_a_rule_that_are_of_another_kind_are_named(name, value, kinds):
+    with pytest.raises(TypeError) as caught:
+        Rule(**{name: value})
+    assert str(caught.value) == f"{name} must be {kinds}, got {value!r}"
 
 
 # ---- Counts and widening -------------------------------------------------------------
@@ -400,7 +425,7 @@ def graphs(draw):
     return [first | {"edge_index": np.zeros((2, 0), np.int64)}, *found]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.integers(1, 9))
 def test_graphs_of_any_sizes_are_written_and_come_back(samples, known):
     with tempfile.TemporaryDirectory() as folder:

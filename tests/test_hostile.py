@@ -14,6 +14,8 @@ import trainfast
 from trainfast import _core
 from trainfast import graph_cache as gc_
 
+pytestmark = pytest.mark.usefixtures("stopped_clock")
+
 
 def ones(n=4, dtype=np.float32):
     return np.ones(n, dtype)
@@ -194,6 +196,44 @@ def test_a_writer_that_is_ended_by_what_it_appends_goes_on(tmp_path, method):
     writer.append(graph(3))
     writer.close()
     assert [g["y"] for g in gc_.open(tmp_path / "cache")] == [1, 3]
+
+
+@pytest.mark.parametrize(("samples", "lost"), [(9, 5), (1, 3)])
+def test_a_writer_that_is_dropped_says_how_many_graphs_are_lost(
+    tmp_path, samples, lost
+):
+    """Waiting for their schema, or not committed."""
+    path = tmp_path / "cache"
+    writer = gc_.Writer(path, samples=samples, durable=False)
+    for i in range(5):
+        writer.append(graph(i))
+        if samples == 1 and i == 1:
+            writer.commit()
+    message = f"the writer of {path} must be closed, got dropped: {lost} of 5 graphs"
+    with pytest.warns(ResourceWarning, match=message):
+        del writer
+        gc.collect()
+
+
+@pytest.mark.parametrize("method", ["close", "abandon", "__exit__"])
+def test_a_writer_that_has_ended_is_dropped_without_a_word(tmp_path, recwarn, method):
+    writer = gc_.Writer(tmp_path / "cache", samples=9, durable=False)
+    writer.append(graph())
+    getattr(writer, method)(*[OSError, None, None][: 3 * (method == "__exit__")])
+    del writer
+    gc.collect()
+    assert [w for w in recwarn if w.category is ResourceWarning] == []
+
+
+def test_a_writer_that_was_never_made_is_dropped_without_a_word(
+    tmp_path, recwarn, cache
+):
+    path = tmp_path / "cache"
+    path.write_text("not one")
+    with pytest.raises(NotADirectoryError):
+        gc_.Writer(path, cache.schema)
+    gc.collect()
+    assert [w for w in recwarn if w.category is ResourceWarning] == []
 
 
 @pytest.mark.parametrize("samples", [1, 9])

@@ -3,8 +3,12 @@
 import importlib.util
 import json
 import pickle
+import random
 import subprocess
 import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -32,6 +36,7 @@ def add_module(monkeypatch, name, **names):
 def registry(monkeypatch):
     monkeypatch.setattr(patching, "_registry", {})
     monkeypatch.setattr(patching, "_active", {})
+    monkeypatch.setattr(patching, "_blocks", Counter())
     # This file's own globals are names like any other: they must not count here.
     monkeypatch.setitem(sys.modules, __name__, None)
 
@@ -231,6 +236,59 @@ def test_patched_block_within_patch_keeps_it(shop):
     with trainfast.patched():
         pass
     assert shop.Hammer is FastHammer
+
+
+# ---- Threads -------------------------------------------------------------------------
+
+
+def test_patched_block_holds_until_that_of_the_last_thread_ends(shop):
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with trainfast.patched("hammer"):
+            entered.set()
+            left.wait()
+            return shop.Hammer
+
+    with ThreadPoolExecutor(1) as pool:
+        with trainfast.patched("hammer"):
+            seen = pool.submit(other)
+            entered.wait()
+        left.set()
+        assert seen.result() is FastHammer
+    assert shop.Hammer is Hammer
+
+
+def test_threads_that_patch_and_call_at_once_leave_what_they_found(shop, user):
+    before = namespaces()
+    done = threading.Event()
+
+    def change(seed):
+        chance = random.Random(seed)
+        for _ in range(20):
+            how = chance.choice([trainfast.patch, trainfast.unpatch, trainfast.patched])
+            made = how("hammer")
+            if how is trainfast.patched:
+                with made:
+                    pass
+
+    def call():
+        seen = set()
+        while not done.is_set():
+            seen |= {type(shop.Hammer()), type(user.H())}
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = pool.submit(call)
+        changes = [pool.submit(change, seed) for seed in range(3)]
+        try:
+            for each in changes:
+                each.result()
+        finally:
+            done.set()
+        assert calls.result() <= {Hammer, FastHammer}
+    trainfast.unpatch()
+    assert namespaces() == before
 
 
 # ---- Settings ------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def agree(graphs):
     return True
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(0, 10**6), min_size=1, max_size=12),
     attributes(),
@@ -89,7 +89,7 @@ def test_random_graphs_come_back(
         check(lambda given: cached(given, path, progress=False), graphs, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 10**6), min_size=1, max_size=10),
     attributes(),

@@ -61,7 +61,7 @@ FOLLOW = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
     attributes(),
@@ -76,7 +76,7 @@ def test_collate_of_random_graphs_equals_pygs(seeds, attrs, nodes, follow, exclu
     assert set(reasons) <= {"IndexError in collate", "RuntimeError in collate"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
     attributes(),

@@ -1,6 +1,7 @@
 """Cached PyG datasets as datasets: what PyG's do, with a list of graphs as oracle."""
 
 import copy
+import os
 import pickle
 
 import numpy as np
@@ -211,6 +212,32 @@ def test_cache_of_another_dataset_is_said(tmp_path, ten, other):
     cached(ten[:5], tmp_path / "c", progress=False)
     with pytest.warns(UserWarning, match="first graph is not the one in .* another"):
         cached(ten[other], tmp_path / "c", progress=False)
+
+
+class BytesPath:
+    def __init__(self, path):
+        self.path = os.fsencode(path)
+
+    def __fspath__(self):
+        return self.path
+
+
+@pytest.mark.parametrize("kind", [os.fsencode, BytesPath, str])
+@pytest.mark.parametrize("name", ["c", "caché", "c\udcff"])
+def test_path_is_what_open_takes(tmp_path, ten, kind, name):
+    path = kind(tmp_path / name)
+    for part in (ten[:5], ten[:5], ten):  # built, found and built on
+        assert len(cached(part, path, progress=False)) == len(part)
+    assert len(trainfast.graph_cache.open(path)) == 10
+    assert [x.name for x in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("path", [5, None, "", b"", "a\0b", ["x"]])
+def test_path_that_is_none_is_named(tmp_path, monkeypatch, ten, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError), match="path must "):
+        cached(ten, path, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_cache_of_the_same_dataset_is_used_without_a_word(tmp_path, ten, recwarn):

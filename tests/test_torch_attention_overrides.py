@@ -331,6 +331,15 @@ def test_patch_and_choice_may_end_in_any_order(patch_first):
     assert calls() == 1
 
 
+def test_what_is_unregistered_is_kept_as_a_thread_may_be_in_it():
+    """Torch frees it, and the thread's process ends with a fault."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    with trainfast.patched("attention"):
+        ours = kernel_of(name, "CPU")
+    assert ours != kernel_of(name, "CPU")
+    assert ours in map(str, attention_overrides._kept)
+
+
 def test_operators_of_cuda_are_overridden_where_torch_has_them():
     pairs = attention_overrides.PAIRS[1:]
     names = [n for p in pairs for n in (p.name, f"{p.name}_backward")]

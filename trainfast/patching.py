@@ -9,6 +9,7 @@ own classes look into, and trainfast's.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -121,6 +122,7 @@ class Changed:
 _registry: dict[str, list[Target | Setting]] = {}
 _opt_in: set[str] = set()
 _active: dict[str, list[Replacement | Changed]] = {}
+_blocks: Counter[str] = Counter()  # of `patched` that are in force, of each name
 _lock = RLock()
 
 
@@ -194,15 +196,20 @@ def unpatch(*names: str) -> "PatchReport":
 
 @contextmanager
 def patched(*names: str) -> Iterator["PatchReport"]:
-    """`patch(*names)` for a `with` block; what was patched before it stays patched."""
+    """`patch(*names)` for a `with` block; what was patched before it stays patched, and
+    so does what another thread's block has patched, until the last of them ends."""
     with _lock:
-        fresh = [name for name in _chosen(names) if name not in _active]
+        fresh = [n for n in _chosen(names) if n not in _active or _blocks[n]]
         report = patch(*names)
+        _blocks.update(fresh)
     try:
         yield report
     finally:
-        if fresh:
-            unpatch(*fresh)
+        with _lock:
+            _blocks.subtract(fresh)
+            ended = [name for name in fresh if not _blocks[name]]
+            if ended:
+                unpatch(*ended)
 
 
 class Change(NamedTuple):
@@ -288,12 +295,14 @@ def _resolve(dotted: str) -> Any:
 
 
 def _places_of(wanted: Any) -> list[Place]:
-    """Every module's global that is this very object, trainfast's own left out."""
+    """Every module's global that is this very object, trainfast's own left out.
+
+    From copies, which no thread that imports meanwhile can change."""
     found: dict[tuple[int, str], Place] = {}  # a module may have two names
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if issubclass(type(module), ModuleType) and not _in_package(name, "trainfast"):
             namespace = _namespace_of(module)
-            for attribute, value in list(namespace.items()):
+            for attribute, value in namespace.copy().items():
                 if value is wanted:
                     place = Place(name, attribute, namespace)
                     found.setdefault(place.key, place)

@@ -216,7 +216,10 @@ class _Inference:
             return [("increment", (column.key, row)) for row in range(n_rows)]
         if add == "nodes" and not isinstance(column.belongs, tuple):
             return [("nodes", column.belongs or "")]
-        if isinstance(add, tuple) and (add[0], len(add)) in (("nodes", 2), ("rows", 3)):
+        if isinstance(add, tuple) and (*add[:1], len(add)) in (
+            ("nodes", 2),
+            ("rows", 3),
+        ):
             return [("nodes", kind) for kind in add[1:]]
         what = f"the rule for {column.key!r}: add"
         forms = 'None, "nodes", ("nodes", type), ("rows", type, type), "increment(s)"'

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal
 
 from trainfast.report import Table
@@ -53,6 +54,23 @@ class Rule:
     belongs: str | None = "auto"
     # Whether a graph may lack it. What some of the first graphs lack is so anyway.
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        dim, add = self.cat_dim, self.add
+        is_dim = (
+            dim == "auto" if isinstance(dim, str) else isinstance(dim, Integral | None)
+        )
+        is_add = isinstance(add, str | None) or (
+            isinstance(add, tuple) and all(isinstance(part, str) for part in add)
+        )
+        for name, right, kinds in (
+            ("cat_dim", is_dim, 'an int, None or "auto"'),
+            ("add", is_add, "a str, a tuple of str or None"),
+            ("belongs", isinstance(self.belongs, str | None), "a str or None"),
+            ("optional", isinstance(self.optional, bool), "a bool"),
+        ):
+            if not right:
+                raise TypeError(f"{name} must be {kinds}, got {getattr(self, name)!r}")
 
 
 class Counted(dict[Any, Any]):

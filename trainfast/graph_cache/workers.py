@@ -11,7 +11,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -79,14 +79,16 @@ class _Pool:
             target=_work,
             args=(there, self.stopping, self.job, self.schema, os.getpid()),
         )
-        try:
-            process.start()
-        except _NOT_PICKLED as error:
-            method = self.context.get_start_method()
-            rule = f'must pickle for workers that start by "{method}"'
-            raise TypeError(f"make {rule}, got {self.job.make!r}: {error}") from error
-        there.close()
-        self.workers.append(_Worker(process, here))
+        with _ctrl_c_held():
+            try:
+                process.start()
+            except _NOT_PICKLED as error:
+                method = self.context.get_start_method()
+                rule = f'must pickle for workers that start by "{method}"'
+                got = f"got {self.job.make!r}: {error}"
+                raise TypeError(f"make {rule}, {got}") from error
+            there.close()
+            self.workers.append(_Worker(process, here))
 
     def run(self, todo: Iterator[Todo]) -> None:
         """Hands out all of `todo`, and waits until the workers have closed."""
@@ -172,6 +174,17 @@ class _Pool:
         return max(1, min(_CHUNK_LIMIT, int(each * _CHUNK_SECONDS)))
 
 
+@contextmanager
+def _ctrl_c_held() -> Iterator[None]:
+    """Ctrl-C comes after the block: what was started in it is known to `stop` by then.
+    A process that is started in it has none until it lets them come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _error_of(place: int | None, kind: str, text: str, trace: str, data: Any) -> Any:
     """The error that a worker met, as the parent raises it."""
     error: BaseException
@@ -200,6 +213,7 @@ def _work(
 ) -> None:
     """A worker's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         _make_all(pipe, stopping, job, schema, parent)
     except BaseException as error:

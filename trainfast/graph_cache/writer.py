@@ -47,12 +47,16 @@ class Writer:
     leaves it to the system when to write.
 
     Use it as a context manager: `close` at the end; after an exception the cache has
-    what was committed. Several writers, of any processes, may write one cache.
+    what was committed. A writer that is dropped without either is a ResourceWarning
+    that says how many graphs are lost. Several writers, of any processes, may write one
+    cache.
 
     Raises ValueError or TypeError that name the graph and its key, where a graph does
     not fit; nothing is written of it then, and the writer goes on. OSError: the disk
     failed or is full; what was committed is safe, the writer is of no use any more.
     """
+
+    _closed = True  # until it is made
 
     def __init__(
         self,
@@ -92,12 +96,12 @@ class Writer:
         self._process = os.getpid()
         self._before = 0  # graphs in segments that this writer has closed
         self._deadline = monotonic() + commit_seconds
-        self._closed = False
         if has_manifest(self._path):
             _core.graph_adopt(self._path)
             schema = schema or self._schema_before()
         if schema is not None:
             self._open(schema)
+        self._closed = False
 
     def append(self, graph: Any, key: bytes | None = None) -> None:
         """Appends a graph; `key`: 16 bytes that say what it was made from, or None."""
@@ -187,6 +191,13 @@ class Writer:
             return
         with suppress(OSError):  # the next writer adopts what could not be entered now
             self.abandon()
+
+    def __del__(self) -> None:
+        if self._closed or self._process != os.getpid():
+            return
+        lost = f"{self.appended - self.committed} of {self.appended} graphs are lost"
+        message = f"the writer of {self._path} must be closed, got dropped: {lost}"
+        warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     def _check_open(self) -> None:
         if self._closed:

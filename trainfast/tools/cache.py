@@ -13,6 +13,7 @@ from trainfast import _core
 from trainfast.graph_cache.build import build
 from trainfast.graph_cache.job import BuildError
 from trainfast.graph_cache.schema import Schema
+from trainfast.graph_cache.writer import REFUSED
 from trainfast.report import Report, Table
 from trainfast.tools import _cache_export, _cache_import
 
@@ -35,8 +36,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs one action. What goes wrong is one line on stderr, and exit status 1."""
     try:
         return args.action(args)
-    except (OSError, ValueError, TypeError, IndexError, BuildError) as error:
-        print(f"trainfast cache: {error}", file=sys.stderr)
+    except (OSError, IndexError, BuildError, *REFUSED) as error:
+        text = " ".join(str(error).splitlines())  # a path may have several
+        print(f"trainfast cache: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("trainfast cache: interrupted", file=sys.stderr)
@@ -132,6 +134,9 @@ def _inspect(args: argparse.Namespace) -> int:
         tables = [Table(f"{args.path}: {table.title}", table.columns, table.rows)]
     if schema is not None and len(cache):
         at = args.graph + len(cache) if args.graph < 0 else args.graph
+        if not 0 <= at < len(cache):
+            allowed = f"{-len(cache)} .. {len(cache) - 1}"
+            raise IndexError(f"graph must be in {allowed}, got {args.graph}")
         values = cache.get(at)
         rows = [(str(key), _look(value)) for key, value in zip(schema.keys, values)]
         facts["graph"] = dict(rows)

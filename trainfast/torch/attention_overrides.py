@@ -9,6 +9,7 @@ be torch's own: a call that these kernels refuse goes on to torch's, counted.
 import warnings
 from collections.abc import Callable
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -312,6 +313,9 @@ class _Override:
         return self.torchs.call_boxed(keys, *args, **kwargs) if made is None else made
 
 
+_kept: list[Any] = []  # torch's handles of all that was ever registered
+
+
 def _register(pair: Pair, library: torch.library.Library, chosen: bool) -> None:
     """Does nothing where this torch has no such kernel, or where somebody else's Python
     is in its place, which would be gone one day."""
@@ -330,6 +334,8 @@ def _register(pair: Pair, library: torch.library.Library, chosen: bool) -> None:
         warnings.simplefilter("ignore")
         for name, override in zip(names, overrides):
             library.impl(name, override, pair.key, with_keyset=True)
+            # What another thread is in when it is unregistered must not be freed.
+            _kept.append(torch.library.get_kernel(f"aten::{name}", pair.key))
 
 
 class _Held:
@@ -338,16 +344,19 @@ class _Held:
     def __init__(self) -> None:
         self.by: set[str] = set()
         self.library: torch.library.Library | None = None
+        self.lock = Lock()
 
-    def change(self, by: set[str]) -> None:
-        if by == self.by:
-            return
-        self.by, self.library = by, None  # which unregisters
-        if by and hasattr(torch.library, "get_kernel"):
-            self.library = torch.library.Library("aten", "IMPL")
-            for pair in PAIRS:
-                if "choice" in by or not pair.only_chosen:
-                    _register(pair, self.library, "choice" in by)
+    def change(self, who: str, wanted: bool) -> None:
+        with self.lock:
+            by = self.by | {who} if wanted else self.by - {who}
+            if by == self.by:
+                return
+            self.by, self.library = by, None  # which unregisters
+            if by and hasattr(torch.library, "get_kernel"):
+                self.library = torch.library.Library("aten", "IMPL")
+                for pair in PAIRS:
+                    if "choice" in by or not pair.only_chosen:
+                        _register(pair, self.library, "choice" in by)
 
 
 _held = _Held()
@@ -361,14 +370,14 @@ def are_patched() -> bool:
 def set_patched(value: bool) -> None:
     """Puts the kernels under torch's operators where they are the better choice, or
     takes them away: trainfast.patch("attention")'s part below torch's names."""
-    _held.change(_held.by | {"patch"} if value else _held.by - {"patch"})
+    _held.change("patch", value)
 
 
 class Chosen:
     """The kernels under torch's operators wherever they can run, until remove()."""
 
     def __init__(self) -> None:
-        _held.change(_held.by | {"choice"})
+        _held.change("choice", True)
 
     def remove(self) -> None:
-        _held.change(_held.by - {"choice"})
+        _held.change("choice", False)

@@ -6,8 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from types import EllipsisType
 from typing import Any, SupportsIndex
 
@@ -19,6 +18,7 @@ from torch_geometric.data import Data, Dataset
 from trainfast._core import GraphBatch, GraphSelection, graph_collate
 from trainfast.graph_cache import BuildError, Cache, build, keys
 from trainfast.graph_cache.batch import plan_batches
+from trainfast.graph_cache.writer import as_path, has_manifest
 from trainfast.torch.pyg_assemble import assembler, item_assembler
 from trainfast.torch.pyg_rules import Flattener
 
@@ -66,6 +66,7 @@ def cached(
         BuildError: the dataset failed; what was built before is kept.
         OSError: the disk is full or fails.
     """
+    path = as_path(path)
     size = len(dataset)
     if not size:
         raise ValueError("dataset must have graphs, got an empty one")
@@ -74,7 +75,7 @@ def cached(
     else:
         transform_id = (b"transformed", () if transform_id is None else transform_id)
     first = dataset[0]
-    known = (Path(fspath(path)) / "manifest").is_file()
+    known = has_manifest(path)
     cache = _complete(path, size, transform_id, verify)
     if cache is None:
         some = [first, *(dataset[i] for i in range(1, min(8, size)))]
@@ -130,7 +131,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _build(
-    path: str | PathLike[str],
+    path: str,
     dataset: Any,
     flatten: Flattener,
     transform_id: Any,
@@ -179,11 +180,9 @@ def _split_transform(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
 _NOTE = "pyg.json"  # beside the cache's own files, which leave it alone
 
 
-def _complete(
-    path: str | PathLike[str], size: int, transform_id: Any, verify: str
-) -> Cache | None:
+def _complete(path: str, size: int, transform_id: Any, verify: str) -> Cache | None:
     """The cache, if it has exactly the graphs that are wanted."""
-    if not (Path(fspath(path)) / "manifest").is_file():
+    if not has_manifest(path):
         return None
     try:
         cache = Cache(path, verify)
