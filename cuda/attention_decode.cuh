@@ -385,11 +385,7 @@ walk_split_keys(mma_softmax<S> *state, const mma_call &call, const decode_block 
         fetch_keys(&k_tile, k_at + now, call, block, args.k, args.dim,
                    key + S::AHEAD + S::UNIT);
         if (careful) {
-            const mma_rows values =
-                mma_keys(args, block.h, args.v, args.dim_v, key, S::STREAMED);
-            add_carefully<T>(state->out[0], s,
-                             columns_from(values, warp_share<S>() * S::D),
-                             power_in<T>(block, EXPONENT_V));
+            add_carefully<T, S::D>(state->out[0], s, landed + panel, 0);
         } else {
             add_values<PATH, T>(state, &s, own.reader, v_at + now + panel);
         }
