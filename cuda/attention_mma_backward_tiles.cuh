@@ -252,7 +252,12 @@ template <typename T, typename S>
 DEVICE void
 add_step_carefully(float out[S::MADE / 8][4], const mma_scores<S> &s, const char *tile)
 {
-    add_carefully<T, S::MADE>(out, s, tile, warp_share<S>() * (S::MADE / 8));
+    typedef mma_layout<S::STREAMED, S::D> layout;
+    constexpr bool WHOLE = S::MADE % layout::COLUMNS == 0; /* panels: so no swizzle */
+    const int chunk = warp_share<S>() * (S::MADE / 8);
+
+    add_carefully<T, S::MADE>(out, s, tile + (WHOLE ? layout::panel(chunk) : 0),
+                              WHOLE ? 0 : chunk);
 }
 
 #endif
