@@ -13,21 +13,21 @@
  * Registers of ptxas 13.0 and KB of shared memory:
  *
  *                            32       64       96      128      192      256
- *   sm_75  forward       189  8   225 12   202 24   218 32   251 24   254 48
- *          with options  147  8   192 16   240 24   220 16   241 12   242 48
- *   sm_80  forward       168 12   203 18   166 60   245 56   247 88   244 80
- *          with options  125 12   152 24   200 36   210 48   244 36   244 40
+ *   sm_75  forward       187  8   234 12   190 24   214 32   250 24   253 48
+ *          with options  151  8   190 16   237 24   216 16   242 12   233 48
+ *   sm_80  forward       168 12   201 18   162 60   242 56   245 88   248 80
+ *          with options  146 12   151 24   188 36   200 48   245 36   244 40
  *
- *   sm_75  dq            126  8   172 16   196 48   172 48   208 28   224 40
- *          with options  140  8   188 16            184 48   228 28   241 40
- *          dk, dv        136  8   198 16   229 48   227 48   214 52   248 52
- *          with options  164  8   226 16            168 56   232 52   255 52
- *   sm_80  dq            117  8   166 16   166 48   190 64   188 28   210 40
- *          with options  128  8   173 16            172 48   206 28   230 40
- *          dk, dv        128  8   188 16   200 48   239 64   189 52   225 68
- *          with options  160  8   225 16            254 48   208 52   245 68
+ *   sm_75  dq            109  8   160 16   174 48   160 48   212 28   219 40
+ *          with options  142  8   183 16            173 48   252 28   248 40
+ *          dk, dv        124  8   185 16   216 48   213 48   215 52   234 52
+ *          with options  160  8   222 16            165 56   242 52   255 52
+ *   sm_80  dq            101  8   142 16   149 48   166 64   190 28   204 40
+ *          with options  138  8   168 16            159 48   218 28   238 40
+ *          dk, dv        118  8   177 16   188 48   226 64   189 52   213 68
+ *          with options  156  8   220 16            244 48   215 52   244 68
  *
- * bfloat16 as float16 takes up to 14 registers more. Blocks have 4 warps, but 8 in the
+ * bfloat16 as float16 takes up to 16 registers more. Blocks have 4 warps, but 8 in the
  * fast forward with dims 96, 192, 256 and, on sm_75, 128, in dq with dims 256, and in
  * dk, dv with dims 128 and options on sm_75. By registers 2 blocks of 4 warps, or 1 of
  * 8, fit on a multiprocessor; by shared memory as many as fit into the 64 KB of sm_75,
