@@ -5,8 +5,8 @@ Read from the environment:
   TRAINFAST_CUDA        auto (default): with CUDA where nvcc is found and works;
                         0: never; 1: or fail
   TRAINFAST_CUDA_ARCHS  "75;86", or "all" (what a release ships); by default the visible
-                        GPU's own, and without a GPU 75, 80 and 90. PTX of the newest is
-                        added except for a visible GPU
+                        GPU's own, and without a GPU 75, 80 and 90. PTX, which newer
+                        GPUs run too, is added except for a visible GPU
   TRAINFAST_DEBUG=1     -O1, debug symbols, no -DNDEBUG
   TRAINFAST_SANITIZE    address,undefined or thread: what -fsanitize= takes
   TRAINFAST_WERROR=1    warnings are errors
@@ -215,6 +215,13 @@ def find_nvcc():
     return None
 
 
+def ptx_of(arch):
+    """The architecture whose PTX an architecture's code is made from. The sources ask
+    only whether it is 80 or later, so one run of nvcc's front end, which takes as long
+    as what follows it, serves all that are."""
+    return min(int(re.sub(r"\D", "", str(arch))), 80)
+
+
 def cuda_archs(nvcc):
     """The architectures to compile for, and the one whose PTX is added, or None."""
     listed = output_of(nvcc, "--list-gpu-arch")
@@ -227,9 +234,7 @@ def cuda_archs(nvcc):
         if not all(re.fullmatch(r"\d+[af]?", arch) for arch in archs):
             rule = 'must be "all" or numbers such as "75;86"'
             raise OptionError(f"TRAINFAST_CUDA_ARCHS {rule}, got {wanted!r}")
-        return archs, max(re.sub(r"\D", "", arch).zfill(3) for arch in archs).lstrip(
-            "0"
-        )
+        return archs, max(map(ptx_of, archs))
     query = ["--query-gpu=compute_cap", "--format=csv,noheader"]
     caps = re.findall(r"^(\d+)\.(\d)\s*$", output_of("nvidia-smi", *query), re.M)
     visible = sorted({int(major + minor) for major, minor in caps})
@@ -238,17 +243,19 @@ def cuda_archs(nvcc):
             rule = f"must be at least {known[0]} for this nvcc"
             raise CompileError(f"the GPU's architecture {rule}, got {visible[0]}")
         own = [arch for arch in visible if arch in known]
-        # A GPU newer than this nvcc runs the newest PTX.
-        return own, None if own == visible else known[-1]
+        # A GPU newer than this nvcc runs PTX.
+        return own, None if own == visible else ptx_of(known[-1])
     choice = RELEASE_ARCHS if wanted == "all" else DEFAULT_ARCHS
     archs = [arch for arch in choice if arch in known]
-    return archs, archs[-1]
+    return archs, ptx_of(archs[-1])
 
 
 def nvcc_command(nvcc):
     """The command up to the source, and the architectures in words."""
     archs, ptx = cuda_archs(nvcc)
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    targets = [
+        f"-gencode=arch=compute_{ptx_of(arch)},code=sm_{arch}" for arch in archs
+    ]
     if ptx:
         targets += [f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
     release = re.search(r"release (\d+)\.", output_of(nvcc, "--version"))

@@ -13,21 +13,21 @@
  * Registers of ptxas 13.0 and KB of shared memory:
  *
  *                            32       64       96      128      192      256
- *   sm_75  forward       189  8   225 12   202 24   218 32   251 24   254 48
- *          with options  147  8   192 16   240 24   220 16   241 12   242 48
- *   sm_80  forward       168 12   203 18   166 60   245 56   247 88   244 80
- *          with options  125 12   152 24   200 36   210 48   244 36   244 40
+ *   sm_75  forward       187  8   234 12   190 24   214 32   250 24   253 48
+ *          with options  151  8   190 16   237 24   216 16   242 12   233 48
+ *   sm_80  forward       168 12   201 18   162 60   242 56   245 88   248 80
+ *          with options  146 12   151 24   188 36   200 48   245 36   244 40
  *
- *   sm_75  dq            126  8   172 16   196 48   172 48   208 28   224 40
- *          with options  140  8   188 16            184 48   228 28   241 40
- *          dk, dv        136  8   198 16   229 48   227 48   214 52   248 52
- *          with options  164  8   226 16            168 56   232 52   255 52
- *   sm_80  dq            117  8   166 16   166 48   190 64   188 28   210 40
- *          with options  128  8   173 16            172 48   206 28   230 40
- *          dk, dv        128  8   188 16   200 48   239 64   189 52   225 68
- *          with options  160  8   225 16            254 48   208 52   245 68
+ *   sm_75  dq            109  8   160 16   174 48   160 48   212 28   219 40
+ *          with options  142  8   183 16            173 48   252 28   248 40
+ *          dk, dv        124  8   185 16   216 48   213 48   215 52   234 52
+ *          with options  160  8   222 16            165 56   242 52   255 52
+ *   sm_80  dq            101  8   142 16   149 48   166 64   190 28   204 40
+ *          with options  138  8   168 16            159 48   218 28   238 40
+ *          dk, dv        118  8   177 16   188 48   226 64   189 52   213 68
+ *          with options  156  8   220 16            244 48   215 52   244 68
  *
- * bfloat16 as float16 takes up to 14 registers more. Blocks have 4 warps, but 8 in the
+ * bfloat16 as float16 takes up to 16 registers more. Blocks have 4 warps, but 8 in the
  * fast forward with dims 96, 192, 256 and, on sm_75, 128, in dq with dims 256, and in
  * dk, dv with dims 128 and options on sm_75. By registers 2 blocks of 4 warps, or 1 of
  * 8, fit on a multiprocessor; by shared memory as many as fit into the 64 KB of sm_75,
@@ -408,6 +408,7 @@ struct mma_own {
 /* 16 x STREAMED scores of a warp, and what becomes of them. */
 template <typename S>
 struct mma_scores {
+    static constexpr int AT_ONCE = S::STREAMED > 32 ? 2 : 1; /* see turn_fragments() */
     float at[S::STREAMED / 8][4];
 };
 
@@ -425,46 +426,57 @@ pack_weights(uint32_t w[S::STREAMED / 16][4], const mma_scores<S> &s)
     }
 }
 
-/* out += weights . power rows for a tile with elements that are not finite: those of
- * weight 0 are left out. Reads global memory, in float32. Fragments take turns to be
- * the first, so that the loop need not be unrolled. */
-template <typename T, typename S>
+/* Turns elements `first` and the next of each fragment into those of the one before it,
+ * and of the first into the last. So fragments take turns to be the first, and a loop
+ * over them whose body is long need not be unrolled, but for AT_ONCE of them, so that
+ * it has at most 4 turns: each moves all scores. */
+template <typename S>
 DEVICE void
-add_carefully(float out[S::D / 8][4], mma_scores<S> s, const mma_rows &rows,
-              float power)
+turn_fragments(mma_scores<S> *s, int first)
 {
-    const int quad = threadIdx.x % 32 / 4 * 4;
-    const mma_rows mine = columns_from(rows, fragment_column(0, 0));
+#pragma unroll
+    for (int i = first; i < first + 2; i++) {
+        const float x = s->at[0][i];
+#pragma unroll
+        for (int n = 0; n < S::STREAMED / 8 - 1; n++) {
+            s->at[n][i] = s->at[n + 1][i];
+        }
+        s->at[S::STREAMED / 8 - 1][i] = x;
+    }
+}
+
+/* out += weights . tile for DIMS dims from a chunk on of a tile with elements that are
+ * not finite: those of weight 0 are left out. In float32; `tile` is where it lies in
+ * shared memory, as a pointer. */
+template <typename T, int DIMS, typename S>
+DEVICE void
+add_carefully(float out[DIMS / 8][4], mma_scores<S> s, const char *tile, int chunk)
+{
+    typedef mma_layout<S::STREAMED, S::D> layout;
+    const int lane = threadIdx.x % 32, quad = lane / 4 * 4;
 
 #pragma unroll 1
-    for (int pair = 0; pair < S::STREAMED / 2; pair++) {
+    for (int j = 0; j < S::STREAMED; j++) {
+        const bool odd = j % 2 != 0;
+        const float w0 =
+            __shfl_sync(~0u, odd ? s.at[0][1] : s.at[0][0], quad + j / 2 % 4);
+        const float w8 =
+            __shfl_sync(~0u, odd ? s.at[0][3] : s.at[0][2], quad + j / 2 % 4);
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            const int j = pair * 2 + odd;
-            const float w0 = __shfl_sync(~0u, s.at[0][odd], quad + pair % 4);
-            const float w8 = __shfl_sync(~0u, s.at[0][2 + odd], quad + pair % 4);
+        for (int n = 0; n < DIMS / 8; n++) {
+            const uint32_t pair =
+                *(const uint32_t *)(tile + layout::at(j, chunk + n) + lane % 4 * 4);
 #pragma unroll
-            for (int n = 0; n < S::D / 8; n++) {
-                if (j >= rows.n || n * 8 >= rows.dims) {
-                    break; /* also keeps the loads of all columns from being held */
-                }
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint16_t half = n * 8 + i < mine.dims
-                                              ? mine.data[j * mine.stride + n * 8 + i]
-                                              : 0;
-                    const float x = from_half(half, T::DTYPE) * power;
-                    float *o0 = &out[n][i], *o8 = &out[n][2 + i];
-                    *o0 = w0 == 0 ? *o0 : fused(w0, x, *o0);
-                    *o8 = w8 == 0 ? *o8 : fused(w8, x, *o8);
-                }
+            for (int i = 0; i < 2; i++) {
+                const float x = from_half(pair >> 16 * i & 0xFFFF, T::MULTIPLIED);
+                float *o0 = &out[n][i], *o8 = &out[n][2 + i];
+                *o0 = w0 == 0 ? *o0 : fused(w0, x, *o0);
+                *o8 = w8 == 0 ? *o8 : fused(w8, x, *o8);
             }
         }
-        if (pair % 4 == 3) {
-#pragma unroll
-            for (int i = 0; i < S::STREAMED / 2 - 4; i++) {
-                s.at[i / 4][i % 4] = s.at[i / 4 + 1][i % 4];
-            }
+        if (j % 8 == 7) {
+            turn_fragments(&s, 0);
+            turn_fragments(&s, 2);
         }
     }
 }

@@ -133,43 +133,54 @@ weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &a
            const mma_backward_block &block, const attention_head &h,
            const mma_backward_thread<PATH, S> &own, int tile, int stage, bool bounded)
 {
-    constexpr int QUERIES = S::KEYS ? S::STREAMED / 4 : 2; /* of a thread */
-    constexpr int KEYS = S::KEYS ? 2 : S::STREAMED / 4;
+    constexpr int FRAGMENTS = S::STREAMED / 8;
+    constexpr int AT_ONCE = S::OPTIONS ? mma_scores<S>::AT_ONCE : FRAGMENTS;
     const int64_t row = block.first + warp_row<S>() + threadIdx.x % 32 / 4;
     const int64_t column = (int64_t)tile * S::STREAMED;
+    const int64_t first = S::KEYS ? row : column; /* the keys' */
+    attention_reach reach[2] = {{0, S::STREAMED}, {0, S::STREAMED}};
+    float lse[2] = {own.lse[0], own.lse[1]};
 
-#pragma unroll
-    for (int x = 0; x < QUERIES; x++) {
-        const int64_t query =
-            S::KEYS ? column + fragment_column(x / 2, x % 2) : row + x * 8;
-        const int64_t first = S::KEYS ? row : column;
-        float lse = own.lse[S::KEYS ? 0 : x];
-        attention_reach reach = {0, S::KEYS ? 16 : S::STREAMED};
+    for (int r = 0; !S::KEYS && bounded && r < 2; r++) {
+        reach[r] = reach_of(args, h, row + r * 8, first, S::STREAMED);
+    }
+#pragma unroll(AT_ONCE)
+    for (int n = 0; n < FRAGMENTS; n++) {
+        const int at = S::OPTIONS ? 0 : n; /* they take turns: see turn_fragments() */
         if constexpr (S::KEYS) {
-            const float2 two = numbers_of<S>(own.base, stage, x / 2, 0);
-            lse = x % 2 == 0 ? two.x : two.y;
-        }
-        if (bounded) {
-            reach = reach_of(args, h, query, first, S::KEYS ? 16 : S::STREAMED);
+            const float2 two = numbers_of<S>(own.base, stage, n, 0);
+            lse[0] = two.x;
+            lse[1] = two.y;
+            for (int c = 0; bounded && c < 2; c++) {
+                reach[c] = reach_of(args, h, column + fragment_column(n, c), first, 16);
+            }
         }
 #pragma unroll
-        for (int y = 0; y < KEYS; y++) {
-            const int c = S::KEYS ? x : y, r = S::KEYS ? y : x;
-            const int key = S::KEYS ? y * 8 : fragment_column(y / 2, y % 2);
-            const bool allowed = reach.first <= key && key < reach.end;
-            float *p = &s->at[c / 2][r * 2 + c % 2];
+        for (int i = 0; i < 4; i++) {
+            const int r = i / 2, c = i % 2, which = S::KEYS ? c : r;
+            const int64_t query =
+                S::KEYS ? column + fragment_column(n, c) : row + r * 8;
+            const int key = S::KEYS ? r * 8 : fragment_column(n, c);
+            const bool allowed = reach[which].first <= key && key < reach[which].end;
+            float *p = &s->at[at][i];
             if constexpr (S::OPTIONS) {
-                float *bent = &slope->at[c / 2][r * 2 + c % 2];
                 attention_rule<float> rule = rule_of<float>(args, h);
                 rule.scale = block.unit;
-                const float score =
-                    allowed ? score_of(bent, *p, args, h, rule, query, first + key)
-                            : -INFINITY;
-                *p = score == -INFINITY ? 0 : exponential(score - lse);
+                const float score = allowed ? score_of(&slope->at[at][i], *p, args, h,
+                                                       rule, query, first + key)
+                                            : -INFINITY;
+                *p = score == -INFINITY ? 0 : exponential(score - lse[which]);
             } else {
-                *p =
-                    allowed ? ex2_approx(fused(*p, block.unit, lse * -1.44269504f)) : 0;
+                *p = allowed
+                         ? ex2_approx(fused(*p, block.unit, lse[which] * -1.44269504f))
+                         : 0;
             }
+        }
+        if constexpr (S::OPTIONS) {
+            turn_fragments(s, 0);
+            turn_fragments(s, 2);
+            turn_fragments(slope, 0);
+            turn_fragments(slope, 2);
         }
     }
 }
@@ -185,7 +196,7 @@ kept_elements(const tfast_attention_args &args, const mma_backward_block &block,
     const int64_t row = block.first + warp_row<S>() + threadIdx.x % 32 / 4;
     uint32_t kept = 0;
 
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < S::STREAMED / 8; i++) { /* a block of 16 x 16's columns by 2 */
         const int64_t column =
             (int64_t)tile * S::STREAMED + fragment_column(i / 2 * 2, i % 2);
@@ -258,6 +269,7 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
     const attention_head h = head_of_step<S>(block, step);
     const smem u_at = own->base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
     const smem v_at = u_at + S::TILE_BYTES;
+    const char *landed = base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
     mma_scores<S> s = {}, e = {}, slope;
     uint32_t kept = ~0u;
 
@@ -281,8 +293,7 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
             }
         }
         if (careful) {
-            add_step_carefully<T>(own->dy, w, streamed_v<S>(args, h, step.tile),
-                                  power_in<T>(block, EXPONENT_DOUT));
+            add_step_carefully<T>(own->dy, w, landed + S::TILE_BYTES);
         } else {
             add_step<PATH, T>(own->dy, w, own->reader, v_at);
         }
@@ -297,8 +308,7 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
         bend_step(&e, slope, args);
     }
     if (careful) {
-        add_step_carefully<T>(own->dx, e, streamed_u<S>(args, h, step.tile),
-                              power_in<T>(block, S::KEYS ? EXPONENT_Q : EXPONENT_K));
+        add_step_carefully<T>(own->dx, e, landed);
     } else {
         add_step<PATH, T>(own->dx, e, own->reader, u_at);
     }

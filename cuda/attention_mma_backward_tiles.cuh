@@ -247,24 +247,17 @@ add_step(float out[S::MADE / 8][4], const mma_scores<S> &s,
     }
 }
 
-/* The same for a tile with elements that are not finite. */
-template <typename S>
-struct mma_share {
-    static constexpr int D = S::MADE, STREAMED = S::STREAMED;
-};
-
+/* The same for a tile with elements that are not finite, as a pointer. */
 template <typename T, typename S>
 DEVICE void
-add_step_carefully(float out[S::MADE / 8][4], const mma_scores<S> &s,
-                   const mma_rows &rows, float power)
+add_step_carefully(float out[S::MADE / 8][4], const mma_scores<S> &s, const char *tile)
 {
-    mma_scores<mma_share<S>> w;
+    typedef mma_layout<S::STREAMED, S::D> layout;
+    constexpr bool WHOLE = S::MADE % layout::COLUMNS == 0; /* panels: so no swizzle */
+    const int chunk = warp_share<S>() * (S::MADE / 8);
 
-#pragma unroll
-    for (int i = 0; i < S::STREAMED / 2; i++) {
-        w.at[i / 4][i % 4] = s.at[i / 4][i % 4];
-    }
-    add_carefully<T>(out, w, share_of<S>(rows), power);
+    add_carefully<T, S::MADE>(out, s, tile + (WHOLE ? layout::panel(chunk) : 0),
+                              WHOLE ? 0 : chunk);
 }
 
 #endif

@@ -87,19 +87,24 @@ finish_row(mma_scores<S> *s, int r, const tfast_attention_args &args,
            const attention_head &h, const attention_rule<float> &rule,
            const mma_place &place)
 {
+    constexpr int AT_ONCE = mma_scores<S>::AT_ONCE;
     const attention_reach reach =
         reach_of(args, h, place.query, place.key, S::STREAMED);
 
+#pragma unroll(AT_ONCE)
+    for (int n = 0; n < S::STREAMED / 8; n++) {
 #pragma unroll
-    for (int i = 0; i < S::STREAMED / 4; i++) {
-        const int key = fragment_column(i / 2, i % 2);
-        float *score = &s->at[i / 2][r * 2 + i % 2], slope;
-        if (reach.first <= key && key < reach.end) {
-            *score =
-                score_of(&slope, *score, args, h, rule, place.query, place.key + key);
-        } else {
-            *score = -INFINITY;
+        for (int i = 0; i < 2; i++) {
+            const int key = fragment_column(n, i);
+            float *score = &s->at[0][r * 2 + i], slope;
+            if (reach.first <= key && key < reach.end) {
+                *score = score_of(&slope, *score, args, h, rule, place.query,
+                                  place.key + key);
+            } else {
+                *score = -INFINITY;
+            }
         }
+        turn_fragments(s, r * 2);
     }
 }
 
@@ -374,9 +379,7 @@ walk_keys(const mma_call &call, const mma_block &block,
         if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
-                add_carefully<T>(state.out[p], s[p],
-                                 keys_of<S>(args, h, args.v, args.dim_v, tile),
-                                 power_in<T>(block, EXPONENT_V));
+                add_carefully<T, S::D>(state.out[p], s[p], landed, 0);
             }
         } else {
             add_values<PATH, T>(&state, s, own.reader, v_at);

@@ -208,6 +208,45 @@ put_weights(REAL *weights, const REAL w[4][4])
     }
 }
 
+/* Chunk `k` of the sums. Registers have no index that is not constant, so it is looked
+ * for; as in add_part(). */
+template <typename REAL>
+DEVICE void
+get_part(REAL part[4][plain_sizes<REAL>::COLUMNS], const plain_sums<REAL> &sums, int k)
+{
+    constexpr int COLUMNS = plain_sizes<REAL>::COLUMNS;
+
+#pragma unroll
+    for (int own = 0; own < plain_sizes<REAL>::CHUNKS; own++) {
+        if (own == k) {
+#pragma unroll
+            for (int i = 0; i < 4 * COLUMNS; i++) {
+                part[i / COLUMNS][i % COLUMNS] = sums.at[own][i / COLUMNS][i % COLUMNS];
+            }
+        }
+    }
+}
+
+/* The same chunk = fade * chunk + part */
+template <typename REAL>
+DEVICE void
+add_part(plain_sums<REAL> *sums, const REAL fade[4],
+         const REAL part[4][plain_sizes<REAL>::COLUMNS], int k)
+{
+    constexpr int COLUMNS = plain_sizes<REAL>::COLUMNS;
+
+#pragma unroll
+    for (int own = 0; own < plain_sizes<REAL>::CHUNKS; own++) {
+        if (own == k) {
+#pragma unroll
+            for (int i = 0; i < 4 * COLUMNS; i++) {
+                REAL *sum = &sums->at[own][i / COLUMNS][i % COLUMNS];
+                *sum = fused(*sum, fade[i / COLUMNS], part[i / COLUMNS][i % COLUMNS]);
+            }
+        }
+    }
+}
+
 /* sums = fade * sums + weights . streamed, where each tile has sums of its own first:
  * long sums keep their digits. `chunk` holds a chunk of the streamed rows; `weights`
  * need no barrier before. */
@@ -217,26 +256,19 @@ add_tile(plain_sums<REAL> *sums, const REAL fade[4], const REAL *weights, REAL *
          const plain_rows &streamed)
 {
     constexpr int CHUNK = plain_sizes<REAL>::CHUNK;
-    constexpr int COLUMNS = plain_sizes<REAL>::COLUMNS;
 
-#pragma unroll
-    for (int k = 0; k < plain_sizes<REAL>::CHUNKS; k++) {
-        if (k * CHUNK < streamed.dims) {
-            REAL part[4][COLUMNS] = {};
-            __syncthreads(); /* the weights are there, and the chunk is free */
-            const bool finite = load_chunk(chunk, streamed, k * CHUNK);
-            const bool careful = __syncthreads_or(!finite) != 0;
-            if (careful) {
-                add_weighted(part, weights, chunk, streamed.n, true);
-            } else {
-                add_weighted(part, weights, chunk, streamed.n, false);
-            }
-#pragma unroll
-            for (int i = 0; i < 4 * COLUMNS; i++) {
-                REAL *sum = &sums->at[k][i / COLUMNS][i % COLUMNS];
-                *sum = fused(*sum, fade[i / COLUMNS], part[i / COLUMNS][i % COLUMNS]);
-            }
+#pragma unroll 1
+    for (int k = 0; k * CHUNK < streamed.dims; k++) {
+        REAL part[4][plain_sizes<REAL>::COLUMNS] = {};
+        __syncthreads(); /* the weights are there, and the chunk is free */
+        const bool finite = load_chunk(chunk, streamed, k * CHUNK);
+        const bool careful = __syncthreads_or(!finite) != 0;
+        if (careful) {
+            add_weighted(part, weights, chunk, streamed.n, true);
+        } else {
+            add_weighted(part, weights, chunk, streamed.n, false);
         }
+        add_part(sums, fade, part, k);
     }
 }
 
@@ -261,8 +293,10 @@ store_sums(const plain_rows &rows, const plain_sums<REAL> &sums, const REAL fact
     constexpr int CHUNK = plain_sizes<REAL>::CHUNK;
     constexpr int COLUMNS = plain_sizes<REAL>::COLUMNS;
 
-#pragma unroll
-    for (int k = 0; k < plain_sizes<REAL>::CHUNKS; k++) {
+#pragma unroll 1
+    for (int k = 0; k * CHUNK < rows.dims; k++) {
+        REAL part[4][COLUMNS];
+        get_part(part, sums, k);
 #pragma unroll
         for (int i = 0; i < 4 * COLUMNS; i++) {
             const int a = i / COLUMNS, c = i % COLUMNS;
@@ -270,7 +304,7 @@ store_sums(const plain_rows &rows, const plain_sums<REAL> &sums, const REAL fact
             if (tile_row(a) < rows.n && dim < rows.dims) {
                 const int64_t at = rows.at + tile_row(a) * rows.stride + dim;
                 write_element(rows.data, rows.dtype, at,
-                              factor[a] == 0 ? 0 : sums.at[k][a][c] * factor[a]);
+                              factor[a] == 0 ? 0 : part[a][c] * factor[a]);
             }
         }
     }
@@ -283,8 +317,25 @@ struct plain_tile {
     int64_t query, key;
 };
 
+/* Turns all a query's numbers into the next one's, and the last into the first. */
+template <bool KEYS, typename REAL>
+DEVICE void
+turn_queries(REAL s[4][4])
+{
+#pragma unroll
+    for (int y = 0; y < 4; y++) {
+        const REAL first = s[KEYS ? y : 0][KEYS ? 0 : y];
+#pragma unroll
+        for (int x = 0; x < 3; x++) {
+            s[KEYS ? y : x][KEYS ? x : y] = s[KEYS ? y : x + 1][KEYS ? x + 1 : y];
+        }
+        s[KEYS ? y : 3][KEYS ? 3 : y] = first;
+    }
+}
+
 /* Turns products into scores, -infinity where a query may not look. With softcap
- * `slope` becomes the derivative. */
+ * `slope` becomes the derivative. Queries take turns to be the first, so that the loop
+ * need not be unrolled: a score with all options is long. */
 template <bool KEYS, typename REAL>
 DEVICE void
 finish_scores(REAL s[4][4], REAL slope[4][4], const tfast_attention_args &args,
@@ -293,13 +344,16 @@ finish_scores(REAL s[4][4], REAL slope[4][4], const tfast_attention_args &args,
     const attention_rule<REAL> rule = rule_of<REAL>(args, h);
 
 #pragma unroll
+    for (int i = 0; i < 16; i++) {
+        slope[i / 4][i % 4] = 1;
+    }
+#pragma unroll 1
     for (int x = 0; x < 4; x++) {
         const int64_t query = tile.query + tile_query<KEYS>(x);
         const attention_reach reach = reach_of(args, h, query, tile.key, TILE);
 #pragma unroll
         for (int y = 0; y < 4; y++) {
-            const int key = tile_key<KEYS>(y), a = KEYS ? y : x, b = KEYS ? x : y;
-            slope[a][b] = 1;
+            const int key = tile_key<KEYS>(y), a = KEYS ? y : 0, b = KEYS ? 0 : y;
             if (reach.first <= key && key < reach.end) {
                 s[a][b] = score_of(&slope[a][b], s[a][b], args, h, rule, query,
                                    tile.key + key);
@@ -307,6 +361,8 @@ finish_scores(REAL s[4][4], REAL slope[4][4], const tfast_attention_args &args,
                 s[a][b] = -(REAL)INFINITY;
             }
         }
+        turn_queries<KEYS>(s);
+        turn_queries<KEYS>(slope);
     }
 }
 
