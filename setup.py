@@ -253,9 +253,7 @@ def cuda_archs(nvcc):
 def nvcc_command(nvcc):
     """The command up to the source, and the architectures in words."""
     archs, ptx = cuda_archs(nvcc)
-    targets = [
-        f"-gencode=arch=compute_{ptx_of(arch)},code=sm_{arch}" for arch in archs
-    ]
+    targets = [f"-gencode=arch=compute_{ptx_of(arch)},code=sm_{arch}" for arch in archs]
     if ptx:
         targets += [f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
     release = re.search(r"release (\d+)\.", output_of(nvcc, "--version"))
@@ -280,7 +278,9 @@ def build_cuda(nvcc, target, force):
     jobs = [(command, source) for source in sources]
     objects = compile_all(jobs, force, f"{CUDA_LIBRARY} with {nvcc} for {words}")
     said = [Path(object).with_suffix(".log").read_text() for object in objects]
-    (OBJECTS / "cuda.log").write_text("".join(said))  # the kernels' registers, for tests
+    (OBJECTS / "cuda.log").write_text(
+        "".join(said)
+    )  # the kernels' registers, for tests
     # nvcc may be a script elsewhere: it alone knows where its libraries are.
     steps = subprocess.run(
         [nvcc, "--dryrun", "-shared", "-o", os.devnull, sources[0]],
