@@ -134,7 +134,8 @@ weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &a
            const mma_backward_thread<PATH, S> &own, int tile, int stage, bool bounded)
 {
     constexpr int FRAGMENTS = S::STREAMED / 8;
-    constexpr int AT_ONCE = S::OPTIONS ? mma_scores<S>::AT_ONCE : FRAGMENTS;
+    [[maybe_unused]] constexpr int AT_ONCE =
+        S::OPTIONS ? mma_scores<S>::AT_ONCE : FRAGMENTS; /* of nvcc's pragma alone */
     const int64_t row = block.first + warp_row<S>() + threadIdx.x % 32 / 4;
     const int64_t column = (int64_t)tile * S::STREAMED;
     const int64_t first = S::KEYS ? row : column; /* the keys' */
