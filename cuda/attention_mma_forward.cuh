@@ -87,10 +87,11 @@ finish_row(mma_scores<S> *s, int r, const tfast_attention_args &args,
            const attention_head &h, const attention_rule<float> &rule,
            const mma_place &place)
 {
+    [[maybe_unused]] constexpr int AT_ONCE = mma_scores<S>::AT_ONCE;
     const attention_reach reach =
         reach_of(args, h, place.query, place.key, S::STREAMED);
 
-#pragma unroll(mma_scores<S>::AT_ONCE)
+#pragma unroll(AT_ONCE)
     for (int n = 0; n < S::STREAMED / 8; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
