@@ -278,9 +278,8 @@ def build_cuda(nvcc, target, force):
     jobs = [(command, source) for source in sources]
     objects = compile_all(jobs, force, f"{CUDA_LIBRARY} with {nvcc} for {words}")
     said = [Path(object).with_suffix(".log").read_text() for object in objects]
-    (OBJECTS / "cuda.log").write_text(
-        "".join(said)
-    )  # the kernels' registers, for tests
+    # The kernels' registers, for a test and for readers.
+    (OBJECTS / "cuda.log").write_text("".join(said))
     # nvcc may be a script elsewhere: it alone knows where its libraries are.
     steps = subprocess.run(
         [nvcc, "--dryrun", "-shared", "-o", os.devnull, sources[0]],

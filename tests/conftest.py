@@ -4,7 +4,6 @@ The CUDA sources are among them on any machine: tests/simt compiles them for the
 the backend `simt`.
 """
 
-import importlib
 import importlib.util
 import os
 import signal

@@ -1,5 +1,6 @@
 """What building and installing does: from the tree, from a wheel, from the sdist."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -213,7 +214,9 @@ def test_wheel_with_cuda_holds_the_library(unpacked, wheel):
     """Of this tree's objects: one is compiled again if a file of it is not there."""
     objects = Path("build/objects")
     if (ROOT / objects).exists():
-        shutil.copytree(ROOT / objects, unpacked / objects, dirs_exist_ok=True)
+        with open(ROOT / objects / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # while nobody builds
+            shutil.copytree(ROOT / objects, unpacked / objects, dirs_exist_ok=True)
     with_cuda = build(unpacked, "wheel", unpacked.parent / "cuda", cuda="1")
     assert LIBRARY in names(with_cuda)
 

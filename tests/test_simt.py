@@ -270,7 +270,7 @@ def test_ptx_gives_the_kept_vectors_on_the_gpu(tmp_path):
 # too, and are none of the fast ones. What tiles ask for when they are launched, their
 # sources assert.
 SLOW = re.compile("plain")
-# Dtypes known at run time only: one register is one too many for 3 blocks of these.
+# Dtypes known at run time only: 3 blocks of these lack the registers of one pointer.
 SPILLED = {("mix2", "sm_120"): 8, ("mix3", "sm_120"): 8}
 
 
