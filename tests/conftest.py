@@ -5,6 +5,7 @@ the backend `simt`.
 """
 
 import importlib.util
+import multiprocessing.popen_fork
 import os
 import signal
 import sys
@@ -33,9 +34,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Nor does an older AddressSanitizer survive a fork beside the threads that JAX starts.
+def _refuse_to_fork(*_):
+    raise RuntimeError("AddressSanitizer is here: mark this test `forks`")
+
+
+# An older AddressSanitizer does not hold its allocator's locks while a process forks: a
+# child waits for ever for the one that a thread had, were it but ending. Threads end
+# beside workers, which torch's queues feed, and JAX starts its own.
 if "libasan" in os.environ.get("LD_PRELOAD", ""):
     sys.modules["jax"] = sys.modules["jraph"] = None
+    multiprocessing.popen_fork.Popen._launch = _refuse_to_fork
 
 
 def _build_simt() -> str | None:

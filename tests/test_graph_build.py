@@ -333,7 +333,9 @@ def test_another_transform_id_makes_all_again(path):
     assert len(segments(path)) == 1  # what is not used any more is deleted
 
 
-@pytest.mark.parametrize("options", [{}, {"key": str}, {"workers": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"key": str}, pytest.param({"workers": 2}, marks=pytest.mark.forks)]
+)
 def test_graphs_that_look_otherwise_replace_the_old_ones(path, options):
     quiet(path, range(20), graph, transform_id=1, **options)
     new = [{"x": graph(n)["x"].astype(np.float64), "name": "a" * n} for n in range(20)]

@@ -168,7 +168,7 @@ def make(n):
     return graph(n) | ({"late": np.full(n, n)} if n > 100 else {})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.forks)])
 def test_a_build_with_late_keys_goes_on(path, workers):
     with warnings.catch_warnings():  # that of a worker is not seen here
         warnings.simplefilter("ignore")

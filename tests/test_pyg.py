@@ -430,6 +430,7 @@ def test_failure_keeps_what_was_built(tmp_path):
     assert_same_graph(batch_of(dataset), Batch.from_data_list(graphs))
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("graphs", [OWN["increments"] * 10, OWN["hetero"] * 10])
 def test_workers_build_the_same(keep, graphs):
     got = batch_of(keep(graphs, workers=2))

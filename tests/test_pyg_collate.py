@@ -288,7 +288,7 @@ def test_in_memory_dataset_is_the_same():
         assert_same_graph(mine, other)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.forks)])
 def test_loader_over_list_gives_pygs_batches(workers):
     graphs = [graph(n, n, y=float(n)) for n in range(1, 8)]
     options = {"batch_size": 3, "follow_batch": ["x"], "num_workers": workers}

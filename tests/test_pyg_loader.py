@@ -220,7 +220,7 @@ def test_view_is_batched_natively(dataset, view, workers):
 
 
 @pytest.mark.parametrize("loader", [TheirLoader, DataLoader])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.forks)])
 def test_view_works_in_other_loaders(dataset, graphs, loader, workers):
     """PyG's over our dataset, and ours over the dataset in a wrapper it cannot see
     through."""
@@ -375,7 +375,7 @@ def test_wrong_options_are_refused_as_in_torch(dataset):
         DataLoader(dataset, prefetch_factor=2)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.forks)])
 def test_pygs_loader_is_native_with_the_patch(dataset, graphs, workers, monkeypatch):
     options = {"follow_batch": ["x"], "exclude_keys": ["pos"]}
     want = [batch for batch in TheirLoader(graphs, 4, **options)]
