@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf, isinf
 
 import torch
 
@@ -32,7 +33,8 @@ from benchmarks.optimizers import (
 )
 
 SCALE, MAX_NORM, EMA_DECAY = 1024.0, 0.1, 0.999
-CLIP_BYTES = 12  # a read for the norm, then a read and a write
+NORM_BYTES = 4  # a read for the norm
+CLIP_BYTES = 12  # and a read and a write
 STEP_BYTES = 32  # a read of g, then reads p, g, m, v and writes p, m, v
 
 
@@ -41,13 +43,14 @@ class AmpProblem(Problem):
     """One case: the tensors, all float32, and what is done with them."""
 
     step: bool = True  # False: clip_grad_norm_ alone
+    max_norm: float = MAX_NORM  # inf: there is nothing to clip
     zero_grad: bool = False
     ema_copy: bool = False  # an EMA in float32 and a copy in bfloat16
 
     def nbytes(self, state_dtype: torch.dtype | None = None) -> int:
         """Return what must be moved; see the constants above."""
         if not self.step:
-            return self.params * CLIP_BYTES
+            return self.params * (NORM_BYTES if isinf(self.max_norm) else CLIP_BYTES)
         each = STEP_BYTES + 4 * self.zero_grad + 10 * self.ema_copy
         return self.params * each
 
@@ -75,6 +78,13 @@ def problems() -> list[AmpProblem]:
         AmpProblem(
             "gpt2-clip", "GPT-2 small, `clip_grad_norm_` alone", gpt2, step=False
         ),
+        AmpProblem(
+            "gpt2-norm",
+            "GPT-2 small, the same, the norm below its limit",
+            gpt2,
+            step=False,
+            max_norm=inf,
+        ),
     ]
 
 
@@ -94,7 +104,7 @@ def make_contender(
     grads = [param.grad for param in params]
     values = [grad * scale for grad in grads]
     total = torch.nn.utils.get_total_norm(grads)
-    coef = float(MAX_NORM / (total + 1e-6))
+    coef = min(float(setup.problem.max_norm / (total + 1e-6)), 1.0)
     expected = coef * grads[-1]
     before = params[-1].detach().clone()
 
@@ -109,7 +119,7 @@ def make_contender(
         got = optimizer.state[params[-1]]["exp_avg"] / 0.1
     wanted = coef * values[-1] / scale
     if not torch.allclose(got, wanted, rtol=1e-3, atol=1e-12):
-        raise RuntimeError(f"{name} must clip its gradients to norm {MAX_NORM}")
+        raise RuntimeError(f"{name} must clip to norm {setup.problem.max_norm}")
     return Contender(name, run, role, prepare=prepare)
 
 
@@ -166,7 +176,7 @@ def make_loop(
 def make_clip(setup: Setup, name: str, clip: Callable, role: str) -> Contender:
     params = setup.parameters()
     return make_contender(
-        setup, name, params, lambda: clip(params, MAX_NORM), role=role
+        setup, name, params, lambda: clip(params, setup.problem.max_norm), role=role
     )
 
 
@@ -210,7 +220,8 @@ def make_bound(setup: Setup) -> Contender:
     if problem.ema_copy:
         columns["ema"] = [torch.zeros_like(p) for p in columns["param"]]
         columns["copy"] = [p.bfloat16() for p in columns["param"]]
-    run = floor.make_amp_floor(columns, problem.zero_grad, setup.threads)
+    read_only = isinf(problem.max_norm)
+    run = floor.make_amp_floor(columns, problem.zero_grad, setup.threads, read_only)
     note = "a read of g and one pass over the same bytes in C, same threads"
     return Contender(
         "floor",

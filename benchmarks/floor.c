@@ -170,10 +170,11 @@ amp_range(const floor_amp_slot *slots, int64_t n_slots, int64_t begin, int64_t e
     return all;
 }
 
-/* Returns how many threads took part; *sink keeps the first pass from being removed. */
+/* The pass that reads, and the one that writes unless `read_only`. Returns how many
+ * threads took part; *sink keeps the first pass from being removed. */
 int
 floor_amp_run(const floor_amp_slot *slots, int64_t n_slots, int threads, int factor,
-              int zero, uint32_t *sink)
+              int zero, int read_only, uint32_t *sink)
 {
     int64_t total = 0;
     int used = 0;
@@ -189,7 +190,9 @@ floor_amp_run(const floor_amp_slot *slots, int64_t n_slots, int threads, int fac
         int64_t end = part + 1 == parts ? total : begin + grain;
         all |= amp_range(slots, n_slots, begin, end, factor, zero, 0);
 #pragma omp barrier
-        amp_range(slots, n_slots, begin, end, factor, zero, 1);
+        if (!read_only) {
+            amp_range(slots, n_slots, begin, end, factor, zero, 1);
+        }
         if (part == 0) {
             used = (int)parts;
         }

@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
     loaded.floor_amp_run.argtypes = [
         ctypes.POINTER(AmpSlot),
         ctypes.c_int64,
-        *[ctypes.c_int] * 3,
+        *[ctypes.c_int] * 4,
         ctypes.POINTER(ctypes.c_uint32),
     ]
     return loaded
@@ -99,9 +99,13 @@ def make_floor(
 
 
 def make_amp_floor(
-    columns: dict[str, Sequence[torch.Tensor]], zero: bool, threads: int
+    columns: dict[str, Sequence[torch.Tensor]],
+    zero: bool,
+    threads: int,
+    read_only: bool = False,
 ) -> Callable[[], None]:
-    """Return a call that reads `grad`, then reads and writes all columns.
+    """Return a call that reads `grad`, then, if not `read_only`, reads and writes all
+    columns.
 
     The columns are fields of AmpSlot; a gradient is written with `zero`, or when it is
     alone, which is clipping.
@@ -117,7 +121,8 @@ def make_amp_floor(
 
     def floor() -> None:
         # `columns` keeps the arrays alive as long as their addresses are in use.
-        used = run(slots, len(columns["grad"]), threads, 0, zero, ctypes.byref(sink))
+        options = threads, 0, zero, read_only
+        used = run(slots, len(columns["grad"]), *options, ctypes.byref(sink))
         if used != threads:
             raise RuntimeError(f"the floor must run on {threads} threads, got {used}")
 

@@ -482,7 +482,7 @@ def test_amp_smoke_run_writes_valid_json(tmp_path):
 def test_amp_contender_that_does_not_clip_is_refused():
     problem = bench_amp.problems()[0].shrunk()
     setup = optimizers.Setup(problem, "cpu", 1, fresh_grads=False)
-    with pytest.raises(RuntimeError, match="idle must clip its gradients to norm"):
+    with pytest.raises(RuntimeError, match="idle must clip to norm"):
         bench_amp.make_clip(setup, "idle", lambda params, limit: None, "rival")
 
 
@@ -503,3 +503,6 @@ def test_amp_floor_touches_what_it_is_given_and_nothing_else():
                 assert bool((ends == 7).all())
                 middle = buffer[16:-16]
                 assert bool((middle == (0 if name == "copy" else 7)).all())
+    inner["copy"][4].fill_(5)
+    floor.make_amp_floor(inner, zero=True, threads=2, read_only=True)()
+    assert bool((inner["copy"][4] == 5).all())
