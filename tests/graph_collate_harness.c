@@ -172,7 +172,7 @@ expect(tfast_graph_cache *cache)
         for (int i = 0; i < BATCH; i++) {
             indices[b][i] = rand() % GRAPHS;
         }
-        must(tfast_graph_collate(cache, &selection, indices[b], BATCH, &batch));
+        must(tfast_graph_collate(cache, &selection, indices[b], BATCH, true, &batch));
         expected[b] = batch_crc(batch);
         tfast_graph_batch_release(batch);
     }
@@ -287,7 +287,7 @@ fork_while_busy(tfast_graph_cache *cache, int threads)
         bool right = tfast_graph_prefetch_submit(prefetch, indices[0], 1) != TFAST_OK &&
                      tfast_graph_prefetch_next(prefetch, 9, &batch) != TFAST_OK;
         tfast_graph_prefetch_free(prefetch);
-        must(tfast_graph_collate(cache, &selection, indices[3], BATCH, &batch));
+        must(tfast_graph_collate(cache, &selection, indices[3], BATCH, true, &batch));
         right = right && batch_crc(batch) == expected[3];
         tfast_graph_batch_release(batch);
         _exit(right ? 0 : 1);
@@ -301,6 +301,27 @@ fork_while_busy(tfast_graph_cache *cache, int threads)
     tfast_graph_prefetch_free(prefetch);
 }
 
+/* Batches that are large enough for several threads. */
+static void
+collate_shared(tfast_graph_cache *cache)
+{
+    static int64_t many[5 * GRAPHS];
+
+    for (int turn = 0; turn < 20; turn++) {
+        const int64_t n = (turn + 1) * GRAPHS / 4;
+        tfast_graph_batch *alone, *shared;
+
+        for (int64_t i = 0; i < n; i++) {
+            many[i] = rand() % GRAPHS;
+        }
+        must(tfast_graph_collate(cache, &selection, many, n, true, &alone));
+        must(tfast_graph_collate(cache, &selection, many, n, false, &shared));
+        must_be(batch_crc(alone) == batch_crc(shared), "a shared batch must be right");
+        tfast_graph_batch_release(alone);
+        tfast_graph_batch_release(shared);
+    }
+}
+
 /* Several threads collate, and give back what others have collated. */
 static void *
 collate_all(void *context)
@@ -308,7 +329,7 @@ collate_all(void *context)
     for (int b = 0; b < BATCHES; b++) {
         tfast_graph_batch *batch;
 
-        must(tfast_graph_collate(context, &selection, indices[b], BATCH, &batch));
+        must(tfast_graph_collate(context, &selection, indices[b], BATCH, true, &batch));
         must_be(batch_crc(batch) == expected[b], "batches of threads must be right");
         tfast_graph_batch_retain(batch);
         tfast_graph_batch_release(batch);
@@ -339,6 +360,7 @@ main(int count, char **arguments)
     for (int i = 0; i < 4; i++) {
         pthread_join(others[i], NULL);
     }
+    collate_shared(fresh);
     fail_one(fresh, threads);
     stop_early(fresh, threads);
     if (MAY_FORK) {

@@ -407,7 +407,7 @@ batch_somehow(tfast_graph_cache *cache)
     tfast_graph_prefetch *prefetch;
     tfast_graph_batch *batch = NULL, *other;
 
-    must_be_whole(tfast_graph_collate(cache, &selection, first, 3, &batch));
+    must_be_whole(tfast_graph_collate(cache, &selection, first, 3, true, &batch));
     for (int threads = 0; threads < 2; threads++) {
         tfast_status status =
             tfast_graph_prefetch_new(&prefetch, cache, &selection, threads);

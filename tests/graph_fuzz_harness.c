@@ -390,7 +390,7 @@ collate(tfast_graph_cache *cache, const tfast_graph_schema *schema, bool verifie
     for (int i = 0; i < 4; i++) {
         indices[i] = (int64_t)(disk_random() % (uint64_t)n);
     }
-    if (tfast_graph_collate(cache, &selection, indices, 4, &batch) != TFAST_OK) {
+    if (tfast_graph_collate(cache, &selection, indices, 4, true, &batch) != TFAST_OK) {
         return;
     }
     batches++;

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from graph_core import EDGES, INTEGERS, NODES, SIZE, cached, collate, random_bits, same
+import torch
+from graph_core import (
+    EDGES,
+    INTEGERS,
+    NODES,
+    SIZE,
+    cached,
+    collate,
+    random_bits,
+    same,
+    write,
+)
 
 from trainfast import _core
 from trainfast.graph_cache.schema import Count, Field, Schema
@@ -46,7 +57,8 @@ RUNS = [(0, 1, 0), (1, 2, 0), (1, 0, 1), (3, 1, 0), (3, 2, 1)]
 @pytest.mark.parametrize(("threads", "verify", "pread"), RUNS)
 def test_threads_collate_what_one_does(harness, tmp_path, threads, verify, pread):
     command = [str(harness), str(tmp_path / "c"), *map(str, (threads, verify, pread))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    options = {"capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "4"}, **options)
     assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
 
 
@@ -116,6 +128,15 @@ FIELDS = [
 ]
 
 
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 @pytest.mark.parametrize("options", [{}, {"verify": 2}, {"pread": True}], ids=str)
 def test_field_is_put_together_as_numpy_does(tmp_path, rng, field, options):
@@ -129,7 +150,8 @@ def test_field_is_put_together_as_numpy_does(tmp_path, rng, field, options):
         assert writer.append(graph, counts=count) is None
     writer.close()
     cache = _core.GraphCache(str(path), **options)
-    for order in [list(range(12)), [5], [3], [7, 7, 3, 0], rng.permutation(12)]:
+    large = [5, 3, *rng.integers(0, 12, 8000)]  # of which threads make shares
+    for order in [list(range(12)), [5], [3], [7, 7, 3, 0], rng.permutation(12), large]:
         batch = collate(cache, order, batch_of=[0, 2])
         chosen = [counts[i] for i in order]
         want, sums = union(schema, [graphs[i] for i in order], chosen)
@@ -229,6 +251,36 @@ def test_optional_field_is_in_all_graphs_of_a_batch_or_in_none(tmp_path):
             collate(cache, order)
     selection = _core.GraphSelection(cache, [0])
     assert _core.graph_collate(selection, [0, 1]).fields[0].shape == (8,)
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize("verify", [1, 2])
+def test_shared_batch_fails_as_that_of_one_thread(tmp_path, verify):
+    """Its error is that of the first graph that has one; the next batch is whole."""
+    fields = (
+        Field("x", 0, "float32", (-1,), 0),
+        Field("extra", 0, "float32", (-1,), 0, optional=True),
+    )
+    path, n = tmp_path / "c", 200
+    graphs = [{"x": np.full(4000, i, np.float32)} for i in range(n)]
+    graphs.append(graphs[0] | {"extra": graphs[0]["x"]})
+    write(path, Schema((NODES,), fields), graphs)
+    (segment,) = path.glob("segment-*")
+    data = bytearray(segment.read_bytes())
+    for i in 90, 150:
+        data[data.find(graphs[i]["x"].tobytes())] ^= 1
+    segment.write_bytes(data)
+    cache = _core.GraphCache(str(path), verify=verify)
+    order = [i for i in range(n) if i not in (90, 150)]
+    for place in 1, 60, 140, 198:
+        with pytest.raises(ValueError, match="must all have field extra"):
+            collate(cache, [*order[:place], n, *order[place:]])
+    for i, other in (90, 150), (150, 90):
+        with pytest.raises(OSError, match=f"graph {i} in .* must be whole"):
+            collate(cache, [*order[:50], i, *order[50:], n, other])
+    batch = collate(cache, order)
+    want = np.concatenate([graphs[i]["x"] for i in order])
+    np.testing.assert_array_equal(batch.fields[0], want)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ arena_free(graph_arena *arena)
 {
     free(arena->batch.arena);
     free(arena->details);
-    free(arena->frames.data);
+    for (int i = 0; i < GRAPH_SHARES; i++) {
+        free(arena->frames[i].data);
+    }
     free(arena);
 }
 
@@ -97,7 +99,8 @@ lay_out(graph_arena *arena, uint8_t *base, const tfast_graph_selection *selectio
     arena->shapes = carve(base, &at, n_fields, sizeof *arena->shapes);
     arena->ranks = carve(base, &at, n_fields, sizeof *arena->ranks);
     arena->fields = carve(base, &at, n_fields, sizeof *arena->fields);
-    arena->arrays = carve(base, &at, header->n_fields, sizeof *arena->arrays);
+    arena->arrays = carve(base, &at, (int64_t)header->n_fields * GRAPH_SHARES,
+                          sizeof *arena->arrays);
     arena->places = carve(base, &at, n_graphs, sizeof *arena->places);
     if (__builtin_mul_overflow((size_t)n_slots + 1, sizeof *arena->sums, &sums)) {
         sums = SIZE_MAX;

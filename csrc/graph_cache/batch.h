@@ -14,13 +14,14 @@ typedef struct {
     int64_t values;   /* of a step: inner / bytes */
     int64_t steps;    /* of each graph, -1: */
     int steps_count;  /* as this count says */
-    int64_t at;       /* steps written so far, by all graphs before */
     uint8_t *out;     /* in the arena */
     int n_adds;       /* 0, 1: the same to all, 2: by halves of the rows */
     uint16_t adds[2]; /* counts */
     bool lacking;     /* not all graphs can have it: none may */
     bool absent;      /* none has it */
 } graph_batch_field;
+
+enum { GRAPH_SHARES = 8 }; /* threads that copy one batch, at most */
 
 /* A batch with what it takes to make it. All pointers but `frames` point into
  * `details`, whose size depends on the selection and the number of graphs. */
@@ -31,7 +32,7 @@ typedef struct {
     size_t room; /* bytes at batch.arena */
     void *details;
     size_t details_room;
-    graph_buffer frames; /* with `pread` */
+    graph_buffer frames[GRAPH_SHARES]; /* with `pread`, one a thread */
 
     int64_t *totals;
     size_t *field_at, *ptr_at, *batch_at;
@@ -40,7 +41,7 @@ typedef struct {
     int64_t *sums; /* [n_counts][n_slots + 1]: the ptr arrays */
     graph_place *places;
     graph_batch_field *fields;
-    tfast_graph_array *arrays; /* of one graph */
+    tfast_graph_array *arrays; /* [GRAPH_SHARES][schema's fields]: of one graph */
 } graph_arena;
 
 /* A waiting arena, or a new one, with one reference and room for the details of such a

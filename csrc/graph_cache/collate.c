@@ -15,10 +15,15 @@ enum { AHEAD = 12 << 10, LARGE = 4 << 10, PIECE = 2 << 10, LINE = 64 };
  * first, which leaves all of it in the caches. */
 enum { BEGINNING = 3 << 10 };
 
-/* The batch's frames, one stream of bytes; of each no more than `most`. */
+/* Threads share a batch of more bytes than this, each taking as much at least. */
+enum { SHARE = 256 << 10 };
+
+/* The frames of a thread's graphs, one stream of bytes; of each no more than `most`. */
 typedef struct {
     const graph_arena *arena;
+    const tfast_graph_array *arrays; /* of the graph that is copied */
     int64_t most;
+    int64_t end_graph;
     int64_t next;            /* the first graph of which nothing is fetched yet */
     const uint8_t *at, *end; /* what is not, of the one before it */
     int64_t ahead;           /* bytes that are fetched and not copied */
@@ -45,7 +50,7 @@ fetch_next(stream *s)
 {
     s->ahead -= s->at - s->end; /* which is nobody's */
     s->at = s->end;
-    if (s->next == s->arena->batch.n_graphs) {
+    if (s->next == s->end_graph) {
         return false;
     }
     s->at = s->end = graph_frame(s->arena->places[s->next]);
@@ -178,6 +183,13 @@ steps_of(const graph_arena *arena, const graph_batch_field *f, int64_t g)
     return sums[g + 1] - sums[g];
 }
 
+/* The steps of all graphs before g. */
+static int64_t
+steps_before(const graph_arena *arena, const graph_batch_field *f, int64_t g)
+{
+    return f->steps_count < 0 ? f->steps * g : graph_sums(arena, f->steps_count)[g];
+}
+
 /* A line is fetched with each that is copied: in one go there would be more than the
  * processor can wait for. */
 static void
@@ -226,15 +238,14 @@ static tfast_status
 copy_field(stream *source, graph_batch_field *f, int64_t g)
 {
     const graph_arena *arena = source->arena;
-    const tfast_graph_array *array = &arena->arrays[f->field];
+    const tfast_graph_array *array = &source->arrays[f->field];
     const int64_t steps = steps_of(arena, f, g);
-    uint8_t *out = f->out + f->at * f->inner;
+    uint8_t *out = f->out + steps_before(arena, f, g) * f->inner;
     runs r;
 
     if (array->stored == GRAPH_AS_IS && f->outer == 1 && f->n_adds == 0 &&
         !f->lacking && !f->absent && array->numel == steps * f->values) {
         copy(source, out, array->data, steps * f->inner); /* most fields */
-        f->at += steps;
         return TFAST_OK;
     }
     r = runs_of(f, steps, 1);
@@ -256,29 +267,45 @@ copy_field(stream *source, graph_batch_field *f, int64_t g)
         copy_elements(arena->cache->kernels, out, array, i * r.elements, r.elements,
                       f->bytes, addend(arena, f, r, i, g));
     }
-    f->at += steps;
     return TFAST_OK;
 }
 
-static tfast_status
-copy_graphs(graph_arena *arena, const int64_t *indices, int n_fields)
-{
-    const tfast_graph_cache *cache = arena->cache;
-    const bool all = n_fields >= cache->schema->header.n_fields &&
-                     cache->options.verify != TFAST_GRAPH_VERIFY_ALWAYS;
-    stream source = {.arena = arena, .most = all ? INT64_MAX : BEGINNING};
+/* What threads share. Where one of them fails, all is copied again by one: the error is
+ * that of the first graph that has one. */
+typedef struct {
+    graph_arena *arena;
+    const int64_t *indices;
+    int n_fields;
+    bool failed[GRAPH_SHARES];
+} copying;
 
-    for (int i = 0; i < n_fields; i++) {
-        arena->fields[i].out = arena->batch.arena + arena->field_at[i];
-    }
+/* Copies the graphs first .. end - 1 with the memory of this share. Graph 0 says which
+ * fields are absent, and comes before all others. */
+static tfast_status
+copy_graphs(const copying *c, int share, int64_t first, int64_t end)
+{
+    graph_arena *arena = c->arena;
+    const tfast_graph_cache *cache = arena->cache;
+    const int all_fields = cache->schema->header.n_fields;
+    const bool all =
+        c->n_fields >= all_fields && cache->options.verify != TFAST_GRAPH_VERIFY_ALWAYS;
+    tfast_graph_array *arrays = arena->arrays + (int64_t)share * all_fields;
+    stream source = {
+        .arena = arena,
+        .arrays = arrays,
+        .most = all ? INT64_MAX : BEGINNING,
+        .next = first,
+        .end_graph = end,
+    };
+
     fetch(&source);
-    for (int64_t g = 0; g < arena->batch.n_graphs; g++) {
+    for (int64_t g = first; g < end; g++) {
         tfast_status status;
 
         source.left = fetched_of(&source, g);
-        status = graph_arrays(arena->cache, indices[g], arena->places[g],
-                              &arena->frames, arena->arrays);
-        for (int i = 0; status == TFAST_OK && i < n_fields; i++) {
+        status = graph_arrays(arena->cache, c->indices[g], arena->places[g],
+                              &arena->frames[share], arrays);
+        for (int i = 0; status == TFAST_OK && i < c->n_fields; i++) {
             status = copy_field(&source, &arena->fields[i], g);
         }
         if (status != TFAST_OK) {
@@ -287,6 +314,53 @@ copy_graphs(graph_arena *arena, const int64_t *indices, int n_fields)
         go_on(&source, source.left);
     }
     return TFAST_OK;
+}
+
+/* The graphs after the first, in shares of as many frames each. */
+static void
+copy_share(void *context, int share, int shares)
+{
+    copying *c = context;
+    const int64_t n = c->arena->batch.n_graphs - 1;
+
+    c->failed[share] = copy_graphs(c, share, 1 + n * share / shares,
+                                   1 + n * (share + 1) / shares) != TFAST_OK;
+}
+
+static int
+shares_worth(const graph_arena *arena)
+{
+    const int64_t n = arena->batch.n_graphs - 1;
+    int64_t shares = (int64_t)(arena->batch.bytes / SHARE);
+
+    if (shares < 2) {
+        return 1;
+    }
+    shares = shares < n ? shares : n;
+    shares = shares < tfast_num_threads() ? shares : tfast_num_threads();
+    return (int)(shares < GRAPH_SHARES ? shares : GRAPH_SHARES);
+}
+
+static tfast_status
+copy_all(graph_arena *arena, const int64_t *indices, int n_fields, bool alone)
+{
+    copying c = {.arena = arena, .indices = indices, .n_fields = n_fields};
+    const int shares = alone ? 1 : shares_worth(arena);
+    bool failed = false;
+
+    for (int i = 0; i < n_fields; i++) {
+        arena->fields[i].out = arena->batch.arena + arena->field_at[i];
+    }
+    if (shares > 1 && copy_graphs(&c, 0, 0, 1) == TFAST_OK) {
+        tfast_parallel(shares, copy_share, &c);
+        for (int i = 0; i < shares; i++) {
+            failed = failed || c.failed[i];
+        }
+        if (!failed) {
+            return TFAST_OK;
+        }
+    }
+    return copy_graphs(&c, 0, 0, arena->batch.n_graphs);
 }
 
 /* n elements of `bytes` each, all `value`. */
@@ -308,9 +382,9 @@ static tfast_status
 pad_field(const graph_arena *arena, graph_batch_field *f)
 {
     const tfast_graph_schema *schema = arena->cache->schema;
-    const int64_t n = arena->batch.n_graphs, steps = f->total - f->at;
-    const runs r = runs_of(f, steps, arena->batch.n_slots - n);
-    uint8_t *out = f->out + f->at * f->inner;
+    const int64_t n = arena->batch.n_graphs, before = steps_before(arena, f, n);
+    const runs r = runs_of(f, f->total - before, arena->batch.n_slots - n);
+    uint8_t *out = f->out + before * f->inner;
 
     if (r.n * r.elements == 0) {
         return TFAST_OK;
@@ -359,7 +433,8 @@ write_vectors(graph_arena *arena, const tfast_graph_selection *selection)
 
 tfast_status
 tfast_graph_collate(tfast_graph_cache *cache, const tfast_graph_selection *selection,
-                    const int64_t *indices, int64_t n, tfast_graph_batch **batch)
+                    const int64_t *indices, int64_t n, bool alone,
+                    tfast_graph_batch **batch)
 {
     tfast_status status = check_selection(cache, selection, n);
     graph_arena *arena;
@@ -373,8 +448,9 @@ tfast_graph_collate(tfast_graph_cache *cache, const tfast_graph_selection *selec
         return status;
     }
     status = graph_batch_plan(arena, selection, indices);
-    status =
-        status == TFAST_OK ? copy_graphs(arena, indices, selection->n_fields) : status;
+    if (status == TFAST_OK) {
+        status = copy_all(arena, indices, selection->n_fields, alone);
+    }
     for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
         if (arena->fields[i].absent) {
             arena->ranks[i] = -1;

@@ -95,8 +95,8 @@ start(tfast_graph_prefetch *p)
 static void
 run(const tfast_graph_prefetch *p, job *j)
 {
-    j->status =
-        tfast_graph_collate(p->cache, p->selection, j->indices, j->n, &j->batch);
+    j->status = tfast_graph_collate(p->cache, p->selection, j->indices, j->n,
+                                    p->n_threads > 0, &j->batch);
     if (j->status != TFAST_OK) {
         j->error = graph_errno();
         strncpy(j->message, tfast_message(), sizeof j->message - 1);

@@ -500,7 +500,7 @@ py_graph_collate(PyObject *module, PyObject *args)
     thread =
         py_graph_takes_long(selection->cache, numbers.n) ? PyEval_SaveThread() : NULL;
     status = tfast_graph_collate(selection->cache->cache, &selection->selection,
-                                 numbers.data, numbers.n, &batch);
+                                 numbers.data, numbers.n, false, &batch);
     if (thread != NULL) {
         PyEval_RestoreThread(thread);
     }
