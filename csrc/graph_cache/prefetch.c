@@ -1,7 +1,8 @@
 /* Native threads that collate ahead. Jobs are started and delivered in the order in
  * which they were submitted. A caller that comes before its batch was begun makes it
  * itself: that costs less than to wake a thread and wait, and does not depend on the
- * system giving that thread a processor. */
+ * system giving that thread a processor. While a thread makes it, the caller makes the
+ * next that nobody has begun. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE
 #endif
@@ -292,21 +293,22 @@ tfast_graph_prefetch_next(tfast_graph_prefetch *p, double seconds,
 {
     tfast_status status = check_owner(p);
     job *j = p->first;
-    bool mine, done;
+    bool done;
 
     *batch = NULL;
     if (status != TFAST_OK || p->pending == 0) {
         return status;
     }
     lock(p);
-    mine = j->state == QUEUED;
-    if (mine) {
-        start(p);
+    if (j->state != DONE && p->unstarted != NULL) {
+        job *own = start(p); /* j, or one after it while a thread makes j */
+
         unlock(p);
-        run(p, j);
+        run(p, own);
         lock(p);
+        own->state = DONE;
     }
-    done = mine || wait_for(p, j, seconds);
+    done = wait_for(p, j, seconds);
     if (done) {
         p->first = j->next;
     }
