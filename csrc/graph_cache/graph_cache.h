@@ -230,10 +230,10 @@ typedef struct tfast_graph_batch {
     const int *ranks; /* -1: none of the graphs has this field */
 } tfast_graph_batch;
 
-/* Collates now; large batches on the threads of tfast_parallel() too, unless this
- * thread is to do it `alone`. The same bytes with any number. The batch comes with one reference, and holds the
- * cache. Errors: an index outside 0 .. len - 1 (TFAST_EINVAL), a damaged graph
- * (TFAST_EIO), graphs that do not fit together or more than the padding allows
+/* Collates now; large batches on the threads of tfast_parallel() too, unless this one
+ * is to do it `alone`. The same bytes with any number. It comes with one reference,
+ * and holds the cache. Errors: an index outside 0 .. len - 1 (TFAST_EINVAL), a damaged
+ * graph (TFAST_EIO), graphs that do not fit together or more than the padding allows
  * (TFAST_EINVAL), no memory. */
 tfast_status tfast_graph_collate(tfast_graph_cache *cache,
                                  const tfast_graph_selection *selection,

@@ -41,9 +41,10 @@ class Loader:
     sampler: an iterable of indices; batch_sampler: of lists of indices.
     rank, world_size: this process's share; every graph comes in exactly one rank, and
     all ranks have as many batches.
-    prefetch: batches made ahead. threads: that make them; 0: made when asked for. One
-    is enough unless graphs are large; where all cores are busy 0 can be faster, as a
-    thread that takes a core from the training step costs more than it gives.
+    prefetch: batches made ahead. threads: that make them; 0: made when asked for, where
+    they are large on torch's threads. One is enough unless graphs are large; where all
+    cores are busy 0 can be faster, as a thread that takes a core from the training step
+    costs more than it gives.
     output: "dict" (see batch.dict_assembler), "pyg" (a DataBatch or HeteroDataBatch),
     "jraph" (a GraphsTuple); or a function that makes of a BatchPlan one that makes
     what you get of a GraphBatch (its attribute array_type, if it has one, says what the
