@@ -18,8 +18,8 @@ def cache(tmp_path):
 
 
 class FakeStream:
-    def __init__(self, cuda, name):
-        self.cuda, self.name = cuda, name
+    def __init__(self, cuda, name, device=None):
+        self.cuda, self.name, self.device = cuda, name, device
 
     def wait_stream(self, other):
         self.cuda.log.append(f"{self.name} waits for {other.name}")
@@ -30,14 +30,19 @@ class FakeCuda:
 
     def __init__(self):
         self.log = []
+        self.current = 0
         self.consumer = FakeStream(self, "consumer")
 
     def Stream(self, device):
         self.log.append("new stream")
-        return FakeStream(self, "mover")
+        return FakeStream(self, "mover", self.indexed(device))
 
     def current_stream(self, device):
+        assert self.indexed(device) == torch.device("cuda:0")
         return self.consumer
+
+    def indexed(self, device):
+        return torch.device("cuda", self.current) if device.index is None else device
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -86,12 +91,14 @@ def core_batch(cache, graphs=4):
     return kept[0]
 
 
-def test_cuda_mover_copies_once_on_its_stream_and_consumer_waits(cache):
+@pytest.mark.parametrize("device", ["cuda:0", "cuda"])
+def test_cuda_mover_copies_once_on_its_stream_and_consumer_waits(cache, device):
     cuda = FakeCuda()
-    move = graph_device._CudaMover(torch.device("cuda:0"), cuda)
+    move = graph_device._CudaMover(torch.device(device), cuda)
     batch = core_batch(cache)
     for _ in range(2):
         moved = move(FakeBatch(batch, cuda.log))
+        cuda.current = 1  # "cuda" stays the GPU that was current at the first batch
     once = [
         "on mover",
         f"pinned {batch.nbytes}",

@@ -130,6 +130,8 @@ class _CudaMover:
         cuda = self.cuda
         if self._stream is None:
             self._stream = cuda.Stream(self.device)
+            # "cuda" is the GPU that is current now, also when another one is
+            self.device = self._stream.device
         consumer = cuda.current_stream(self.device)
         # Memory of this stream's own: nobody else's work is waited for.
         with cuda.stream(self._stream):
