@@ -91,8 +91,11 @@ workspace_dealloc(py_workspace *workspace)
     PyMem_Free(workspace->slots);
     PyMem_Free(workspace->extras);
     PyMem_Free(workspace->tensors);
-    if (workspace->process == getpid()) {
+    if (workspace->backend.data != NULL && workspace->process == getpid()) {
+        /* waits for the GPU, which may wait for a callback in Python */
+        Py_BEGIN_ALLOW_THREADS
         tfast_workspace_clear(&workspace->backend);
+        Py_END_ALLOW_THREADS
     }
     release(workspace);
     Py_DECREF(type);
