@@ -3,6 +3,7 @@
  */
 #include "common.cuh"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 
@@ -43,30 +44,44 @@ tfast_cuda_status(cudaError_t error, const char *call)
     return tfast_cuda_fail(TFAST_ECUDA, "%s: %s", call, cudaGetErrorString(error));
 }
 
-tfast_status
-tfast_device_scope::enter(int device)
-{
-    int before;
-
-    CUDA_TRY(cudaGetDevice(&before));
-    if (before != device) {
-        CUDA_TRY(cudaSetDevice(device));
-        before_ = before;
-    }
-    return TFAST_OK;
-}
-
-tfast_device_scope::~tfast_device_scope()
-{
-    if (before_ >= 0) {
-        cudaSetDevice(before_); /* it was current before, so it can be made so again */
-    }
-}
-
 /* ---- Can it run here ------------------------------------------------------------- */
 
 static char reason[256]; /* empty: it can */
 static pthread_once_t looked = PTHREAD_ONCE_INIT;
+
+/* The driver's calls cuCtxGetCurrent, cuCtxSetCurrent and cuCtxGetDevice, which return
+ * 0 where they succeed. What a thread has current the driver alone knows: torch brings
+ * a runtime of its own beside the one in this library. */
+static struct {
+    int (*get_context)(void **context);
+    int (*set_context)(void *context);
+    int (*get_device)(int *device); /* of the current context */
+} thread_calls;
+
+static void *
+find_driver_call(const char *name)
+{
+#ifdef __CUDACC__
+    /* the runtime has opened it */
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+
+    return library == nullptr ? nullptr : dlsym(library, name);
+#else
+    return simt_driver_call(name);
+#endif
+}
+
+static void
+find_thread_calls()
+{
+    *(void **)&thread_calls.get_context = find_driver_call("cuCtxGetCurrent");
+    *(void **)&thread_calls.set_context = find_driver_call("cuCtxSetCurrent");
+    *(void **)&thread_calls.get_device = find_driver_call("cuCtxGetDevice");
+    if (thread_calls.get_context == nullptr || thread_calls.set_context == nullptr ||
+        thread_calls.get_device == nullptr) {
+        snprintf(reason, sizeof reason, "the CUDA driver lacks cuCtxGetCurrent");
+    }
+}
 
 static void
 look_for_a_gpu()
@@ -76,6 +91,7 @@ look_for_a_gpu()
 
     cudaGetLastError();
     if (error == cudaSuccess && gpus > 0) {
+        find_thread_calls();
         return;
     }
     if (error == cudaSuccess || error == cudaErrorNoDevice) {
@@ -103,6 +119,42 @@ unusable()
 {
     pthread_once(&looked, look_for_a_gpu);
     return reason[0] == '\0' ? nullptr : reason;
+}
+
+/* ---- What a thread has current --------------------------------------------------- */
+
+/* The way back is not by cudaSetDevice(): that would make a context on a GPU that was
+ * current without one, and nobody may want it there. */
+tfast_status
+tfast_device_scope::enter(int device)
+{
+    const char *why = unusable();
+    int current = -1;
+
+    if (why != nullptr) {
+        return tfast_cuda_fail(TFAST_EUNSUPPORTED, "CUDA cannot be used: %s", why);
+    }
+    if (thread_calls.get_context(&before_) != 0 || before_ == nullptr ||
+        thread_calls.get_device(&current) != 0) {
+        current = -1;
+    }
+    if (current != device) {
+        CUDA_TRY(cudaSetDevice(device));
+        moved_ = true;
+    }
+    CUDA_TRY(cudaThreadExchangeStreamCaptureMode(&mode_));
+    relaxed_ = true;
+    return TFAST_OK;
+}
+
+tfast_device_scope::~tfast_device_scope()
+{
+    if (relaxed_) {
+        cudaThreadExchangeStreamCaptureMode(&mode_);
+    }
+    if (moved_) {
+        thread_calls.set_context(before_);
+    }
 }
 
 /* ---- The table ------------------------------------------------------------------- */

@@ -38,18 +38,22 @@ tfast_status tfast_cuda_status(cudaError_t error, const char *call);
         }                                                                              \
     } while (0)
 
-/* Makes a device current, and the one before it again at the end of the scope. */
+/* Makes a device current, and at the end of the scope what the thread had before it. In
+ * between the thread may allocate, ask events and load kernels, as the first launch of
+ * each does, even while a stream, of this or another thread, captures: those calls
+ * touch no captured work. */
 class tfast_device_scope {
   public:
     tfast_status enter(int device);
     ~tfast_device_scope();
 
   private:
-    int before_ = -1; /* negative: nothing to undo */
+    bool moved_ = false, relaxed_ = false; /* what is to be undone */
+    void *before_ = nullptr;               /* the thread's context; null: none */
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/* Lets this thread allocate and ask events in its scope even while a stream, of this or
- * another thread, captures: those calls touch no captured work. */
+/* The latter alone. */
 class tfast_relaxed_scope {
   public:
     tfast_relaxed_scope() { cudaThreadExchangeStreamCaptureMode(&mode_); }

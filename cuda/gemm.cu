@@ -287,7 +287,6 @@ tfast_status
 tfast_cuda_gemm(const tfast_gemm_args *args)
 {
     const lock_scope locked;
-    const tfast_relaxed_scope relaxed; /* cuBLAS loads a kernel at its first use */
     tfast_device_scope scope;
     cublas_handle handle = nullptr;
     tfast_status status = open_cublas();

@@ -85,7 +85,6 @@ tfast_status
 tfast_table_upload(void **device, tfast_table *table, const void *data, size_t bytes,
                    size_t scratch, cudaStream_t stream)
 {
-    const tfast_relaxed_scope relaxed;
     tfast_status status = grow_device(table, bytes + scratch);
 
     if (status == TFAST_OK) {
@@ -122,7 +121,6 @@ tfast_status
 tfast_table_capture(void **device, tfast_table *table, const void *data, size_t bytes,
                     size_t scratch, cudaStream_t stream)
 {
-    const tfast_relaxed_scope relaxed;
     tfast_table_kept *kept = find_captured(table, data, bytes);
 
     if (kept == nullptr) {
@@ -145,8 +143,6 @@ tfast_table_capture(void **device, tfast_table *table, const void *data, size_t 
 void
 tfast_table_clear(tfast_table *table)
 {
-    const tfast_relaxed_scope relaxed;
-
     /* Errors are left alone: at the process's end the driver may be gone already.
      * cudaFree waits for the device, so it comes before the pinned memory that copies
      * read. */

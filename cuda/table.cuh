@@ -17,7 +17,7 @@ struct tfast_table_kept {
 };
 
 /* Zero-initialised means empty. Belongs to the device that is current when it is
- * filled. */
+ * filled. Calls are made inside of a tfast_device_scope. */
 struct tfast_table {
     void *device;
     size_t capacity;

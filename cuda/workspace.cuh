@@ -37,7 +37,6 @@ static inline tfast_status
 tfast_full_grid(int *blocks, KERNEL kernel, int threads, int device)
 {
     if (*blocks == 0) {
-        const tfast_relaxed_scope relaxed; /* loads the kernel, if nothing has yet */
         int multiprocessors, resident;
         CUDA_TRY(cudaDeviceGetAttribute(&multiprocessors,
                                         cudaDevAttrMultiProcessorCount, device));

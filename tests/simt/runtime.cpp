@@ -7,11 +7,19 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 struct simt_event {
+    int device;
     uint64_t after; /* done when this many pieces of work are */
+};
+
+struct simt_stream {
+    int device;
 };
 
 namespace {
@@ -38,10 +46,37 @@ std::atomic<int64_t> n_syncs, n_allocations, n_launches, n_copies;
 std::atomic<int64_t> allocations_left{-1};
 std::atomic<int> launch_error{cudaSuccess};
 std::atomic<unsigned> most_blocks{0};
+std::set<const void *> loaded_kernels;
+simt_stream streams[SIMT_DEVICES] = {{0}, {1}};
+std::atomic<pid_t> opened_by{0}; /* the process that first asked for devices */
+std::atomic<int> contexts{0};    /* bit d: device d has one */
 
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local int device_set = 0;       /* by this runtime */
+thread_local int context_current = -1; /* the driver's: that of a device, or none */
 
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+/* A context must be current: the runtime makes one so where none is. */
+cudaError_t
+need_context()
+{
+    return context_current >= 0 ? cudaSuccess : cudaSetDevice(device_set);
+}
+
+/* CUDA refuses work in a stream of a device that is not current. */
+cudaError_t
+need_stream(cudaStream_t stream)
+{
+    const cudaError_t error = need_context();
+
+    for (const simt_stream &known : streams) {
+        if (stream == &known && known.device != context_current) {
+            return cudaErrorInvalidResourceHandle;
+        }
+    }
+    return error;
+}
 
 /* A call that the documentation forbids while any stream captures, but in relaxed mode.
  */
@@ -104,6 +139,9 @@ allocate(std::map<const char *, size_t> &blocks, void **pointer, size_t bytes)
 {
     const std::lock_guard<std::recursive_mutex> guard(lock);
 
+    if (need_context() != cudaSuccess) {
+        return need_context();
+    }
     n_allocations++;
     if (allocations_left == 0) {
         return cudaErrorMemoryAllocation;
@@ -159,6 +197,8 @@ cudaGetErrorString(cudaError_t error)
         return "invalid device ordinal";
     case cudaErrorInvalidValue:
         return "invalid argument";
+    case cudaErrorInitializationError:
+        return "initialization error";
     case cudaErrorNoKernelImageForDevice:
         return "no kernel image is available for execution on the device";
     case cudaErrorUnsupportedPtxVersion:
@@ -186,8 +226,11 @@ cudaGetDeviceCount(int *count)
 {
     int driver;
 
+    if (opened_by == 0) {
+        opened_by = getpid();
+    }
     cudaDriverGetVersion(&driver);
-    *count = driver < RUNTIME_VERSION ? 0 : 1;
+    *count = driver < RUNTIME_VERSION ? 0 : SIMT_DEVICES;
     return *count == 0 ? cudaErrorInsufficientDriver : cudaSuccess;
 }
 
@@ -201,14 +244,56 @@ cudaRuntimeGetVersion(int *version)
 cudaError_t
 cudaGetDevice(int *device)
 {
-    *device = 0;
+    *device = context_current >= 0 ? context_current : device_set;
     return cudaSuccess;
 }
 
 cudaError_t
 cudaSetDevice(int device)
 {
-    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+    if (opened_by != 0 && opened_by != getpid()) {
+        return cudaErrorInitializationError;
+    }
+    if (device < 0 || device >= SIMT_DEVICES) {
+        return cudaErrorInvalidDevice;
+    }
+    device_set = context_current = device;
+    contexts |= 1 << device;
+    return cudaSuccess;
+}
+
+/* The driver's handle of a context: any address but null. */
+static int
+get_context(void **context)
+{
+    *context = context_current < 0 ? nullptr : &streams[context_current];
+    return opened_by == getpid() ? 0 : cudaErrorInitializationError;
+}
+
+static int
+set_context(void *context)
+{
+    context_current =
+        context == nullptr ? -1 : static_cast<simt_stream *>(context)->device;
+    return 0;
+}
+
+static int
+get_context_device(int *device)
+{
+    *device = context_current;
+    return context_current >= 0 ? 0 : 201; /* CUDA_ERROR_INVALID_CONTEXT */
+}
+
+void *
+simt_driver_call(const char *name)
+{
+    return strcmp(name, "cuCtxGetCurrent") == 0 ? reinterpret_cast<void *>(get_context)
+           : strcmp(name, "cuCtxSetCurrent") == 0
+               ? reinterpret_cast<void *>(set_context)
+           : strcmp(name, "cuCtxGetDevice") == 0
+               ? reinterpret_cast<void *>(get_context_device)
+               : nullptr;
 }
 
 cudaError_t
@@ -220,7 +305,18 @@ cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)
     *value = attribute == cudaDevAttrComputeCapabilityMajor   ? capability / 10
              : attribute == cudaDevAttrComputeCapabilityMinor ? capability % 10
                                                               : 2;
-    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+    return device >= 0 && device < SIMT_DEVICES ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+void
+simt_load_kernel(const void *kernel)
+{
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+
+    if (loaded_kernels.count(kernel) == 0) {
+        unsafe_call("loading a kernel");
+        loaded_kernels.insert(kernel);
+    }
 }
 
 cudaError_t
@@ -262,11 +358,14 @@ cudaFreeHost(void *pointer)
 
 cudaError_t
 cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
-                cudaStream_t)
+                cudaStream_t stream)
 {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     work piece = {{to, from, bytes}, {}, {}, 0, nullptr};
 
+    if (need_stream(stream) != cudaSuccess) {
+        return need_stream(stream);
+    }
     simt::require(kind == cudaMemcpyHostToDevice, "only host to device has a twin");
     simt::require(inside(device_blocks, to, bytes),
                   "a copy to what is no device memory");
@@ -294,9 +393,11 @@ cudaStreamSynchronize(cudaStream_t)
 cudaError_t
 cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
 {
+    const cudaError_t error = need_context();
+
     n_allocations++;
-    *event = new simt_event{0};
-    return cudaSuccess;
+    *event = new simt_event{context_current, 0};
+    return error;
 }
 
 cudaError_t
@@ -307,10 +408,16 @@ cudaEventDestroy(cudaEvent_t event)
 }
 
 cudaError_t
-cudaEventRecord(cudaEvent_t event, cudaStream_t)
+cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     const std::lock_guard<std::recursive_mutex> guard(lock);
 
+    if (need_stream(stream) != cudaSuccess) {
+        return need_stream(stream);
+    }
+    if (event->device != context_current) {
+        return cudaErrorInvalidResourceHandle;
+    }
     simt::require(!capturing, "an event recorded in a capture never completes");
     event->after = issued;
     return cudaSuccess;
@@ -350,7 +457,7 @@ cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode)
 }
 
 void
-simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t,
+simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t stream,
              std::function<void()> body)
 {
     const std::lock_guard<std::recursive_mutex> guard(lock);
@@ -362,6 +469,9 @@ simt::launch(dim3 grid, dim3 block, size_t dynamic, cudaStream_t,
     }
     work piece = {{}, grid, block, dynamic, std::move(body)};
     last_error = static_cast<cudaError_t>(launch_error.load());
+    if (last_error == cudaSuccess) {
+        last_error = need_stream(stream);
+    }
     if (last_error != cudaSuccess) {
         return;
     }
@@ -430,6 +540,34 @@ EXPORTED
 tfast_simt_most_blocks(unsigned blocks)
 {
     most_blocks = blocks;
+}
+
+extern "C" __attribute__((visibility("default"))) int
+tfast_simt_current()
+{
+    return context_current;
+}
+
+EXPORTED
+tfast_simt_set_current(int device)
+{
+    context_current = -1;
+    device_set = 0;
+    if (device >= 0) {
+        cudaSetDevice(device);
+    }
+}
+
+extern "C" __attribute__((visibility("default"))) int
+tfast_simt_contexts()
+{
+    return contexts;
+}
+
+extern "C" __attribute__((visibility("default"))) void *
+tfast_simt_stream(int device)
+{
+    return &streams[device];
 }
 
 EXPORTED

@@ -1,9 +1,9 @@
 /* The calls of the CUDA runtime that cuda/ uses, on the CPU: host pointers are device
- * pointers, and there is one stream. Synchronising calls, allocations, copies and
- * launches are counted, and asynchrony is modelled where a mistake would hide: a copy
- * reads its source only when the next launch or synchronisation makes it, and while a
- * capture is on, copies and launches are only recorded, and what a capture forbids
- * aborts. */
+ * pointers, and work of all streams runs in the order of its calls. Synchronising
+ * calls, allocations, copies and launches are counted, and asynchrony is modelled where
+ * a mistake would hide: a copy reads its source only when the next launch or
+ * synchronisation makes it, and while a capture is on, copies and launches are only
+ * recorded, and what a capture forbids aborts. */
 #ifndef TFAST_SIMT_RUNTIME_H
 #define TFAST_SIMT_RUNTIME_H
 
@@ -20,11 +20,15 @@ typedef enum {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
+    cudaErrorInitializationError = 3,
     cudaErrorInsufficientDriver = 35,
+    cudaErrorInvalidDeviceFunction = 98,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorJitCompilerNotFound = 221,
     cudaErrorUnsupportedPtxVersion = 222,
+    cudaErrorJitCompilationDisabled = 223,
     cudaErrorInvalidResourceHandle = 400,
     cudaErrorNotReady = 600
 } cudaError_t;
@@ -62,8 +66,16 @@ const char *cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaRuntimeGetVersion(int *version);
+
+/* There are two devices. A thread has a context current or, at first, none; a call that
+ * needs one then makes that of the device last set current, by default the first's.
+ * Setting a device makes its context current, too. After a fork only the parent can. */
+enum { SIMT_DEVICES = 2 };
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
+/* cuCtxGetCurrent, cuCtxSetCurrent or cuCtxGetDevice of the driver. */
+void *simt_driver_call(const char *name);
+
 /* Two multiprocessors of what TRAINFAST_SIMT_DEVICE says, such as 75; 80 by default. */
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 
@@ -84,12 +96,16 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
 
+/* At the first call about a kernel, which loads it: as unsafe as an allocation. */
+void simt_load_kernel(const void *kernel);
+
 /* Two blocks on each of two multiprocessors: small enough that tests reach a second
  * round. */
 template <typename Kernel>
 cudaError_t
-cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t)
+cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel kernel, int, size_t)
 {
+    simt_load_kernel(reinterpret_cast<const void *>(kernel));
     *blocks = 2;
     return cudaSuccess;
 }
@@ -99,8 +115,9 @@ cudaError_t simt_function_attributes(cudaFuncAttributes *attributes);
 
 template <typename Kernel>
 cudaError_t
-cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel)
+cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel kernel)
 {
+    simt_load_kernel(reinterpret_cast<const void *>(kernel));
     return simt_function_attributes(attributes);
 }
 
@@ -137,6 +154,12 @@ void tfast_simt_fail_launches(int error); /* with this cudaError_t; 0: they succ
 /* Grids have at most so many blocks, as where a kernel loops over what is past its
  * grid's limit; 0: any number. */
 void tfast_simt_most_blocks(unsigned blocks);
+/* The device of the calling thread's current context, -1 for none. */
+int tfast_simt_current();
+void tfast_simt_set_current(int device);
+int tfast_simt_contexts(); /* bit d: device d has a context */
+/* A stream of that device; null and what these do not name are the current one's. */
+void *tfast_simt_stream(int device);
 void tfast_simt_capture_begin();
 void tfast_simt_capture_end();
 void tfast_simt_replay(); /* what was captured last */

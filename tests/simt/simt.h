@@ -150,6 +150,7 @@ launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic,
          cudaStream_t stream)
 {
     return [=](Parameters... arguments) {
+        simt_load_kernel(reinterpret_cast<const void *>(kernel));
         launch(grid, block, dynamic, stream, [=] { kernel(arguments...); });
     };
 }
