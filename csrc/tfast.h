@@ -83,7 +83,7 @@ typedef struct {
 /* What one optimizer keeps between its steps so that a warm step allocates nothing: a
  * CUDA backend hangs its device-resident table here. `backend` and `data` are the
  * backend's own; zero-initialised means empty. One workspace must not be used by two
- * threads at once. */
+ * threads at once, nor on two streams whose work is not ordered. */
 typedef struct {
     const struct tfast_backend *backend;
     void *data;
@@ -127,7 +127,8 @@ typedef struct {
     const tfast_adamw_extra *extras; /* NULL, or one for each slot */
     int64_t n_slots;
     tfast_device device;
-    tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises) */
+    tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises, and
+                                   refuses a stream that captures) */
     int64_t step;        /* this step's number, from 1, for slots without a counter */
     double lr;           /* finite, >= 0; ignored with lr_device */
     double beta1;        /* in [0, 1) */
@@ -190,7 +191,8 @@ typedef struct {
     const tfast_amp_tensor *tensors;
     int64_t n_tensors;
     tfast_device device;
-    tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises) */
+    tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises, and
+                                   refuses a stream that captures) */
     float *found_inf;  /* the results are on the tensors' device. 1 where an element, as
                          it was read, is not finite, else 0 */
     float *total_norm; /* of all elements / grad_scale, before factor */

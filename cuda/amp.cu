@@ -137,9 +137,6 @@ run(amp_data *data, const tfast_amp_grads_args *args)
 tfast_status
 tfast_cuda_amp_grads(const tfast_amp_grads_args *args)
 {
-    tfast_workspace temporary = {};
-    tfast_workspace *workspace =
-        args->workspace != nullptr ? args->workspace : &temporary;
     tfast_device_scope scope;
     tfast_held *held = nullptr;
 
@@ -150,15 +147,13 @@ tfast_cuda_amp_grads(const tfast_amp_grads_args *args)
     tfast_status status = scope.enter(args->device.index);
 
     if (status == TFAST_OK) {
-        status = tfast_held_open(&held, workspace, TFAST_HELD_AMP, sizeof(amp_data),
-                                 args->device.index);
+        status = tfast_held_open(&held, args->workspace, TFAST_HELD_AMP,
+                                 sizeof(amp_data), args->device.index);
     }
     if (status == TFAST_OK) {
         status = run((amp_data *)held, args);
     }
-    if (temporary.data != nullptr) { /* freeing waits for the kernel */
-        tfast_held_clear(temporary.data);
-    }
+    tfast_held_close(held);
     return status;
 }
 

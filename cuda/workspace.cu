@@ -20,7 +20,7 @@ tfast_status
 tfast_held_open(tfast_held **out, tfast_workspace *workspace, tfast_held_kind kind,
                 size_t bytes, int device)
 {
-    tfast_held *held = (tfast_held *)workspace->data;
+    tfast_held *held = workspace == nullptr ? nullptr : (tfast_held *)workspace->data;
 
     if (held != nullptr && (held->kind != kind || held->device != device)) {
         tfast_held_clear(held);
@@ -34,11 +34,22 @@ tfast_held_open(tfast_held **out, tfast_workspace *workspace, tfast_held_kind ki
         }
         held->kind = kind;
         held->device = device;
-        workspace->backend = &tfast_cuda_backend;
-        workspace->data = held;
+        held->temporary = workspace == nullptr;
+        if (workspace != nullptr) {
+            workspace->backend = &tfast_cuda_backend;
+            workspace->data = held;
+        }
     }
     *out = held;
     return TFAST_OK;
+}
+
+void
+tfast_held_close(tfast_held *held)
+{
+    if (held != nullptr && held->temporary) {
+        tfast_held_clear(held); /* waits for the kernel */
+    }
 }
 
 tfast_status
@@ -64,6 +75,11 @@ tfast_held_place(void **device, tfast_held *held, size_t bytes, size_t scratch,
     tfast_status status;
 
     CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone && held->temporary) {
+        return tfast_cuda_fail(TFAST_EINVAL,
+                               "workspace must be given while the stream captures: "
+                               "the graph reads its memory, got none");
+    }
     if (capture != cudaStreamCaptureStatusNone) {
         return tfast_table_capture(device, &held->table, held->host, bytes, scratch,
                                    stream);

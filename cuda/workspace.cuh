@@ -16,12 +16,17 @@ struct tfast_held {
     void *host;      /* what the next call's table must be */
     size_t capacity; /* bytes of it */
     bool uploaded;   /* the device's is the same */
+    bool temporary;  /* of a call without a workspace */
 };
 
 /* The workspace's data if it is of this kind and for this device, otherwise that many
- * fresh bytes of zeros behind a tfast_held; what it held before is cleared. */
+ * fresh bytes of zeros behind a tfast_held; what it held before is cleared. Without a
+ * workspace (null) they last until tfast_held_close(). */
 tfast_status tfast_held_open(tfast_held **held, tfast_workspace *workspace,
                              tfast_held_kind kind, size_t bytes, int device);
+
+/* Ends the call. Null where nothing was opened. */
+void tfast_held_close(tfast_held *held);
 
 /* Makes `host` that large, for a table that is about to change. */
 tfast_status tfast_held_resize(tfast_held *held, size_t bytes);

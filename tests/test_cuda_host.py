@@ -2,10 +2,13 @@
 streams a call uses and leaves, what it does while a stream captures, and what it says
 where CUDA refuses."""
 
+import ctypes
 import os
 
+import numpy as np
 import pytest
 from fake_device import run
+from simt_library import Capture, Pass, Step, Tensors
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TRAINFAST_SIMT_LIBRARY"), reason="no SIMT library"
@@ -121,3 +124,66 @@ simt.tfast_simt_capture_end()
 print("captured")
 """
     assert lines(code) == ["captured"]
+
+
+def test_capture_without_a_workspace_is_refused(simt, rng):
+    tensors = [Tensors(rng, 300, ["float32"] * 3)]
+    norm = np.zeros(1)
+    calls = [Pass(simt, tensors[0].arrays, total_norm_f64=norm), Step(simt, tensors)]
+    for call in calls:
+        call.args.workspace = None
+        simt.failures.clear()
+        with Capture(simt) as graph:
+            assert call() == 1  # TFAST_EINVAL
+        assert simt.failures[0][1].startswith("workspace must be given while")
+        graph.replay()  # of nothing
+    assert tensors[0].step == 0 and norm == 0
+    assert [call() for call in calls] == [0, 0]
+    assert tensors[0].step == 1 and norm > 0
+
+
+def test_captured_clipping_outlives_its_thread():
+    code = """
+import threading, torch
+from trainfast.torch.clip import measure
+
+grads = [torch.full((4,), 2.0)]
+def capture():
+    simt.tfast_simt_capture_begin()
+    kept.append(measure(grads, max_norm=9.0))  # all that it writes
+    simt.tfast_simt_capture_end()
+kept = []
+thread = threading.Thread(target=capture)
+thread.start()
+thread.join()
+simt.tfast_simt_replay()
+print(kept[0].total_norm.item())
+"""
+    library = os.environ["TRAINFAST_SIMT_LIBRARY"]
+    said = lines(code, TRAINFAST_BACKEND="simt", TRAINFAST_SIMT_LIBRARY=library)
+    assert said == ["4.0"]
+
+
+# ---- Clipping on several streams -----------------------------------------------------
+
+
+def test_clipping_on_another_stream_has_a_table_of_its_own(simt, monkeypatch):
+    import torch
+
+    import trainfast
+    from trainfast.torch import clip
+
+    def norm(stream):
+        monkeypatch.setattr(clip, "current_stream", lambda device: stream)
+        assert clip.get_total_norm(grads) == 8
+        return simt.counts()["copies"]
+
+    grads = [torch.full((16,), 2.0)]
+    simt.library.tfast_simt_stream.restype = ctypes.c_void_p
+    other = simt.library.tfast_simt_stream(0)
+    trainfast.use_backend("simt")
+    monkeypatch.setattr(clip, "_idle", {})
+    simt.counts()
+    copies = [norm(stream) for stream in (0, 0, other, 0, other)]
+    trainfast.use_backend(None)
+    assert copies == [1, 0, 1, 0, 0]

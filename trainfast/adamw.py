@@ -69,7 +69,8 @@ def adamw_step(
         grad_scale: an array of one float32; gradients are divided by it.
         clip_coef: an array of one float64; gradients are multiplied by it.
         found_inf: an array of one float32; if it is not zero nothing else changes.
-        workspace: a `trainfast._core.Workspace` to reuse between steps.
+        workspace: a `trainfast._core.Workspace` to reuse between steps, on one CUDA
+            stream. A graph that the call is captured in reads its memory: then keep it.
         stream: the cudaStream_t to launch on, as an integer; 0 is the default stream.
 
     Raises:

@@ -8,7 +8,6 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,10 @@ from trainfast.stats import count_call, count_fallback
 from trainfast.torch.adamw_state import bump_versions
 
 _REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
-_kept = local()  # a thread's workspaces: warm calls allocate nothing in the core
+# Workspaces that no call is in, so that warm calls allocate nothing in the core. A
+# workspace has one stream, since its next call writes over what this one still reads,
+# and lives on when the thread ends, since a captured graph may read it.
+_idle: dict[Any, list[_core.Workspace]] = {}
 
 
 # ---- Calls into the core -------------------------------------------------------------
@@ -31,13 +33,16 @@ def call_core(
 ) -> None:
     """_core.amp_grads on the caller's stream; what it rewrites, autograd learns."""
     device = grads[0].device
-    _core.amp_grads(
-        grads,
-        _workspace((rewrite, device)),
-        rewrite=rewrite,
-        stream=current_stream(device),
-        **arguments,
-    )
+    stream = current_stream(device)
+    idle = _idle.setdefault((rewrite, device, stream), [])
+    try:
+        workspace = idle.pop()
+    except IndexError:  # other threads are in all that there are
+        workspace = _core.Workspace()
+    try:
+        _core.amp_grads(grads, workspace, rewrite=rewrite, stream=stream, **arguments)
+    finally:
+        idle.append(workspace)
     if rewrite != "read":
         bump_versions(grads)
     count_call(capability, "cuda" if device.type == "cuda" else _core.backend_in_use())
@@ -47,13 +52,6 @@ def current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def _workspace(key: Any) -> _core.Workspace:
-    workspaces = _kept.__dict__
-    if key not in workspaces:
-        workspaces[key] = _core.Workspace()
-    return workspaces[key]
 
 
 def each_device(
