@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <unistd.h>
 
 tfast_fail_function tfast_cuda_fail;
 
@@ -31,6 +32,8 @@ fail_without_code(const char *call)
         call, major, minor, major, minor);
 }
 
+static pid_t opened_by; /* the process that first asked the driver */
+
 tfast_status
 tfast_cuda_status(cudaError_t error, const char *call)
 {
@@ -38,8 +41,28 @@ tfast_cuda_status(cudaError_t error, const char *call)
         return TFAST_OK;
     }
     cudaGetLastError(); /* reported here, so the next check must not see it again */
-    if (error == cudaErrorNoKernelImageForDevice) {
+    switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction: /* the same, asked about a kernel */
+    case cudaErrorUnsupportedPtxVersion: /* and PTX that the driver cannot translate */
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
         return fail_without_code(call);
+    case cudaErrorMemoryAllocation: /* in the words that torch and Lightning look for */
+        return tfast_cuda_fail(TFAST_ECUDA,
+                               "CUDA out of memory. %s: what torch keeps unused, "
+                               "torch.cuda.empty_cache() gives back",
+                               call);
+    case cudaErrorInitializationError:
+        if (getpid() != opened_by) {
+            return tfast_cuda_fail(TFAST_ECUDA,
+                                   "%s: CUDA cannot be used in a forked child of a "
+                                   "process that has used it; start it by spawn",
+                                   call);
+        }
+        break;
+    default:
+        break;
     }
     return tfast_cuda_fail(TFAST_ECUDA, "%s: %s", call, cudaGetErrorString(error));
 }
@@ -89,6 +112,7 @@ look_for_a_gpu()
     int gpus = 0, driver = 0, runtime = 0;
     const cudaError_t error = cudaGetDeviceCount(&gpus);
 
+    opened_by = getpid();
     cudaGetLastError();
     if (error == cudaSuccess && gpus > 0) {
         find_thread_calls();

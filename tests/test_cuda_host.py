@@ -187,3 +187,60 @@ def test_clipping_on_another_stream_has_a_table_of_its_own(simt, monkeypatch):
     copies = [norm(stream) for stream in (0, 0, other, 0, other)]
     trainfast.use_backend(None)
     assert copies == [1, 0, 1, 0, 0]
+
+
+# ---- What CUDA refuses ---------------------------------------------------------------
+
+LAUNCH = "RuntimeError: launch of amp_update_kernel: "
+NOT_BUILT = (
+    LAUNCH + "this library was not built for the GPU, an sm_89; in trainfast's "
+    "sources, TRAINFAST_CUDA_ARCHS=89 pip install . builds one that is"
+)
+REFUSED = {
+    98: NOT_BUILT,  # cudaErrorInvalidDeviceFunction
+    209: NOT_BUILT,  # cudaErrorNoKernelImageForDevice
+    221: NOT_BUILT,  # cudaErrorJitCompilerNotFound
+    222: NOT_BUILT,  # cudaErrorUnsupportedPtxVersion
+    223: NOT_BUILT,  # cudaErrorJitCompilationDisabled
+    400: LAUNCH + "invalid resource handle",
+    0: "None",
+}
+
+
+def test_refused_launch_says_what_helps():
+    code = f"""
+for error in {list(REFUSED)}:
+    simt.tfast_simt_fail_launches(error)
+    print(fails(lambda: {FIRST_CALLS["amp_update"].strip()}))
+"""
+    assert lines(code, TRAINFAST_SIMT_DEVICE="89") == list(REFUSED.values())
+
+
+def test_out_of_memory_is_in_torchs_words():
+    code = """
+steps = Steps(0)
+simt.tfast_simt_fail_allocations(0)
+print(fails(steps))
+simt.tfast_simt_fail_allocations(-1)
+print(fails(steps))
+"""
+    said, after = lines(code)
+    assert said.startswith("RuntimeError: CUDA out of memory. cudaMalloc(")
+    assert after == "None"
+
+
+def test_forked_child_is_told_to_be_spawned():
+    code = """
+steps = Steps(0)
+steps()
+if os.fork() == 0:
+    print(fails(steps), flush=True)
+    del steps
+    os._exit(0)
+os.wait()
+steps()
+"""
+    assert lines(code) == [
+        "RuntimeError: cudaSetDevice(device): CUDA cannot be used in a forked child of "
+        "a process that has used it; start it by spawn"
+    ]
