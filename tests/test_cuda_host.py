@@ -94,6 +94,25 @@ for current in (0, 1):
     )
 
 
+def test_frozen_parameter_does_not_say_where_the_step_runs(monkeypatch):
+    import torch
+
+    from trainfast.torch import AdamW, adamw
+
+    asked = []
+    monkeypatch.setattr(adamw, "_current_stream", lambda p: asked.append(p) or 0)
+
+    frozen = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad = torch.full((4,), 2.0)
+    optimizer = AdamW([frozen, param], lr=torch.tensor(0.5), max_grad_norm=1.0)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.grad_norm == 4
+    assert torch.all(param < 0.1)
+    assert {p.device.type for p in asked} == {"cpu"}
+
+
 # ---- Captures ------------------------------------------------------------------------
 
 FIRST_CALLS = {

@@ -191,7 +191,7 @@ class _FusedStep(_Mixin):
         Returns the number of gradients, or where state is missing or on another device
         (then nothing has changed).
         """
-        first = groups[0]["params"][0]
+        first = _first_stepped(groups)
         own = self.__dict__
         scale = own.get("grad_scale")
         found = own.get("found_inf") if measured is None else measured["found_inf"]
@@ -210,7 +210,7 @@ class _FusedStep(_Mixin):
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             done = _core.adamw_groups(
-                [self._core_group(key, i, group) for i, group in enumerate(groups)],
+                [self._core_group(key, i, g, first) for i, g in enumerate(groups)],
                 self.state,
                 torch._C._increment_version,
                 _recording_relayout(copies),
@@ -245,11 +245,11 @@ class _FusedStep(_Mixin):
         return done
 
     def _core_group(
-        self, key: Any, index: int, group: dict[str, Any]
+        self, key: Any, index: int, group: dict[str, Any], first: Tensor
     ) -> tuple[Any, ...]:
-        """A group as _core.adamw_groups takes it."""
+        """A group as _core.adamw_groups takes it, where `first` is."""
         beta1, beta2 = group["betas"]
-        lr, first = group["lr"], group["params"][0]
+        lr = group["lr"]
         if isinstance(lr, Tensor):
             lr = _scalar_on(lr, first) if first.is_cuda else float(lr)
         return (
@@ -401,6 +401,16 @@ class _FusedStep(_Mixin):
         if getattr(step, "hooked", False):  # else its hooks would run a second time
             step = step.__wrapped__
         return step(self, closure)
+
+
+def _first_stepped(groups: list[dict[str, Any]]) -> Tensor:
+    """The first parameter with a gradient: its device has the scalars and the stream;
+    one that is frozen may lie elsewhere."""
+    for group in groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param
+    return groups[0]["params"][0]
 
 
 def _current_stream(param: Tensor) -> int:
