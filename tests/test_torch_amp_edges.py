@@ -309,26 +309,6 @@ def test_scales_out_of_range_do_to_ours_what_they_do_to_torchs(backend, start, k
     assert seen[0] == pytest.approx(seen[1], nan_ok=True)
 
 
-def test_tied_weights_that_are_listed_twice_are_refused(backend, device):
-    """torch's step warns of the first, and steps both with itself in between."""
-    weight = torch.nn.Parameter(torch.ones(6, device=device))
-    tied = torch.nn.Parameter(weight.data)
-    part = torch.nn.Parameter(weight.data[2:])
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        lists = [AdamW([weight, weight])]
-    lists += [AdamW([weight, tied]), AdamW([part, weight], max_grad_norm=1.0)]
-    for optimizer in lists:
-        for param in optimizer.param_groups[0]["params"]:
-            param.grad = torch.ones_like(param)
-        with pytest.raises(ValueError, match=r"\[[01]\] must not overlap"):
-            optimizer.step()
-        assert (weight == 1).all()
-        assert not any(float(s["step"]) for s in optimizer.state.values())
-    groups = [{"params": [weight]}, {"params": [weight]}]
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        AdamW(groups)
-
-
 def test_tied_weights_in_two_groups_are_stepped_one_after_the_other(backend, device):
     results = []
     for cls in (AdamW, torch.optim.AdamW):

@@ -39,14 +39,16 @@ class _FusedStep(_Mixin):
     def _reset(self) -> None:
         """Completes the groups; forgets what is kept between steps."""
         for group in self.param_groups:
-            for name, plain in OPTIONS.items():
-                group.setdefault(name, self.defaults.get(name, plain))
-            adamw_state.check_options(group)
+            adamw_state.complete(group, self.defaults)
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
         self._before_ema: list[tuple[Tensor, Tensor]] = []  # while the EMA is in place
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._before_ema:
+            raise RuntimeError(
+                "an optimizer must not be copied while the EMA is in the parameters"
+            )
         kept = ("max_grad_norm", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{n: self.__dict__[n] for n in kept}}
 
@@ -61,7 +63,7 @@ class _FusedStep(_Mixin):
         if "_workspaces" in self.__dict__:  # else torch's constructor is running
             try:
                 adamw_state.check_options(self.param_groups[-1])
-            except ValueError:
+            except (TypeError, ValueError):
                 del self.param_groups[-1]
                 raise
 
@@ -86,7 +88,7 @@ class _FusedStep(_Mixin):
         if any(v is not None for v in (*scalars, getattr(self, "found_inf", None))):
             return False
         return all(
-            group[name] == plain
+            group.get(name, plain) == plain
             for group in self.param_groups
             for name, plain in OPTIONS.items()
         )
@@ -100,9 +102,14 @@ class _FusedStep(_Mixin):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if "_workspaces" not in self.__dict__:  # a subclass's own constructor
+            self._finish_init(None, True, tuple(OPTIONS.values()))
         if self._before_ema:
             raise RuntimeError("step() must not run while the EMA is in the parameters")
         groups = [group for group in self.param_groups if group["params"]]
+        for group in groups:
+            if "write_back_grads" not in group:  # it was put into the list by hand
+                adamw_state.complete(group, self.defaults)
         if groups and self._has_flag(groups):
             self._step_groups(groups)
         return loss
@@ -132,6 +139,9 @@ class _FusedStep(_Mixin):
                     return
             except NotImplementedError:
                 pass  # found again, and counted, with the group that it is about
+            except ValueError as reason:
+                if not _is_for_torch(reason, groups):
+                    raise
         scalars = self._measure_apart(groups)
         for index, group in enumerate(groups):
             self._step_apart(index, group, scalars)
@@ -176,7 +186,9 @@ class _FusedStep(_Mixin):
             try:
                 if type(self._call_core((index, device), [part], scalars)) is tuple:
                     raise RuntimeError(f"params on {device} cannot be stepped together")
-            except NotImplementedError as reason:
+            except (NotImplementedError, ValueError) as reason:
+                if not _is_for_torch(reason, [part]):
+                    raise
                 self._fall_back(part, str(reason), scalars)
 
     def _call_core(
@@ -192,6 +204,8 @@ class _FusedStep(_Mixin):
         (then nothing has changed).
         """
         first = _first_stepped(groups)
+        if first is None:
+            return 0
         own = self.__dict__
         scale = own.get("grad_scale")
         found = own.get("found_inf") if measured is None else measured["found_inf"]
@@ -226,7 +240,7 @@ class _FusedStep(_Mixin):
                 _current_stream(first),
             )
         except ValueError:
-            if retry and adamw_state.mend_layouts(
+            if retry and adamw_state.mend_state(
                 [p for group in groups for p in group["params"]], self.state
             ):
                 return self._call_core(key, groups, measured, retry=False)
@@ -249,11 +263,16 @@ class _FusedStep(_Mixin):
     ) -> tuple[Any, ...]:
         """A group as _core.adamw_groups takes it, where `first` is."""
         beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        if isinstance(lr, Tensor):
-            lr = _scalar_on(lr, first) if first.is_cuda else float(lr)
+        lr, params = group["lr"], group["params"]
+        if isinstance(lr, Tensor) and first.is_cuda:
+            lr = _scalar_on(lr, first)
+        else:
+            lr = lr.item() if isinstance(lr, Tensor) else float(lr)
+            if lr < 0 or group["weight_decay"] < 0:  # torch takes any number, such as
+                # that of a schedule which has passed its end
+                raise NotImplementedError("lr or weight_decay is negative")
         return (
-            group["params"],
+            params if type(params) is list else list(params),
             self._workspace((key, index)),
             lr,
             beta1,
@@ -305,22 +324,37 @@ class _FusedStep(_Mixin):
         Parameters without an EMA (no step yet) stay as they are.
         """
         if self._before_ema:
-            for param, value in self._before_ema:
-                param.copy_(value)
-            self._before_ema = []
+            self._put_back()
             return
-        for param, ema in self._emas():
-            self._before_ema.append((param, param.detach().clone()))
-            param.copy_(ema)
+        emas = list(self._emas())
+        self._before_ema = [(param, param.detach().clone()) for param, _ in emas]
+        try:
+            for param, ema in emas:
+                param.copy_(ema)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        for param, value in self._before_ema:
+            param.copy_(value)
+        self._before_ema = []
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """The EMA is in the parameters inside the with block: for evaluation."""
+        """The EMA is in the parameters inside the with block: for evaluation.
+
+        A block inside another one leaves it there.
+        """
+        if self._before_ema:
+            yield
+            return
         self.swap_ema()
         try:
             yield
         finally:
-            self.swap_ema()
+            if self._before_ema:  # else nobody had an EMA then, or it was put back
+                self.swap_ema()
 
     @torch.no_grad()
     def copy_ema_to(self, params: Iterable[Tensor] | None = None) -> None:
@@ -362,7 +396,8 @@ class _FusedStep(_Mixin):
             raise RuntimeError(
                 f"torch, to fall back on, has no master weights: {reason}"
             )
-        grads = [p.grad.detach() for p in group["params"] if p.grad is not None]
+        once = {id(p.grad): p.grad for p in group["params"] if p.grad is not None}
+        grads = [grad.detach() for grad in once.values()]
         found, clip = scalars["found_inf"], scalars["clip_coef"]
         scale = self.__dict__.get("grad_scale")
         if found is None or float(found) == 0:
@@ -403,14 +438,28 @@ class _FusedStep(_Mixin):
         return step(self, closure)
 
 
-def _first_stepped(groups: list[dict[str, Any]]) -> Tensor:
+def _first_stepped(groups: list[dict[str, Any]]) -> Tensor | None:
     """The first parameter with a gradient: its device has the scalars and the stream;
     one that is frozen may lie elsewhere."""
     for group in groups:
         for param in group["params"]:
             if param.grad is not None:
                 return param
-    return groups[0]["params"][0]
+    return None
+
+
+def _is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
+    """Whether torch's step does what the core has refused.
+
+    Of what is wrong in the core's eyes, it steps tensors that share memory, such as
+    tied weights that are two parameters, one after the other, and such that are not
+    aligned. But shared gradients would be unscaled and zeroed twice.
+    """
+    if isinstance(reason, NotImplementedError):
+        return True
+    if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
+        return False
+    return any(text in str(reason) for text in ("must not overlap", "must be aligned"))
 
 
 def _current_stream(param: Tensor) -> int:

@@ -68,6 +68,13 @@ def check_options(group: dict[str, Any]) -> None:
         )
 
 
+def complete(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Gives a group the options that it lacks; checks them all."""
+    for name, plain in OPTIONS.items():
+        group.setdefault(name, defaults.get(name, plain))
+    check_options(group)
+
+
 def check_max_grad_norm(value: float | None) -> None:
     """Raises ValueError unless it is None or a number > 0; infinity only measures."""
     if value is not None and (not value > 0 or math.isnan(value)):
@@ -132,19 +139,25 @@ def make_state(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
 
 
 @torch.no_grad()
-def mend_layouts(params: list[Tensor], all_state: dict[Tensor, Any]) -> bool:
-    """Copies state that is laid out differently from its parameter; True if any was."""
+def mend_state(params: list[Tensor], all_state: dict[Tensor, Any]) -> bool:
+    """Copies state that others have left in another form; True if there was any.
+
+    Arrays that are laid out differently from their parameter, and counters that are no
+    float32 on its device: torch keeps them on the host, and casts leave them out or not.
+    """
     mended = False
     for param in params:
         for name, value in all_state.get(param, {}).items():
-            if (
-                name != "step"
-                and isinstance(value, Tensor)
-                and value.shape == param.shape
-                and value.stride() != param.stride()
-            ):
-                all_state[param][name] = relayout(param, value)
-                mended = True
+            if not isinstance(value, Tensor):
+                continue
+            if name == "step":
+                new = value.to(device=param.device, dtype=torch.float32)
+            elif value.shape == param.shape and value.stride() != param.stride():
+                new = relayout(param, value)
+            else:
+                continue
+            mended = mended or new is not value
+            all_state[param][name] = new
     return mended
 
 
@@ -191,9 +204,11 @@ def _check_steps(states: dict[Any, Any]) -> None:
     """Raises ValueError for a counter that is no number, before anything is loaded."""
     for place, state in states.items():
         step = state.get("step", 0.0) if isinstance(state, dict) else 0.0
-        if not isinstance(step, (int, float)) and (
-            not isinstance(step, Tensor) or step.numel() != 1
-        ):
+        try:
+            fine = step.numel() == 1 if isinstance(step, Tensor) else float(step) >= 0
+        except (TypeError, ValueError):
+            fine = False
+        if not fine:
             raise ValueError(f"step of parameter {place} must be a number, got {step}")
 
 
