@@ -1,7 +1,9 @@
 """The options of trainfast.AdamW for NumPy, alone and in pairs, and its checkpoints."""
 
+import copy
 import itertools
 import math
+import pickle
 import warnings
 
 import ml_dtypes
@@ -431,3 +433,60 @@ def test_what_cannot_be_converted_is_named_and_changes_nothing(rng):
             optimizer.load_state_dict({**bad, "step_count": 9})
         assert everything(optimizer) == before
         assert optimizer.step_count == 1
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_copies_of_an_optimizer_go_on_by_themselves(rng, way, options):
+    optimizer = trainfast.AdamW(arrays(rng, "bfloat16"), **HYPER, **options)
+    grads = [arrays(rng, "bfloat16") for _ in range(3)]
+    optimizer.step(grads[0])
+    twin = way(optimizer)
+    optimizer.step(grads[1])
+    optimizer.step(grads[2])
+    after = everything(optimizer)
+    twin.step(grads[1])
+    twin.step(grads[2])
+    assert everything(twin) == after == everything(optimizer)
+
+
+def test_a_state_in_an_npz_file_goes_on_bit_for_bit(rng, tmp_path):
+    params = [rng.standard_normal(7).astype(np.float32) for _ in range(2)]
+    optimizer = trainfast.AdamW(params, lr=0.1, betas=(0.8, 0.9), ema_decay=0.5)
+    optimizer.step([np.ones(7, np.float32)] * 2)
+    np.savez(tmp_path / "state.npz", **optimizer.state_dict())
+    again = trainfast.AdamW([p.copy() for p in params], ema_decay=0.5)
+    with np.load(tmp_path / "state.npz", allow_pickle=True) as file:  # for None
+        again.load_state_dict(dict(file))
+    for each in (optimizer, again):
+        each.step([np.ones(7, np.float32)] * 2)
+    assert everything(again) == everything(optimizer)
+    assert (again.lr, again.step_count, again.maximize) == (0.1, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr", None, "scalars in the state must be numbers"),
+        ("lr", -1.0, "lr must be finite and >= 0, got -1"),
+        ("betas", (0.9,), "scalars in the state must be numbers"),
+        ("betas", (2.0, 0.9), r"betas\[0\] must be in \[0, 1\), got 2"),
+        ("eps", "x", "scalars in the state must be numbers"),
+        ("step_count", -1, r"step_count must be an int in \[0, 2\^62\), got -1"),
+        ("step_count", 1.5, r"step_count must be an int in .*, got 1.5"),
+        ("step_count", 10**30, r"step_count must be an int in"),
+        ("exp_avgs", 5, "exp_avgs must be a list of arrays, got int"),
+        ("exp_avgs", {"a": 1}, "exp_avgs must be a list of arrays, got dict"),
+        ("exp_avgs", [[1.0, 2.0, 3.0]], r"exp_avgs\[0\] must be an array, got list"),
+    ],
+)
+def test_a_state_that_no_step_takes_is_not_loaded(name, value, message):
+    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
+    optimizer.step([np.ones(3, np.float32)])
+    before, state = everything(optimizer), optimizer.state_dict()
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict({**state, "weight_decay": 0.5, name: value})
+    assert everything(optimizer) == before
+    assert (optimizer.weight_decay, optimizer.step_count) == (0.01, 1)

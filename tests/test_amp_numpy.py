@@ -1,5 +1,8 @@
 """trainfast.LossScaler: its scale against torch's, its order of calls, its steps."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from arrays import DTYPES
@@ -392,3 +395,32 @@ def test_state_beyond_the_range_of_its_new_dtype_is_refused():
     with pytest.raises(ValueError, match=r"exp_avg_sqs\[0\] must fit into float16"):
         small.load_state_dict(first.state_dict())
     assert (small.exp_avgs[0] == 0).all() and small.step_count == 0
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda s: dumped(s)])
+def test_a_copied_scaler_goes_on_by_itself(way):
+    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
+    scaler = trainfast.LossScaler(8.0, growth_interval=2, hysteresis=2)
+    scaler.step(optimizer, [np.ones(3, np.float32)])
+    with pytest.raises(AssertionError, match="may only be copied at the beginning"):
+        way(scaler)
+    scaler.update()
+    twin = way(scaler)
+    assert twin.state_dict() == scaler.state_dict()
+    twin.step(optimizer, [np.ones(3, np.float32)])
+    twin.update()
+    assert (twin.get_scale(), scaler.get_scale()) == (16.0, 8.0)
+
+
+def dumped(scaler):
+    return pickle.loads(pickle.dumps(scaler))
+
+
+def test_a_scalers_state_of_numpys_numbers_is_loaded(tmp_path):
+    scaler = trainfast.LossScaler(8.0, growth_interval=7)
+    np.savez(tmp_path / "state.npz", **scaler.state_dict())
+    again = trainfast.LossScaler()
+    with np.load(tmp_path / "state.npz") as file:
+        again.load_state_dict(dict(file))
+    assert again.state_dict() == scaler.state_dict()
+    assert type(again.growth_interval) is int

@@ -121,3 +121,62 @@ def test_bad_arguments_are_refused():
         Accumulator(optimizer, 2, max_grad_norm=1.0)
     with pytest.raises(NotImplementedError, match="float32_grads needs"):
         Accumulator(torch.optim.SGD(model.parameters()), 2, float32_grads=True)
+
+
+def test_a_batch_that_failed_is_discarded():
+    model, data = make()
+    accumulator = Accumulator(AdamW(model.parameters(), lr=0.1), 2)
+    accumulator.backward(loss_of(model, data[6]))
+    accumulator.discard()
+    assert all(p.grad is None for p in model.parameters())
+    assert [accumulator.backward(loss_of(model, x)) for x in data[:2]] == [False, True]
+
+    truth, data = make()
+    theirs = torch.optim.AdamW(truth.parameters(), lr=0.1)
+    loss_of(truth, torch.cat(data[:2])).backward()
+    theirs.step()
+    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_failed_is_made_with_the_next_batch():
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(optimizer, 2)
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    accumulator.backward(loss_of(model, data[0]))
+    with pytest.raises(ZeroDivisionError):
+        accumulator.backward(loss_of(model, data[1]))
+    hook.remove()
+    assert accumulator.backward(loss_of(model, data[2]))
+    assert accumulator.steps_done == 1
+
+    truth, data = make()
+    theirs = torch.optim.SGD(truth.parameters(), lr=0.1)
+    loss_of(truth, torch.cat(data[:3])).backward()
+    theirs.step()
+    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scheduler_that_fails_leaves_the_step_done():
+    model, data = make()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+
+    class Broken:
+        def step(self):
+            raise ZeroDivisionError
+
+    accumulator = Accumulator(optimizer, 2, scheduler=Broken())
+    accumulator.backward(loss_of(model, data[0]))
+    with pytest.raises(ZeroDivisionError):
+        accumulator.backward(loss_of(model, data[1]))
+    assert accumulator.state_dict() == {"steps_done": 1}
+    assert not accumulator.backward(loss_of(model, data[2]))
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused():
+    optimizer = AdamW([torch.zeros(1)])
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="must be one that advances with each step"):
+        Accumulator(optimizer, 2, scheduler=scheduler)

@@ -1,8 +1,10 @@
 """trainfast.torch's scaler, clipping and scheduler at the edges: compiled loops,
 checkpoints between two decisions, optimizers that write what a scaler gives them."""
 
+import copy
 import inspect
 import math
+import pickle
 
 import pytest
 import torch
@@ -107,6 +109,20 @@ def test_an_optimizers_checkpoint_has_the_rate_of_the_next_step():
     resumed.rates.clear()
     resumed.run(range(4, 8), bad)
     assert begun.rates + resumed.rates == whole.rates
+
+
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda loop: pickle.loads(pickle.dumps(loop))]
+)
+def test_a_copied_scheduler_decides_as_the_first_one(twin_of):
+    """Before the optimizer's step, though a copied optimizer has lost its hooks."""
+    loop = Loop()
+    loop.run(range(3), (1,))
+    twin = twin_of(loop)
+    for each in (loop, twin):
+        each.scaler.scale(torch.zeros(()))  # a copy's scale is made anew, as torch's is
+        each.run(range(3, 7), (4,))
+    assert twin.rates == loop.rates == [1.0, 0.5, 0.5, 0.25, 0.125, 0.125, 0.0625]
 
 
 def test_an_optimizer_may_write_the_scale_that_it_is_given(backend, device):

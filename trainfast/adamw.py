@@ -219,13 +219,25 @@ class AdamW:
         self.emas = None if ema_decay is None else adamw_state.new_emas(self)
         self._workspace = _core.Workspace()
         self._grads_workspace = _core.Workspace()
-        if not self.params:
-            return
-        # No elements: checks the hyperparameters, changes nothing.
+        if self.params:
+            self.check_scalars()
+
+    def check_scalars(self) -> None:
+        """Raises what `step` would for the hyperparameters as they are."""
         empty = [np.empty(0, np.float32)]
         adamw_step(
             empty, empty[:], [np.empty(0)], [np.empty(0)], step=1, **self._options()
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = vars(self).copy()
+        del kept["_workspace"], kept["_grads_workspace"]
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._workspace = _core.Workspace()
+        self._grads_workspace = _core.Workspace()
 
     def step(
         self,

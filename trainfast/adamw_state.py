@@ -128,6 +128,9 @@ def load_state_dict(optimizer: "AdamW", state: dict[str, Any]) -> None:
             f"state must have the keys {sorted(needed)} and may have "
             f"{sorted(_EXTRAS)}, got {sorted(state)}"
         )
+    state = {name: plain(value) for name, value in state.items()}
+    scalars = {name: state[name] for name in _SCALARS}
+    _check_scalars(optimizer, scalars)
     for name in _MOMENTS:
         _check_arrays(name, getattr(optimizer, name), state[name])
     for name in _EXTRAS:
@@ -147,8 +150,31 @@ def load_state_dict(optimizer: "AdamW", state: dict[str, Any]) -> None:
         for i, to in enumerate(mine or ()):
             if to is not optimizer.params[i]:
                 to[...] = new[i]
-    for name in _SCALARS:
-        setattr(optimizer, name, state[name])
+    for name, value in scalars.items():
+        setattr(optimizer, name, value)
+
+
+def plain(value: Any) -> Any:
+    """NumPy's arrays of no dimensions, which numpy.savez makes, as what is in them."""
+    is_one = isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0
+    return value.item() if is_one else value
+
+
+def _check_scalars(optimizer: "AdamW", scalars: dict[str, Any]) -> None:
+    """Raises ValueError for what step() would refuse."""
+    count = scalars["step_count"]
+    if not hasattr(count, "__index__") or not 0 <= count.__index__() < 2**62:
+        raise ValueError(f"step_count must be an int in [0, 2^62), got {count!r}")
+    before = {name: getattr(optimizer, name) for name in scalars}
+    vars(optimizer).update(scalars)
+    try:
+        optimizer.check_scalars()
+    except (TypeError, IndexError, KeyError) as error:
+        raise ValueError(
+            f"the scalars in the state must be numbers: {error}"
+        ) from error
+    finally:
+        vars(optimizer).update(before)
 
 
 def _warn_of_loss(optimizer: "AdamW", state: dict[str, Any]) -> None:
@@ -165,11 +191,16 @@ def _warn_of_loss(optimizer: "AdamW", state: dict[str, Any]) -> None:
 
 
 def _check_arrays(name: str, mine: list[Array] | None, new: Any) -> None:
+    if not (new is None or type(new) in (list, tuple, np.ndarray)):
+        raise ValueError(f"{name} must be a list of arrays, got {type(new).__name__}")
     if (mine is None) != (new is None) or (mine and len(mine) != len(new)):
         have = "None" if new is None else f"{len(new)} arrays"
         want = "None" if mine is None else f"{len(mine)} arrays"
         raise ValueError(f"{name} must be {want}, got {have}")
-    for i, (a, b) in enumerate(zip(mine or (), new or (), strict=True)):
+    for i, a in enumerate(mine or ()):
+        b = new[i]
+        if not hasattr(b, "shape") or not hasattr(b, "dtype"):
+            raise ValueError(f"{name}[{i}] must be an array, got {type(b).__name__}")
         if a.shape != b.shape or dtype_name(b) not in FLOATS:
             raise ValueError(
                 f"{name}[{i}] must be floats of shape {a.shape}, "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from trainfast import _core
 from trainfast.adamw import AdamW
-from trainfast.adamw_state import check_scale
+from trainfast.adamw_state import check_scale, plain
 from trainfast.arrays import FLOATS, HALVES, Array, dense, dtype_name, number, scalar
 from trainfast.stats import count_call
 
@@ -87,6 +88,18 @@ class LossScaler:
             raise ValueError(
                 f"init_scale must be in [{low}, {high}], the bounds, got {init_scale}"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._progress:
+            raise AssertionError(
+                "A LossScaler may only be copied at the beginning of an iteration, or "
+                "at the end after update()."
+            )
+        return {n: copy(value) for n, value in vars(self).items() if n != "_workspace"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._workspace = _core.Workspace()
 
     def _arrays(self) -> list[np.ndarray]:
         return [self._scale, self._growth_tracker, self._hysteresis_tracker]
@@ -238,6 +251,7 @@ class LossScaler:
         missing = [key for key in _KEYS if key not in state]
         if missing:
             raise KeyError(f"state must have the keys {_KEYS}, lacks {missing}")
+        state = {name: plain(value) for name, value in state.items()}
         made = LossScaler(
             state["scale"],
             state["growth_factor"],

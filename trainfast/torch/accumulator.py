@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainfast.torch.adamw import _FusedStep
 from trainfast.torch.amp import GradScaler
@@ -42,7 +43,8 @@ class Accumulator:
         grad_norm: of the last step, before clipping, on the device; None without.
 
     Raises:
-        ValueError: steps below 1, or clipping asked for in two places.
+        ValueError: steps below 1, a ReduceLROnPlateau, or clipping asked for in two
+            places.
         NotImplementedError: float32_grads=True where they cannot be had.
     """
 
@@ -58,6 +60,11 @@ class Accumulator:
     ) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be a whole number >= 1, got {steps!r}")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "scheduler must be one that advances with each step, got "
+                "ReduceLROnPlateau: call it yourself with what it watches"
+            )
         if max_grad_norm is not None and getattr(optimizer, "max_grad_norm", None):
             raise ValueError("max_grad_norm must not be given to the optimizer as well")
         self.optimizer = optimizer
@@ -118,7 +125,7 @@ class Accumulator:
     @torch.no_grad()
     def _step(self) -> None:
         grads = [p.grad for p in self._params() if p.grad is not None]
-        if self._waiting < self.steps and grads:  # a mean over fewer
+        if self._waiting != self.steps and grads:  # fewer; more after a failed step
             torch._foreach_mul_(grads, self.steps / self._waiting)
         if self.max_grad_norm is not None:
             if self.scaler is not None:
@@ -133,10 +140,19 @@ class Accumulator:
             self.grad_norm = getattr(self.optimizer, "grad_norm", None)
         if not all(g.get("zero_grad", False) for g in self.optimizer.param_groups):
             self.optimizer.zero_grad()
-        if self.scheduler is not None:
-            self.scheduler.step()
         self._waiting = 0
         self.steps_done += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def discard(self) -> None:
+        """Forgets the backward passes since the last step, and their gradients.
+
+        For what failed half-way, such as a batch that ran out of memory: its backward
+        pass may have left a part of its gradients.
+        """
+        self._waiting = 0
+        self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, int]:
         """What is needed to go on, beside the states of what is accumulated for.
@@ -153,5 +169,4 @@ class Accumulator:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Takes what state_dict() gave; forgets backward passes since the last step."""
         self.steps_done = int(state["steps_done"])
-        self._waiting = 0
-        self.optimizer.zero_grad()
+        self.discard()

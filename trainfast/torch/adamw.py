@@ -1,7 +1,6 @@
 """torch.optim.AdamW and Adam on trainfast's kernel."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from trainfast import _core
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state
+from trainfast.torch.adamw_ema import EmaWeights
 from trainfast.torch.adamw_state import OPTIONS, bump_versions, relayout
 
 __all__ = ["Adam", "AdamW", "bump_versions", "relayout"]
@@ -21,7 +21,7 @@ else:
     _Mixin = object
 
 
-class _FusedStep(_Mixin):
+class _FusedStep(EmaWeights, _Mixin):
     """A torch Adam whose step() is one call into the core."""
 
     # torch's class of the same name: its step() is the fallback
@@ -42,7 +42,7 @@ class _FusedStep(_Mixin):
             adamw_state.complete(group, self.defaults)
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
-        self._before_ema: list[tuple[Tensor, Tensor]] = []  # while the EMA is in place
+        self._before_ema = []
 
     def __getstate__(self) -> dict[str, Any]:
         if self._before_ema:
@@ -203,11 +203,10 @@ class _FusedStep(_Mixin):
         Returns the number of gradients, or where state is missing or on another device
         (then nothing has changed).
         """
-        first = _first_stepped(groups)
+        first = _first_with_grad(groups)
         if first is None:
             return 0
         own = self.__dict__
-        scale = own.get("grad_scale")
         found = own.get("found_inf") if measured is None else measured["found_inf"]
         clip = norm = norm_f64 = None
         find_inf = measured is None and found is None and "_measure_inf" in own
@@ -232,7 +231,7 @@ class _FusedStep(_Mixin):
                 find_inf,
                 find_norm,
                 self.max_grad_norm or 0.0,
-                _scalar_on(scale, first),
+                _scalar_on(own.get("grad_scale"), first),
                 _scalar_on(found, first),
                 norm,
                 norm_f64,
@@ -314,76 +313,6 @@ class _FusedStep(_Mixin):
             )
         adamw_state.load_state_dict(self, state_dict, super().load_state_dict)
 
-    # ---- The EMA -------------------------------------------------------------------
-
-    @torch.no_grad()
-    def swap_ema(self) -> None:
-        """Puts the EMA into the parameters; called again, puts back what was there.
-
-        Takes a copy of the parameters in between, in which step() refuses to run.
-        Parameters without an EMA (no step yet) stay as they are.
-        """
-        if self._before_ema:
-            self._put_back()
-            return
-        emas = list(self._emas())
-        self._before_ema = [(param, param.detach().clone()) for param, _ in emas]
-        try:
-            for param, ema in emas:
-                param.copy_(ema)
-        except BaseException:
-            self._put_back()
-            raise
-
-    def _put_back(self) -> None:
-        for param, value in self._before_ema:
-            param.copy_(value)
-        self._before_ema = []
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """The EMA is in the parameters inside the with block: for evaluation.
-
-        A block inside another one leaves it there.
-        """
-        if self._before_ema:
-            yield
-            return
-        self.swap_ema()
-        try:
-            yield
-        finally:
-            if self._before_ema:  # else nobody had an EMA then, or it was put back
-                self.swap_ema()
-
-    @torch.no_grad()
-    def copy_ema_to(self, params: Iterable[Tensor] | None = None) -> None:
-        """Copies the EMA into `params`, in the order of the optimizer's parameters.
-
-        None: into the optimizer's own parameters, for good, and their master weights.
-        Raises ValueError where there are not as many.
-        """
-        own = [p for group in self.param_groups for p in group["params"]]
-        targets = own if params is None else list(params)
-        if len(targets) != len(own):
-            raise ValueError(f"params must be {len(own)} tensors, got {len(targets)}")
-        for param, target in zip(own, targets, strict=True):
-            state = self.state.get(param, {})
-            if "ema" in state:
-                target.copy_(state["ema"])
-                if target is param and "master_param" in state:
-                    state["master_param"].copy_(state["ema"])
-
-    def _emas(self) -> Iterator[tuple[Tensor, Tensor]]:
-        found = False
-        for group in self.param_groups:
-            for param in group["params"]:
-                found = found or group["ema_decay"] is not None
-                if "ema" in self.state.get(param, {}):
-                    yield param, self.state[param]["ema"]
-        if not found:
-            raise RuntimeError("there is no EMA: give AdamW an ema_decay")
-
     # ---- Falling back --------------------------------------------------------------
 
     @torch.no_grad()
@@ -438,16 +367,6 @@ class _FusedStep(_Mixin):
         return step(self, closure)
 
 
-def _first_stepped(groups: list[dict[str, Any]]) -> Tensor | None:
-    """The first parameter with a gradient: its device has the scalars and the stream;
-    one that is frozen may lie elsewhere."""
-    for group in groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return param
-    return None
-
-
 def _is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
     """Whether torch's step does what the core has refused.
 
@@ -460,6 +379,12 @@ def _is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
     if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
         return False
     return any(text in str(reason) for text in ("must not overlap", "must be aligned"))
+
+
+def _first_with_grad(groups: list[dict[str, Any]]) -> Tensor | None:
+    """The parameter whose device is that of the call; a frozen one may be elsewhere."""
+    params = (p for group in groups for p in group["params"] if p.grad is not None)
+    return next(params, None)
 
 
 def _current_stream(param: Tensor) -> int:

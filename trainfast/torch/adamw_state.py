@@ -143,7 +143,7 @@ def mend_state(params: list[Tensor], all_state: dict[Tensor, Any]) -> bool:
     """Copies state that others have left in another form; True if there was any.
 
     Arrays that are laid out differently from their parameter, and counters that are no
-    float32 on its device: torch keeps them on the host, and casts leave them out or not.
+    float32 on its device: torch's own may be on the host, and float64.
     """
     mended = False
     for param in params:

@@ -1,6 +1,7 @@
 """Learning rate schedulers that know which steps a gradient scaler skipped."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,28 @@ class SkipAwareScheduler:
         self._scaler = scaler
         self._optimizer = scheduler.optimizer if optimizer is None else optimizer
         self._pending: tuple[list[Callable[[], bool]], Any, Any] | None = None
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
         self._optimizer.register_step_pre_hook(lambda *_: self._decide())
         for owner in {
-            id(o): o for o in (self._optimizer, scheduler.optimizer)
+            id(o): o for o in (self._optimizer, self.scheduler.optimizer)
         }.values():
             # its groups hold the rates: a checkpoint must have those of the next step
             owner.register_state_dict_pre_hook(lambda *_: self._decide())
             owner.register_load_state_dict_pre_hook(lambda *_: self._decide())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Decides nothing: the optimizer may have been copied already."""
+        state = vars(self).copy()
+        if self._pending is not None:
+            notes, args, kwargs = self._pending
+            state["_pending"] = [partial(bool, note()) for note in notes], args, kwargs
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._register_hooks()  # a copy of an optimizer has none
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Notes how the last step of the optimizer went; see the class."""
