@@ -419,3 +419,25 @@ def test_the_core_needs_a_scale():
         _core.attention(*given.values(), f32(2, 4, 7, 5), None, scale=1.0, masks=None)
     with pytest.raises(TypeError, match="exactly 5 arguments"):
         _core.attention(*given.values(), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("scale", "a number"),
+        ("softcap", "a number"),
+        ("dropout_p", "a number"),
+        ("window_left", "an integer"),
+        ("window_right", "an integer"),
+        ("max_seqlen_q", "an integer"),
+        ("max_seqlen_k", "an integer"),
+    ],
+)
+def test_the_core_names_what_is_no_number(name, what):
+    arrays = (*inputs().values(), f32(2, 4, 7, 5), None)
+    for bad in ("1", None, [1]):
+        message = f"{name} must be {what}, got {bad!r}"
+        with pytest.raises(TypeError, match=re.escape(message)):
+            _core.attention(*arrays, **{"scale": 1.0, name: bad})
+    with pytest.raises(ValueError, match=f"{name} must fit into .*, got 1000"):
+        _core.attention(*arrays, **{"scale": 1.0, name: 10**400})

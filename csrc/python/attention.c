@@ -4,6 +4,49 @@
 #include <math.h>
 #include <stdint.h>
 
+/* ---- Numbers --------------------------------------------------------------------- */
+
+/* In place of the error that Python's conversion left, which names no argument. */
+static int
+no_number(PyObject *object, const char *name, const char *what, const char *range)
+{
+    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
+
+    PyErr_Clear();
+    if (too_large) {
+        PyErr_Format(PyExc_ValueError, "%s must fit into %s, got %S", name, range,
+                     object);
+    } else {
+        PyErr_Format(PyExc_TypeError, "%s must be %s, got %R", name, what, object);
+    }
+    return -1;
+}
+
+/* Leaves *number where nothing is given. */
+static int
+take_number(PyObject *object, const char *name, double *number)
+{
+    if (object == NULL) {
+        return 0;
+    }
+    *number = PyFloat_AsDouble(object);
+    return *number == -1.0 && PyErr_Occurred()
+               ? no_number(object, name, "a number", "float64")
+               : 0;
+}
+
+static int
+take_integer(PyObject *object, const char *name, int64_t *integer)
+{
+    if (object == NULL) {
+        return 0;
+    }
+    *integer = PyLong_AsLongLong(object);
+    return *integer == -1 && PyErr_Occurred()
+               ? no_number(object, name, "an integer", "64 bits with sign")
+               : 0;
+}
+
 static int
 parse_options(PyObject *kwargs, py_attention_call *call)
 {
@@ -18,27 +61,34 @@ parse_options(PyObject *kwargs, py_attention_call *call)
     py_attention_given *given = &call->given;
     tfast_attention_args *args = &call->args;
     PyObject *none = PyTuple_New(0);
-    long long left = -1, right = -1, max_q = 0, max_k = 0;
+    PyObject *scale = NULL, *left = NULL, *right = NULL, *softcap = NULL;
+    PyObject *dropout_p = NULL, *max_q = NULL, *max_k = NULL;
     unsigned long long stream = 0;
     int is_causal = 0, bottom_right = 0, parsed;
 
-    args->scale = NAN; /* refused unless it is given */
     parsed = none != NULL &&
              PyArg_ParseTupleAndKeywords(
-                 none, kwargs, "|$dpOKOOOOpLLddOOOLLOp:attention", names, &args->scale,
+                 none, kwargs, "|$OpOKOOOOpOOOOOOOOOOp:attention", names, &scale,
                  &is_causal, &given->scratch, &stream, &given->mask, &given->bias,
                  &given->alibi_slopes, &given->sinks, &bottom_right, &left, &right,
-                 &args->softcap, &args->dropout_p, &given->seed, &given->cu_seqlens_q,
+                 &softcap, &dropout_p, &given->seed, &given->cu_seqlens_q,
                  &given->cu_seqlens_k, &max_q, &max_k, &given->kv_lens, &given->bnhd);
     Py_XDECREF(none);
+    args->scale = NAN; /* refused unless it is given */
+    args->window_left = args->window_right = -1;
+    if (!parsed || take_number(scale, "scale", &args->scale) < 0 ||
+        take_number(softcap, "softcap", &args->softcap) < 0 ||
+        take_number(dropout_p, "dropout_p", &args->dropout_p) < 0 ||
+        take_integer(left, "window_left", &args->window_left) < 0 ||
+        take_integer(right, "window_right", &args->window_right) < 0 ||
+        take_integer(max_q, "max_seqlen_q", &args->n_q) < 0 ||
+        take_integer(max_k, "max_seqlen_k", &args->n_k) < 0) {
+        return -1;
+    }
     args->is_causal = is_causal != 0;
     args->bottom_right = bottom_right != 0;
-    args->window_left = left;
-    args->window_right = right;
-    args->n_q = max_q;
-    args->n_k = max_k;
     args->stream = (void *)(uintptr_t)stream;
-    return parsed ? 0 : -1;
+    return 0;
 }
 
 /* A Python integer, or an array of one on the device. */
@@ -50,16 +100,11 @@ parse_seed(py_attention_call *call)
     if (!py_is_given(seed) || !PyLong_Check(seed)) {
         return 0;
     }
-    call->args.seed = PyLong_AsLongLong(seed);
     call->given.seed = NULL;
-    if (call->args.seed == -1 && PyErr_Occurred()) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "seed must fit into 64 bits with sign, got %S",
-                     seed);
-        return -1;
-    }
-    return 0;
+    return take_integer(seed, "seed", &call->args.seed);
 }
+
+/* ---- Calls ----------------------------------------------------------------------- */
 
 static PyObject *
 run(py_attention_call *call)
