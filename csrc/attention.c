@@ -169,11 +169,32 @@ tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool b
                               : status;
 }
 
+/* Callers ask for scratch and make the call; in between another thread may have forced
+ * a backend that needs more than theirs. */
+static tfast_status
+check_scratch(const tfast_backend *backend, const tfast_attention_args *args,
+              bool backward)
+{
+    tfast_status status = TFAST_OK;
+    int64_t bytes = 0;
+
+    if (args->scratch == NULL && backend->attention_scratch != NULL) {
+        status = backend->attention_scratch(&bytes, args, backward);
+    }
+    if (status != TFAST_OK || bytes == 0) {
+        return status;
+    }
+    return tfast_fail(TFAST_EUNSUPPORTED,
+                      "scratch must have the %lld bytes that backend %s needs, got "
+                      "NULL",
+                      (long long)bytes, backend->name);
+}
+
 tfast_status
 tfast_attention(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
-    const tfast_status status = check(args);
+    tfast_status status = check(args);
 
     if (status != TFAST_OK) {
         return status;
@@ -188,7 +209,8 @@ tfast_attention(const tfast_attention_args *args)
         return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention",
                           backend->name);
     }
-    return backend->attention(args);
+    status = check_scratch(backend, args, false);
+    return status == TFAST_OK ? backend->attention(args) : status;
 }
 
 /* Also without a row: gradients of what there is are then 0. */
@@ -196,7 +218,7 @@ tfast_status
 tfast_attention_backward(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
-    const tfast_status status = check(args);
+    tfast_status status = check(args);
 
     if (status != TFAST_OK) {
         return status;
@@ -208,5 +230,6 @@ tfast_attention_backward(const tfast_attention_args *args)
         return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention_backward",
                           backend->name);
     }
-    return backend->attention_backward(args);
+    status = check_scratch(backend, args, true);
+    return status == TFAST_OK ? backend->attention_backward(args) : status;
 }
