@@ -2,6 +2,7 @@
 float64 reference."""
 
 import math
+import re
 
 import pytest
 import reference_attention as reference
@@ -272,6 +273,29 @@ def test_sdpa_raises_torchs_error(case):
     assert str(mine.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query": None},
+        {"key": None},
+        {"value": q4.numpy()},
+        {"is_causal": 1},
+        {"is_causal": None},
+        {"scale": "a"},
+        {"scale": torch.ones(1)},
+        {"scale": torch.tensor(0.3).requires_grad_()},
+        {"dropout_p": None},
+    ],
+    ids=str,
+)
+def test_sdpa_refuses_other_kinds_as_torch_does(changes):
+    given = {"query": q4, "key": q4, "value": q4} | changes
+    with pytest.raises(TypeError):
+        F.scaled_dot_product_attention(**given)
+    with pytest.raises(TypeError):
+        scaled_dot_product_attention(**given)
+
+
 def test_sdpa_leaves_a_user_who_wants_the_math_path_alone():
     with sdpa_kernel(SDPBackend.MATH):
         out = scaled_dot_product_attention(q4, q4, q4)
@@ -469,6 +493,53 @@ def test_attention_names_the_bad_argument(name):
     q = q4[0] if name == "cu_seqlens_q" else q4
     with pytest.raises(ValueError, match=rf"^{name}.* must .*, got "):
         attention(q, q, q, **BAD[name])
+
+
+def learned(value):
+    return torch.tensor(value).requires_grad_()
+
+
+OTHERS = [
+    (TypeError, "q must be a tensor, got NoneType", {"q": None}),
+    (TypeError, "k must be a tensor, got ndarray", {"k": q4.numpy()}),
+    (TypeError, "mask must be a tensor, got bool", {"mask": True}),
+    (TypeError, "sinks must be a tensor, got list", {"sinks": [1.0] * 3}),
+    (TypeError, "kv_lens must be a tensor, got list", {"kv_lens": [1, 2]}),
+    (TypeError, "scale must be a number, got 'a'", {"scale": "a"}),
+    (TypeError, "softcap must be a number, got 'a'", {"softcap": "a"}),
+    (TypeError, "dropout_p must be a number, got None", {"dropout_p": None}),
+    (ValueError, "scale must fit into float64, got 1000", {"scale": 10**400}),
+    (ValueError, "scale must not require a gradient", {"scale": learned(0.3)}),
+    (ValueError, "softcap must not require a gradient", {"softcap": learned(2.0)}),
+    (ValueError, "window must be (left, right) or None, got 3", {"window": 3}),
+    (
+        NotImplementedError,
+        "mask must be bool or of floats, got torch.int32",
+        {"mask": torch.ones(5, 5).int()},
+    ),
+    (
+        NotImplementedError,
+        "bias must be of floats, got torch.bool",
+        {"bias": torch.ones(5, 5).bool()},
+    ),
+    (
+        ValueError,
+        "kv_lens must be int32 or int64, got torch.float32",
+        {"kv_lens": torch.ones(2)},
+    ),
+    (
+        ValueError,
+        "seed must be int64, got torch.float32",
+        {"seed": torch.ones(()), "dropout_p": 0.5},
+    ),
+]
+
+
+@pytest.mark.parametrize("error, message, changes", OTHERS)
+def test_attention_refuses_what_is_of_another_kind(error, message, changes):
+    given = {"q": q4, "k": q4, "v": q4} | changes
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        attention(**given)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])

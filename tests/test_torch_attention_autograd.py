@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trainfast
 from trainfast.torch import attention, attention_math, scaled_dot_product_attention
 from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch.flash_attn import flash_attn_qkvpacked_func
 
 
 @pytest.fixture(autouse=True)
@@ -269,3 +270,52 @@ def test_seed_may_be_a_tensor():
         attention(q, k, v, dropout_p=0.5, seed=seed) for seed in (9, torch.tensor(9))
     ]
     assert torch.equal(*outs)
+
+
+# ---- Many gradients at once ----------------------------------------------------------
+
+MAPPED = {
+    "straight": lambda x: attention(x, x, x),
+    "options": lambda x: attention(x, x, x, window=(1, 2), softcap=2.0),
+    "packed": lambda x: flash_attn_qkvpacked_func(torch.stack([x, x, x], 2)),
+    "lse": lambda x: attention(x, x, x, return_lse=True)[1],
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_gradients_of_many_at_once_are_those_of_each(name):
+    x = torch.randn(1, 3, 2, 4, dtype=torch.float64).requires_grad_()
+    function = MAPPED[name]
+    out = function(x)
+    douts = torch.randn(3, *out.shape, dtype=torch.float64)
+
+    def grad(dout, **options):
+        return torch.autograd.grad(out, x, dout, retain_graph=True, **options)[0]
+
+    expected = torch.stack([grad(dout) for dout in douts])
+    torch.testing.assert_close(grad(douts, is_grads_batched=True), expected)
+    torch.testing.assert_close(torch.vmap(grad)(douts), expected)
+    created = torch.vmap(lambda dout: grad(dout, create_graph=True))(douts)
+    torch.testing.assert_close(created, expected)
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vectorised_hessian_is_that_of_a_loop(name):
+    def function(x):
+        return MAPPED[name](x).square().sum()
+
+    x = torch.randn(1, 3, 1, 2, dtype=torch.float64)
+    hessian = torch.autograd.functional.hessian
+    expected = hessian(function, x)
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(hessian(function, x, vectorize=True), expected)
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_tangent_of_a_gradient_is_refused(name):
+    x = torch.randn(1, 3, 2, 4).requires_grad_()
+    out = MAPPED[name](x)
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.autograd.grad(out, x, dout)

@@ -296,3 +296,24 @@ def test_forward_mode_takes_plain_operations(function):
     torch.testing.assert_close(tangent.sum(), (grad * t).sum())
     torch.testing.assert_close(value, function(q, q, q))
     assert fallbacks()["forward-mode differentiation"] == 1
+
+
+TRANSFORMED = {
+    "grad": lambda q: torch.func.grad(
+        lambda x: scaled_dot_product_attention(x, x, x).square().sum()
+    )(q),
+    "jvp": lambda q: torch.func.jvp(
+        lambda x: scaled_dot_product_attention(x, x, x), (q,), (q + 1,)
+    )[1],
+    "vmap": lambda q: torch.func.vmap(
+        lambda x: attention(x[None], x[None], x[None], window=(1, 1))
+    )(q),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_compiled_function_transforms_have_the_same_values(name):
+    q = rows(2, 4, 6, 8, grad=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(TRANSFORMED[name], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), TRANSFORMED[name](q))

@@ -118,6 +118,20 @@ def test_function_modes_see_the_call_and_leave_it_to_the_kernel(patched):
     assert scaled_dot_product_attention in seen and calls() == 1
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_jagged_tensors_stay_torchs(patched):
+    parts = [torch.randn(n, 2, 8, requires_grad=True) for n in (3, 5)]
+    jagged = torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    with trainfast.patched("attention" if patched else "clip"):
+        function = F if patched else trainfast.torch
+        out = function.scaled_dot_product_attention(jagged, jagged, jagged)
+        for part, mine in zip(parts, out.transpose(1, 2).unbind(), strict=True):
+            x = part.detach().transpose(0, 1)
+            theirs = scaled_dot_product_attention(x, x, x).transpose(0, 1)
+            torch.testing.assert_close(mine, theirs)
+    assert fallbacks() == {"a tensor of type NestedTensor": 1}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_can_still_be_scripted():
     layer = torch.nn.MultiheadAttention(16, 4)

@@ -139,6 +139,7 @@ def attention(
 
     Raises:
         ValueError: arguments that do not go together.
+        TypeError: not a tensor, or not a number.
         NotImplementedError: another dtype.
 
     The algorithm: Dao, arXiv:2307.08691.
@@ -150,7 +151,7 @@ def attention(
         and softcap is None
         and (causal_align, layout, dropout_p) == ("top_left", "bhnd", 0)
         and not return_lse
-        and attention_straight.is_open(q, k, v)
+        and attention_straight.is_open(q, k, v, is_causal, scale)
     ):
         out = attention_straight.attend(q, k, v, is_causal, scale)
         if out is not None:
@@ -205,29 +206,29 @@ def prepare(
     layout: str = "bhnd",
 ) -> tuple[Inputs, Extras, Options]:
     """The arguments of attention(), checked as far as torch need not look at shapes."""
+    _check_tensors(q=q, k=k, v=v)
+    _check_terms(mask, bias, alibi_slopes, sinks)
+    _check_lengths(cu_seqlens_q, cu_seqlens_k, kv_lens)
     q, k, v = autocast(q, k, v)
     if q.dtype not in DTYPES:
         raise NotImplementedError(
             f"q must be float64, float32, float16 or bfloat16, got {q.dtype}"
         )
-    if mask is not None and mask.requires_grad:
-        raise ValueError("mask must not require a gradient (bias may), got one")
+    if scale is None:
+        scale = 1 / math.sqrt(max(q.shape[-1], 1))
+    scale, dropout_p = _number("scale", scale), _number("dropout_p", dropout_p)
+    softcap = None if softcap is None else _number("softcap", softcap)
     _check_numbers(dropout_p, softcap)
-    if causal_align not in ("top_left", "bottom_right"):
-        raise ValueError(
-            f"causal_align must be 'top_left' or 'bottom_right', got {causal_align!r}"
-        )
-    if layout not in ("bhnd", "bnhd"):
-        raise ValueError(f"layout must be 'bhnd' or 'bnhd', got {layout!r}")
+    _check_words(causal_align, layout)
     left, right = _window(window)
     options = Options(
-        scale=1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale),
+        scale=scale,
         is_causal=bool(is_causal),
         bottom_right=causal_align == "bottom_right",
         window_left=left,
         window_right=right,
         softcap=softcap or 0.0,
-        dropout_p=float(dropout_p),
+        dropout_p=dropout_p,
         max_seqlen_q=max_seqlen_q or 0,
         max_seqlen_k=max_seqlen_k or 0,
         bnhd=layout == "bnhd" and cu_seqlens_q is None,
@@ -264,6 +265,67 @@ def attend_packed(
     return attend(inputs, extras, options)[0]
 
 
+def _check_tensors(**given: Tensor | None) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _check_terms(
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Plain operations would take others for numbers."""
+    terms = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    _check_tensors(**{name: x for name, x in terms.items() if x is not None})
+    if mask is not None:
+        if mask.requires_grad:
+            raise ValueError("mask must not require a gradient (bias may), got one")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise NotImplementedError(
+                f"mask must be bool or of floats, got {mask.dtype}"
+            )
+    if bias is not None and not bias.is_floating_point():
+        raise NotImplementedError(f"bias must be of floats, got {bias.dtype}")
+
+
+def _check_lengths(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, kv_lens: Tensor | None
+) -> None:
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, x in (given | {"kv_lens": kv_lens}).items():
+        if x is None:
+            continue
+        _check_tensors(**{name: x})
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+
+
+def _number(name: str, value: float) -> float:
+    """Also of a tensor of one element, but for one whose gradient would be lost."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, got one that does")
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must fit into float64, got {value}") from None
+
+
+def _check_words(causal_align: str, layout: str) -> None:
+    if causal_align not in ("top_left", "bottom_right"):
+        raise ValueError(
+            f"causal_align must be 'top_left' or 'bottom_right', got {causal_align!r}"
+        )
+    if layout not in ("bhnd", "bnhd"):
+        raise ValueError(f"layout must be 'bhnd' or 'bnhd', got {layout!r}")
+
+
 def _check_numbers(dropout_p: float, softcap: float | None) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -273,6 +335,10 @@ def _check_numbers(dropout_p: float, softcap: float | None) -> None:
 
 def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
     """As the core takes it: -1 for any distance."""
+    if window is not None and (
+        not isinstance(window, tuple | list) or len(window) != 2
+    ):
+        raise ValueError(f"window must be (left, right) or None, got {window!r}")
     left, right = (None, None) if window is None else window
     for side in (left, right):
         if side is not None and (not hasattr(side, "__index__") or side < 0):
@@ -297,6 +363,8 @@ def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
     if seed is None:
         return draw_seed(q)
     if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64:
+            raise ValueError(f"seed must be int64, got {seed.dtype}")
         return seed
     if not hasattr(seed, "__index__"):
         raise ValueError(f"seed must be an integer or a tensor, got {seed!r}")

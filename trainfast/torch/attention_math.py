@@ -311,20 +311,21 @@ def double_backward(
     with torch.enable_grad():
         # names of their own in the graph, in case that q is k
         leaves: list[Any] = [
-            x if x is None else _leaf(x, third) if x.is_floating_point() else x
-            for x in given
+            x.view_as(x) if x is not None and x.requires_grad else x for x in given
         ]
         targets = [x for x, n in zip(leaves, needed) if n and x is not None]
         sums: list[Tensor | None] = [None] * len(targets)
         own = Inputs(*leaves[2:])
         for tile in _tiles(inputs, extras, options):
-            product = _tile_product(
-                tile, grads, leaves[0], leaves[1], own, extras, options
-            )
-            if product is None or not product.requires_grad:
+            first = _tile_grads(tile, grads, leaves[0], leaves[1], own, extras, options)
+            if not first:
                 continue
             parts = torch.autograd.grad(
-                product, targets, create_graph=third, allow_unused=True
+                [x for x, _ in first],
+                targets,
+                [g for _, g in first],
+                create_graph=third,
+                allow_unused=True,
             )
             sums = [
                 a if b is None else b if a is None else a + b
@@ -334,13 +335,7 @@ def double_backward(
     return [next(made) if n and x is not None else None for x, n in zip(leaves, needed)]
 
 
-def _leaf(x: Tensor, attached: bool) -> Tensor:
-    if attached and x.requires_grad:
-        return x.view_as(x)
-    return x.detach().requires_grad_()
-
-
-def _tile_product(
+def _tile_grads(
     tile: _Tile,
     grads: tuple[Tensor | None, ...],
     dout: Tensor,
@@ -348,8 +343,8 @@ def _tile_product(
     inputs: Inputs,
     extras: Extras,
     options: Options,
-) -> Tensor | None:
-    """What a tile adds to the product of the first gradients and `grads`."""
+) -> list[tuple[Tensor, Tensor]]:
+    """What a tile adds to each first gradient, with that one's own gradient."""
     out, lse = _tile_attention(tile, inputs, extras, options)
     loss = (out * tile.queries(dout, options.bnhd).to(out.dtype)).sum()
     if dlse is not None:
@@ -357,14 +352,12 @@ def _tile_product(
         loss = loss + (lse.masked_fill(empty, 0) * tile.lse(dlse).to(lse.dtype)).sum()
     pairs = [(x, g) for x, g in zip(inputs, grads) if x is not None and g is not None]
     if not pairs:
-        return None
+        return []
     first = torch.autograd.grad(
         loss, [x for x, _ in pairs], create_graph=True, allow_unused=True
     )
-    wide = out.dtype
-    products = [
-        (mine.to(wide) * g.to(wide)).sum()
+    return [
+        (mine, g.to(mine.dtype))
         for mine, (_, g) in zip(first, pairs)
-        if mine is not None
+        if mine is not None and mine.requires_grad
     ]
-    return torch.stack(products).sum() if products else None

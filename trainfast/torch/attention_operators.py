@@ -12,6 +12,7 @@ from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_ops import (
     N_INPUTS,
     backward,
+    backward_by_operator,
     empty_grads,
     empty_lse,
     empty_rows,
@@ -109,10 +110,8 @@ def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     if dout is None and dlse is None:
         return (None,) * (_N_TENSORS + len(Options._fields))
     out, lse, *tensors = ctx.saved_tensors
-    grads = torch.ops.trainfast.attention_backward(
-        dout, dlse, out, lse, ctx.wanted, *tensors, *ctx.options
-    )
-    made = [x if n else None for x, n in zip(grads, ctx.wanted)]
+    options = Options(*ctx.options)
+    made = backward_by_operator(options, ctx.wanted, dout, dlse, *tensors, out, lse)
     return (*made, *[None] * (len(Extras._fields) + len(Options._fields)))
 
 

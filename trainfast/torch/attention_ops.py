@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from trainfast import _core, attention_lengths
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import attention_math
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
+FORWARD_MODE = "forward-mode differentiation"
 N_INPUTS = len(Inputs._fields)
 Grads = tuple[Tensor | None, ...]
 _OTHERS = (*Inputs._fields[3:], *Extras._fields)
 _USUAL = Options(1.0)[2:]  # all but the scale and causal
+_is_batched = torch._C._functorch.is_batchedtensor
+_is_batched_by_grad = torch._C._functorch.is_legacy_batchedtensor
 _ON_CPU = {"scratch": lambda n: torch.empty(n, dtype=torch.float32, device="cpu")}
 
 
@@ -190,6 +194,42 @@ def backward(
 # ---- Autograd ------------------------------------------------------------------------
 
 
+def is_mapped(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is many at once, under torch.vmap or with is_grads_batched:
+    operators are taken apart then.
+
+    Raises:
+        NotImplementedError: a gradient has a tangent, which would be lost.
+    """
+    mapped = False
+    for x in tensors:
+        if x is None:
+            continue
+        if (
+            forward_ad._current_level >= 0
+            and forward_ad.unpack_dual(x).tangent is not None
+        ):
+            raise NotImplementedError(f"{FORWARD_MODE} of attention's backward pass")
+        if _is_batched(x) or _is_batched_by_grad(x):
+            mapped = True
+    return mapped
+
+
+def backward_by_operator(
+    options: Options,
+    wanted: Sequence[bool],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *tensors: Tensor | None,
+) -> Any:
+    """The gradients of Inputs; `tensors` are Inputs, Extras, out and lse."""
+    *given, out, lse = tensors
+    grads = torch.ops.trainfast.attention_backward(
+        dout, dlse, out, lse, wanted, *given, *options
+    )
+    return tuple(x if n else None for x, n in zip(grads, wanted))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, *tensors: Any) -> Any:
@@ -207,8 +247,10 @@ class _Attention(torch.autograd.Function):
             return (None, *[None] * N_INPUTS, *none)
         out, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1 : 1 + N_INPUTS]
+        arguments = (ctx.options, wanted, dout, dlse, *tensors, out, lse)
+        if is_mapped(dout, dlse):
+            return (None, *backward_by_operator(*arguments), *none)
         if torch.is_grad_enabled():
-            arguments = (ctx.options, wanted, dout, dlse, *tensors, out, lse)
             return (None, *AttentionBackward.apply(*arguments), *none)
         inputs, extras = Inputs(*tensors[:N_INPUTS]), Extras(*tensors[N_INPUTS:])
         grads = backward(dout, dlse, wanted, inputs, extras, out, lse, ctx.options)
@@ -283,8 +325,10 @@ class _Packed(torch.autograd.Function):
         packed, out, lse, *others = ctx.saved_tensors
         inputs, extras = _parts(packed, others)
         wanted = (True, True, True, False, False, False)
-        if torch.is_grad_enabled():
-            arguments = (ctx.options, wanted, dout, None, *inputs, *extras, out, lse)
+        arguments = (ctx.options, wanted, dout, None, *inputs, *extras, out, lse)
+        if is_mapped(dout):
+            grad = torch.stack(backward_by_operator(*arguments)[:3], -3)
+        elif torch.is_grad_enabled():
             grad = torch.stack(AttentionBackward.apply(*arguments)[:3], -3)
         else:
             grad = empty_rows(packed, packed.shape[-1])

@@ -19,14 +19,14 @@ from torch.nn import Parameter
 from trainfast.stats import count_fallback
 from trainfast.torch import attention_math, attention_operators, attention_ops
 from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch.attention_ops import FORWARD_MODE
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FORWARD_MODE = "forward-mode differentiation"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # new in torch 2.7
-_PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
 
@@ -45,7 +45,7 @@ def count_once(reason: str) -> None:
 
 
 def is_plain(x: Tensor | None) -> bool:
-    return x is None or type(x) in _PLAIN
+    return x is None or type(x) in PLAIN
 
 
 def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
@@ -54,7 +54,7 @@ def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in _PLAIN and not isinstance(x, _TRACED):
+        if type(x) not in PLAIN and not isinstance(x, _TRACED):
             return f"a tensor of type {type(x).__name__}"
         if x.is_nested or x.layout != torch.strided:
             return "a nested or sparse tensor"
@@ -70,19 +70,26 @@ def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
 
 
 def _refusal_when_eager() -> str | None:
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    return _transform()
+
+
+@constant_when_compiled
+def _transform() -> str | None:
+    """What a function is under that the kernels have no rule for; in a graph, what it
+    is under where it is traced."""
     if forward_ad._current_level >= 0:
         return FORWARD_MODE
     if torch._C._functorch.maybe_current_level() is not None:
         return "a function transform (vmap, grad)"
-    if torch.jit.is_tracing():
-        return "torch.jit.trace"
     return None
 
 
 def _refusal_when_compiling() -> str | None:
     if _is_exporting():
         return "torch.export: its programs run without trainfast"
-    return None
+    return _transform()
 
 
 class _Left(threading.local):

@@ -26,25 +26,33 @@ from trainfast.torch.attention_math import Extras, Options
 from trainfast.torch.attention_ops import (
     N_INPUTS,
     AttentionBackward,
+    backward_by_operator,
     count,
     dense_rows,
     empty_lse,
     empty_rows,
+    is_mapped,
     launch,
 )
-from trainfast.torch.attention_route import is_plain
+from trainfast.torch.attention_route import PLAIN
 
 _NOT_INPUTS = (None,) * (N_INPUTS - 3 + len(Extras._fields))
 
 
-def is_open(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these are plain tensors of 4 dims, eagerly, and nobody else looks at
-    operators or changes what they do."""
-    if torch.compiler.is_compiling():
+def is_open(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+) -> bool:
+    """Whether these are plain tensors of 4 dims and plain numbers, eagerly, and nobody
+    else looks at operators or changes what they do."""
+    if (
+        torch.compiler.is_compiling()
+        or type(is_causal) is not bool
+        or not (scale is None or type(scale) is float)
+    ):
         return False
     for x in (q, k, v):
         if (
-            not is_plain(x)
+            type(x) not in PLAIN
             or x.dim() != 4
             or x.layout != torch.strided
             or x.is_nested
@@ -103,7 +111,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None) -> Any:
         if dout is None:
             return (None,) * 5
-        if torch.is_grad_enabled() or dout._is_zerotensor():
+        if torch.is_grad_enabled() or dout._is_zerotensor() or is_mapped(dout):
             return (*_with_history(ctx, dout), None, None)
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (
@@ -127,6 +135,8 @@ def _with_history(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = ctx.saved_tensors
     wanted = (*ctx.needs_input_grad[:3], *(False,) * (N_INPUTS - 3))
     arguments = (ctx.options, wanted, dout, None, *inputs, *_NOT_INPUTS, out, lse)
+    if is_mapped(dout):
+        return backward_by_operator(*arguments)[:3]
     grads: tuple[Tensor | None, ...] = AttentionBackward.apply(*arguments)
     return grads[:3]
 

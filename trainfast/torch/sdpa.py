@@ -17,8 +17,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from trainfast.torch import attention_straight
 from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch.attention_ops import FORWARD_MODE
 from trainfast.torch.attention_route import (
-    FORWARD_MODE,
     MAX_DIM,
     autocast,
     constant_when_compiled,
@@ -73,11 +73,17 @@ def scaled_dot_product_attention(
     if has_torch_function(given):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _by_override((*given, dropout_p, is_causal), options)
-    if attn_mask is None and dropout_p == 0 and _goes_straight(query, key, value):
+    if (
+        attn_mask is None
+        and dropout_p == 0
+        and _goes_straight(query, key, value, is_causal, scale)
+    ):
         out = attention_straight.attend(query, key, value, is_causal, scale)
         if out is not None:
             return out
-    refusal = refusal_of(given)
+    refusal = _odd_argument(query, key, value, is_causal, scale, enable_gqa)
+    if refusal is None:
+        refusal = refusal_of(given)
     if refusal is None and not _may_fuse():
         refusal = "sdpa_kernel(SDPBackend.MATH)"
     if refusal is None:
@@ -117,15 +123,40 @@ def _by_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     function: Any = scaled_dot_product_attention
     others = [type(x).__name__ for x in args[:4] if not is_plain(x)]
-    if others and functional.scaled_dot_product_attention is not function:
+    if "NestedTensor" in others:
+        function = _by_torch  # which it looks for
+        count_once("a tensor of type NestedTensor")
+    elif others and functional.scaled_dot_product_attention is not function:
         function = functional.scaled_dot_product_attention
         count_once(f"a tensor of type {others[0]}")
     return handle_torch_function(function, args[:4], *args, **kwargs)
 
 
-def _goes_straight(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _odd_argument(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """What torch has its own word on: it may take a scale of one element, or not."""
+    if torch.compiler.is_compiling():
+        return None  # the operator is as strict
+    if q is None or k is None or v is None:
+        return "None in place of a tensor"
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return "an is_causal or enable_gqa that is not a bool"
+    if isinstance(scale, Tensor):
+        return "a scale that is a tensor"
+    return None
+
+
+def _goes_straight(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+) -> bool:
     """Also whether torch takes what the core takes, and has no better way."""
-    if not attention_straight.is_open(q, k, v):
+    if not attention_straight.is_open(q, k, v, is_causal, scale):
         return False
     shape, k_shape = q.shape, k.shape
     return (
