@@ -51,8 +51,9 @@ static const tfast_backend *const cpu_backends[] = {
 };
 enum { N_CPU = sizeof cpu_backends / sizeof *cpu_backends };
 
-static const tfast_backend *chosen_cpu; /* for arrays on the CPU */
-static bool cuda_allowed = true;        /* false: a CPU backend is forced */
+/* Other threads' calls read these while one forces a backend. */
+static const tfast_backend *_Atomic chosen_cpu; /* for arrays on the CPU */
+static _Atomic bool cuda_allowed = true;        /* false: a CPU backend is forced */
 
 /* The path of the library's file: the environment's, or beside this module. */
 static bool
