@@ -3,6 +3,7 @@ for, and what it says of memory that will not do. The backend is a stand-in."""
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -246,3 +247,36 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_memory_that_will_not_do_is_refused(refused, case):
     refused(*WRONG[case])
+
+
+# A process of its own: without the core's look at scratch it ends in a fault of memory.
+FORCED_MEANWHILE = """
+import sys, threading
+import numpy as np
+import trainfast
+from trainfast import _core
+
+q, kv = np.ones((1, 2, 1, 16), np.float16), np.ones((1, 2, 400, 16), np.float16)
+out, lse, end = np.empty_like(q), np.empty((1, 2, 1), np.float32), threading.Event()
+
+def force():
+    while not end.is_set():
+        trainfast.use_backend("simt")
+        trainfast.use_backend("scalar")
+
+thread = threading.Thread(target=force)
+thread.start()
+sys.setswitchinterval(1e-6)
+scratch = lambda n: np.empty(n, np.float32)
+for _ in range(30000):
+    try:
+        _core.attention(q, kv, kv, out, lse, scale=0.2, scratch=scratch)
+    except NotImplementedError as error:
+        assert str(error).startswith("scratch must have the "), error
+end.set()
+thread.join()
+"""
+
+
+def test_a_backend_forced_by_another_thread_gets_its_scratch_or_refuses(simt):
+    subprocess.run([sys.executable, "-c", FORCED_MEANWHILE], check=True)
