@@ -27,6 +27,10 @@ check_sizes(const tfast_attention_args *args)
         return tfast_fail(TFAST_EINVAL, "heads must be a multiple of %lld, got %lld",
                           (long long)args->kv_heads, (long long)args->heads);
     }
+    if (args->heads == 0 && args->kv_heads > 0) { /* kernels divide by their ratio */
+        return tfast_fail(TFAST_EINVAL, "q must have heads where k has %lld, got 0",
+                          (long long)args->kv_heads);
+    }
     return TFAST_OK;
 }
 

@@ -74,6 +74,15 @@ def test_shapes_that_do_not_fit_are_refused(changes, message):
     refused(ValueError, message, **changes)
 
 
+def test_heads_of_keys_without_one_of_queries_are_refused():
+    q, k = f32(2, 0, 7, 8), f32(2, 3, 9, 8)
+    message = "q must have heads where k has 3, got 0"
+    with pytest.raises(ValueError, match=message):
+        trainfast.attention(q, k, k)
+    with pytest.raises(ValueError, match=message):
+        trainfast.attention_backward(q, q, k, k, q, f32(2, 0, 7))
+
+
 @pytest.mark.parametrize("dim_v", [0, 257])
 def test_value_dims_out_of_range_are_refused(dim_v):
     given = inputs(v=f32(2, 2, 9, dim_v))
