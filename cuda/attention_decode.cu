@@ -189,10 +189,10 @@ launch_decode(const decode_call &call)
     const tfast_attention_args &args = call.mma.args;
     const cudaStream_t stream = (cudaStream_t)args.stream;
     const int64_t heads = args.batch * args.kv_heads;
+    const tfast_status status = ask_for_shared<S>(kernel);
 
-    if (S::BYTES > 48 << 10) {
-        CUDA_TRY(cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    if (status != TFAST_OK) {
+        return status;
     }
     LAUNCH(kernel, (unsigned)(heads * plan.splits * plan.tiles), S::THREADS, S::BYTES,
            stream, call);

@@ -81,6 +81,26 @@ tfast_status tfast_mma_attention_backward(bool *taken,
 /* In attention_decode.cu: the same for calls of few queries and many keys. */
 tfast_status tfast_decode_attention(bool *taken, const tfast_attention_args *args);
 
+/* ---- Shared memory on the host's side -------------------------------------------- */
+
+/* A block may have 48 KB, static arrays included, or more dynamic ones where the
+ * kernel's attribute says so. Static arrays, and what aligns the dynamic ones behind
+ * them, take less than 1 KB here. */
+static const int MMA_UNASKED_BYTES = 47 << 10;
+
+/* The attribute is the current device's, so that each launch sets it. */
+template <typename S, typename KERNEL>
+static tfast_status
+ask_for_shared(KERNEL kernel)
+{
+    if (S::BYTES > MMA_UNASKED_BYTES) {
+        const tfast_relaxed_scope relaxed; /* loads the kernel, if nothing has yet */
+        CUDA_TRY(cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    }
+    return TFAST_OK;
+}
+
 /* ---- Instruction paths ----------------------------------------------------------- */
 
 /* A kernel has code only where its path is the best one: nvcc compiles all of them for

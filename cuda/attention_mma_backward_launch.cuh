@@ -27,9 +27,9 @@ launch_backward(const mma_backward_call &call)
     if (blocks == 0 || !is_wanted<S>(args)) {
         return TFAST_OK;
     }
-    if (S::BYTES > 48 << 10) {
-        CUDA_TRY(cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    const tfast_status status = ask_for_shared<S>(kernel);
+    if (status != TFAST_OK) {
+        return status;
     }
     LAUNCH(kernel, (unsigned)blocks, S::THREADS, S::BYTES, (cudaStream_t)args.stream,
            call);

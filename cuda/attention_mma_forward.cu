@@ -22,10 +22,10 @@ launch_forward(const mma_call &call)
     constexpr auto kernel = attention_mma_forward<PATH, T, S>;
     const tfast_attention_args &args = call.args;
     const int64_t tiles = (args.n_q + S::ROWS - 1) / S::ROWS;
+    const tfast_status status = ask_for_shared<S>(kernel);
 
-    if (S::BYTES > 48 << 10) {
-        CUDA_TRY(cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    if (status != TFAST_OK) {
+        return status;
     }
     LAUNCH(kernel, (unsigned)(tiles * args.heads * args.batch), S::THREADS, S::BYTES,
            (cudaStream_t)args.stream, call);
