@@ -125,6 +125,7 @@ FAULTS = {
     "colliding_blocks": {"thread": RACE},
     "past_shared": {"address": BOUNDS},
     "misaligned": {"address": "misaligned address"},
+    "unasked_shared": dict.fromkeys(MODES, "attribute does not allow"),
     "uneven_barrier": dict.fromkeys(MODES, BARRIER),
     "absent_lanes": dict.fromkeys(MODES, "deadlock"),
     "diverged_warp": dict.fromkeys(MODES, "a warp diverged"),

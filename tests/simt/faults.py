@@ -387,6 +387,9 @@ FAULTS = {
         "address",
         f"{BOUNDS}|{DIFFERS}",
     ),
+    "48 KB for dynamic arrays alone": Fault(
+        MMA, "S::BYTES > @MMA_UNASKED_BYTES@)", "48 << 10", "plain", "not allow"
+    ),
     # ---- Attention by tensor cores: forward ----
     "rows taken for aligned": Fault(
         "attention_mma_forward.cu",

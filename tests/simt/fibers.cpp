@@ -109,7 +109,8 @@ static fiber fibers[MAX_THREADS], host;
 static warp_state warps[MAX_WARPS];
 static shared_block arrays[MAX_ARRAYS];
 static int n_arrays;
-static size_t shared_bytes;
+enum { UNASKED_SHARED = 48 << 10 };
+static size_t shared_bytes, allowed_bytes; /* see allow_shared() */
 static int n_threads, alive, waiting; /* of this block: all, not done, at its barrier */
 static int quantum; /* switches until a shuffled run leaves the warp */
 static unsigned block_phase, block_parity;
@@ -373,7 +374,16 @@ shared_array(const void *key, size_t bytes)
         AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
         arrays[n_arrays++] = {key, static_cast<char *>(fresh)};
     }
+    require(shared_bytes <= UNASKED_SHARED || dynamic_bytes <= allowed_bytes,
+            "more than 48 KB of shared memory, which the kernel's attribute does not "
+            "allow");
     return arrays[i].address;
+}
+
+void
+allow_shared(size_t bytes)
+{
+    allowed_bytes = bytes;
 }
 
 static void
@@ -468,7 +478,7 @@ run_grid(dim3 grid, dim3 block, size_t dynamic, const std::function<void()> &ker
     body = &kernel;
     grid_size = grid;
     block_size = block;
-    dynamic_bytes = dynamic;
+    dynamic_bytes = allowed_bytes = dynamic; /* until a thread says */
     n_threads = int(threads);
     std::iota(order.begin(), order.end(), 0);
     shuffle_order(order.data(), int(order.size()));

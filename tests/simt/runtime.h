@@ -121,11 +121,13 @@ cudaFuncGetAttributes(cudaFuncAttributes *attributes, Kernel kernel)
     return simt_function_attributes(attributes);
 }
 
+cudaError_t simt_set_shared(const void *kernel, int bytes);
+
 template <typename Kernel>
 cudaError_t
-cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int)
+cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute, int bytes)
 {
-    return cudaSuccess;
+    return simt_set_shared(reinterpret_cast<const void *>(kernel), bytes);
 }
 
 namespace simt {

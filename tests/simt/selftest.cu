@@ -116,6 +116,32 @@ product_is_right()
     return true;
 }
 
+/* Static and dynamic arrays together; the attribute counts the latter. */
+TFAST_KERNEL(32, 1)
+large_kernel(int *out)
+{
+    SHARED(int, x, 1);
+    SHARED_DYNAMIC(raw);
+    if (threadIdx.x == 0) {
+        x[0] = raw[0] = 1;
+        out[1] += x[0];
+    }
+}
+
+static bool
+large_blocks_run()
+{
+    int out[2] = {};
+
+    LAUNCH(large_kernel, 1, 32, (48 << 10) - 4, nullptr, out);
+    cudaFuncSetAttribute(large_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         48 << 10);
+    LAUNCH(large_kernel, 1, 32, 48 << 10, nullptr, out);
+    return out[1] == 2 && cudaFuncSetAttribute(
+                              large_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              228 << 10) == cudaErrorInvalidValue;
+}
+
 static bool
 everything_works()
 {
@@ -127,7 +153,8 @@ everything_works()
     }
     LAUNCH(sum_kernel, 8, 128, 512, nullptr, in, &out, &blocks, 1000);
     LAUNCH(vote_kernel, 3, 64, 0, nullptr, &votes);
-    return out == 499500 && blocks == 8 && votes == 0 && product_is_right();
+    return out == 499500 && blocks == 8 && votes == 0 && product_is_right() &&
+           large_blocks_run();
 }
 
 /* ---- What must be seen ----------------------------------------------------------- */
@@ -280,6 +307,8 @@ run_fault(const char *name, int *out)
         LAUNCH(early_read_kernel, 1, 32, 512, nullptr, out, from, false);
     } else if (strcmp(name, "waited_read") == 0) {
         LAUNCH(early_read_kernel, 1, 32, 512, nullptr, out, from, true);
+    } else if (strcmp(name, "unasked_shared") == 0) {
+        LAUNCH(large_kernel, 1, 32, 48 << 10, nullptr, out);
     } else if (strcmp(name, "misaligned") == 0) {
         LAUNCH(misaligned_kernel, 1, 1, 0, nullptr, out, from);
     } else {

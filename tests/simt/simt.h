@@ -115,6 +115,12 @@ void sync_warp(uint32_t mask = ~0u);
 void thread_fence();
 void note_atomic(const void *address); /* before it happens */
 
+/* The dynamic shared memory that a kernel's attribute allows, 0 where it was never set;
+ * and that this kernel has so many bytes. A block that has fewer may have 48 KB, static
+ * arrays included. */
+size_t shared_set(const void *kernel);
+void allow_shared(size_t bytes);
+
 /* This block's array for `key`, allocated when its first thread asks. */
 char *shared_array(const void *key, size_t bytes);
 
@@ -151,7 +157,11 @@ launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic,
 {
     return [=](Parameters... arguments) {
         simt_load_kernel(reinterpret_cast<const void *>(kernel));
-        launch(grid, block, dynamic, stream, [=] { kernel(arguments...); });
+        const size_t allowed = shared_set(reinterpret_cast<const void *>(kernel));
+        launch(grid, block, dynamic, stream, [=] {
+            allow_shared(allowed);
+            kernel(arguments...);
+        });
     };
 }
 
