@@ -158,6 +158,34 @@ def test_tensor_cores_agree_with_the_reference(monkeypatch, seed, ptx):
     )
 
 
+@pytest.fixture
+def cut_sums(simt):
+    """Products are summed as by the coarsest of cards: see tests/simt/warp.cpp."""
+    simt.library.tfast_simt_sums(4, 0)
+    yield
+    simt.library.tfast_simt_sums(0, 0)
+
+
+@pytest.mark.usefixtures("backend_simt", "cut_sums")
+@pytest.mark.parametrize("ptx", [75, 80])
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_sums_cut_off_as_by_cards_are_near_enough(monkeypatch, seed, ptx):
+    """What the tests ask for elsewhere, on a GPU too, has room for its sums."""
+    monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
+    rng = np.random.default_rng(seed)
+    halves = ["float16", "bfloat16"]
+    test_attention_fuzz.check(test_attention_fuzz.any_problem(rng, "cpu", halves))
+
+
+@pytest.mark.usefixtures("backend_simt")
+def test_sums_cut_off_are_below_those_that_are_not(simt, cut_sums):
+    k = (np.random.default_rng(0).random((1, 1, 64, 256)) + 0.5).astype("e")
+    cut = trainfast.attention(k, k, k, return_lse=True)[1]
+    simt.library.tfast_simt_sums(0, 0)
+    whole = trainfast.attention(k, k, k, return_lse=True)[1]
+    assert (whole * (1 - 1e-5) < cut).all() and (cut < whole).all()
+
+
 @pytest.mark.usefixtures("backend_simt")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("ptx", [75, 80])

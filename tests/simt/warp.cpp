@@ -132,6 +132,52 @@ ldmatrix_deal(ldmatrix_lane *lane, bool transposed)
 
 /* ---- mma ------------------------------------------------------------------------- */
 
+/* How many products are summed at a time: 0 for float32's own way. Cards take several
+ * at once, which they do not document (Fasi et al., PeerJ Computer Science 7:e330;
+ * Khattak and Mikaitis, arXiv:2512.07004): they cut the products and the sum so far off
+ * at a number of bits behind the largest one's float32, add them up, and cut the sum
+ * off to float32. Few products and no bits behind are the coarsest. */
+static int products_at_once, bits_behind;
+
+static float
+cut_sum(float c, const float *products, int n)
+{
+    float largest = std::fabs(c), sum = c;
+
+    for (int i = 0; i < n; i++) {
+        largest = std::fmax(largest, std::fabs(products[i]));
+        sum += products[i];
+    }
+    if (sum - sum != 0 || largest == 0) { /* NaN, infinity, zeros */
+        return sum;
+    }
+    const double unit = std::ldexp(1.0, std::ilogb(largest) - 23 - bits_behind);
+    int64_t units = int64_t(double(c) / unit), lowest = 1;
+    for (int i = 0; i < n; i++) {
+        units += int64_t(double(products[i]) / unit);
+    }
+    while (std::abs(units / lowest) >= 1 << 24) {
+        lowest *= 2;
+    }
+    return float(double(units / lowest * lowest) * unit);
+}
+
+/* c += a b for a row of each, of K products. */
+template <int K>
+static float
+sum_products(float c, const float *a, const float (*B)[8], int column)
+{
+    float products[K];
+
+    for (int k = 0; k < K; k++) {
+        products[k] = a[k] * B[k][column];
+    }
+    for (int k = 0; k < K; k += products_at_once) {
+        c = cut_sum(c, products + k, products_at_once);
+    }
+    return c;
+}
+
 /* A is 16 x K: rows g and g + 8 in alternating registers, columns 2 t and 2 t + 1, then
  * + 8. B is K x 8, C is 16 x 8. Products are exact in float32; the order of the sums is
  * ours. */
@@ -162,7 +208,10 @@ multiply(void **arguments, uint32_t)
             C[g + (r >> 1) * 8][t + (r & 1)] = from->c[r];
         }
     }
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 128 && products_at_once > 0; i++) {
+        C[i / 8][i % 8] = sum_products<K>(C[i / 8][i % 8], A[i / 8], B, i % 8);
+    }
+    for (int i = 0; i < 16 && products_at_once == 0; i++) {
         for (int k = 0; k < K; k++) {
             for (int j = 0; j < 8; j++) {
                 C[i][j] += A[i][k] * B[k][j];
@@ -266,4 +315,12 @@ tfast_simt_matrices(uint64_t counts[2])
 {
     counts[0] = simt::stats.ldmatrix;
     counts[1] = simt::stats.wavefronts;
+}
+
+/* See cut_sum(); 0 products at once for float32's way. */
+extern "C" __attribute__((visibility("default"))) void
+tfast_simt_sums(int products, int bits)
+{
+    simt::products_at_once = products;
+    simt::bits_behind = bits;
 }
