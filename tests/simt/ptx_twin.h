@@ -209,11 +209,13 @@ unpack_f16(uint32_t pair)
     return {cvt_f32_f16(pair & 0xFFFF), cvt_f32_f16(pair >> 16)};
 }
 
-/* The device's is within 2 ulp and flushes subnormals. */
+/* Flushes subnormals, as the device's, which is within 2 ulp. */
 inline float
 ex2_approx(float x)
 {
-    return exp2f(x);
+    const float y = exp2f(x);
+
+    return y < 0x1p-126f ? 0 : y;
 }
 
 #endif

@@ -12,7 +12,8 @@
  * reads and writes out of bounds, of shared memory too; with -fsanitize=thread missing
  * barriers and fences and colliding blocks, since switching fibers carries no ordering
  * but barriers and fences do. What it cannot find: wrong PTX text, 32-bit address
- * mistakes, weak memory order, rounding inside tensor cores, errors of ptxas, speed.
+ * mistakes, weak memory order, errors of ptxas, speed. How tensor cores round their
+ * sums can be asked for: see warp.cpp.
  *
  * TRAINFAST_SIMT_FAULT=n switches on a fault that faults.py planted: none by default.
  * TRAINFAST_SIMT_SEED=n shuffles the order of blocks, warps and lanes; 0 is launch
