@@ -44,7 +44,8 @@ RUNNER_MODES = {
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # of unroll
 INCLUDED = [HERE, ROOT / "cuda", ROOT / "csrc"]
-RUNNER = [HERE / name for name in ("fibers.cpp", "warp.cpp", "runtime.cpp")]
+RUNNER = ("fibers.cpp", "warp.cpp", "runtime.cpp", "attributes.cpp")
+RUNNER = [HERE / name for name in RUNNER]
 
 
 class NoCompiler(RuntimeError):

@@ -328,29 +328,6 @@ simt_function_attributes(cudaFuncAttributes *attributes)
     return cudaSuccess;
 }
 
-static std::map<const void *, size_t> shared_of_kernels; /* by attribute */
-
-cudaError_t
-simt_set_shared(const void *kernel, int bytes)
-{
-    const std::lock_guard<std::recursive_mutex> guard(lock);
-
-    if (bytes < 0 || size_t(bytes) > simt::shared_limit) {
-        return cudaErrorInvalidValue;
-    }
-    shared_of_kernels[kernel] = size_t(bytes);
-    return cudaSuccess;
-}
-
-size_t
-simt::shared_set(const void *kernel)
-{
-    const std::lock_guard<std::recursive_mutex> guard(lock);
-    const auto found = shared_of_kernels.find(kernel);
-
-    return found == shared_of_kernels.end() ? 0 : found->second;
-}
-
 /* ---- Memory ---------------------------------------------------------------------- */
 
 cudaError_t
