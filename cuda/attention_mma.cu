@@ -10,7 +10,6 @@ attention_probe() {}
 static tfast_status
 compiled_for(int *version)
 {
-    const tfast_relaxed_scope relaxed; /* loads the kernel, if nothing has yet */
     cudaFuncAttributes attributes;
 
     CUDA_TRY(cudaFuncGetAttributes(&attributes, attention_probe));

@@ -94,7 +94,6 @@ static tfast_status
 ask_for_shared(KERNEL kernel)
 {
     if (S::BYTES > MMA_UNASKED_BYTES) {
-        const tfast_relaxed_scope relaxed; /* loads the kernel, if nothing has yet */
         CUDA_TRY(cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }

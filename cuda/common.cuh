@@ -53,16 +53,6 @@ class tfast_device_scope {
     cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/* The latter alone. */
-class tfast_relaxed_scope {
-  public:
-    tfast_relaxed_scope() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-    ~tfast_relaxed_scope() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
-  private:
-    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 /* In backend.cu: what this library offers. */
 extern const tfast_backend tfast_cuda_backend;
 
