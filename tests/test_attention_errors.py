@@ -165,7 +165,7 @@ def test_numbers_out_of_range_are_refused(changes, message):
 
 @pytest.mark.parametrize("window", [(1.5, 2), ("a", None)])
 def test_windows_must_be_integers(window):
-    refused(TypeError, "cannot be interpreted as an integer", window=window)
+    refused(TypeError, "window must be None or an integer on a side", window=window)
 
 
 def test_a_seed_must_be_an_integer():

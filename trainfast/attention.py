@@ -314,9 +314,14 @@ def _window(window: Window | None) -> tuple[int, int]:
     if len(sides) != 2:
         raise ValueError(f"window must be (left, right) or None, got {window!r}")
     far = 2**62  # beyond any key, and within the core's integers
-    left, right = (
-        -1 if side is None else min(operator.index(side), far) for side in sides
-    )
+    try:
+        left, right = (
+            -1 if side is None else min(operator.index(side), far) for side in sides
+        )
+    except TypeError:
+        raise TypeError(
+            f"window must be None or an integer on a side, got {window!r}"
+        ) from None
     for side, number in zip(sides, (left, right)):
         if side is not None and number < 0:
             raise ValueError(f"window must be None or >= 0 on a side, got {window!r}")
