@@ -79,10 +79,34 @@ def results(function, tensors, **options):
     return [out, *grads, *torch.autograd.grad(norm, tensors)]
 
 
+def mask_of(kind, case, dtype=torch.float32):
+    """Some keys are forbidden to some rows, and mostly all to the first."""
+    (batch, heads, n_q, _), (_, _, n_k, _), _ = case
+    allowed = torch.rand(batch, 1, n_q, n_k) < 0.7
+    allowed[0, :, 0] = False
+    if kind == "bool":
+        return allowed
+    if kind == "float":
+        floats = torch.randn(batch, heads, n_q, n_k, dtype=dtype)
+        return floats.masked_fill(~allowed, -torch.inf)
+    if kind == "of rows":
+        return allowed[-1, 0]
+    return (torch.arange(n_k) < n_k - 1).expand(batch, 1, 1, n_k)
+
+
+NAMES = {attention: "mask", scaled_dot_product_attention: "attn_mask"}
+MASKS = [None, "bool", "float", "of rows", "expanded"]
+
+
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7}], ids=str)
-def test_both_ways_give_the_same_bits(function, monkeypatch, case, options):
+@pytest.mark.parametrize("mask", MASKS)
+def test_both_ways_give_the_same_bits(function, monkeypatch, case, options, mask):
     tensors = inputs(case)
+    if mask is not None:
+        options = options | {NAMES[function]: mask_of(mask, case)}
+        if function is not attention and "is_causal" in options:
+            pytest.skip("torch refuses both")
     straight = results(function, tensors, **options)
     with torch.no_grad():
         straight.append(function(*tensors, **options))
@@ -105,6 +129,75 @@ def test_usual_calls_go_straight(function, taken, dtype):
         function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     assert taken == [] and calls() == 4
     assert q.grad is not None
+
+
+@pytest.mark.parametrize("kind", MASKS[1:])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_masked_calls_go_straight(function, taken, dtype, kind):
+    q, k, v = inputs(dtype=dtype)
+    mask = mask_of(kind, SHAPES[0], dtype)
+    name = NAMES[function]
+    out = function(q, k, v, **{name: mask})
+    out.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(function(q, k, v, **{name: mask}), out)
+    assert taken == [] and calls() == 3
+    # A row without a key is 0 here and NaN in some of torch's ways.
+    expected = F.scaled_dot_product_attention(
+        q.double(),
+        k.double(),
+        v.double(),
+        mask if mask.dtype == torch.bool else mask.double(),
+    ).nan_to_num()
+    atol = {2: 2e-2, 4: 1e-5, 8: 1e-12}[q.element_size()]
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=0)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def odd_masks():
+    mask = mask_of("float", SHAPES[0])
+    return {
+        "with a gradient": mask.requires_grad_(),
+        "of a subclass": torch.ones(17, 17, dtype=torch.bool).as_subclass(Subclass),
+        "negated": torch._neg_view(torch.randn(17, 17)),
+        "that does not fit": torch.ones(17, 16, dtype=torch.bool),
+        "of integers": torch.ones(17, 17, dtype=torch.int64),
+        "of another float": torch.zeros(17, 17, dtype=torch.float64),
+        "of three rows too many": torch.zeros(1, 1, 1, 17, 17),
+    }
+
+
+@pytest.mark.parametrize("name", odd_masks())
+def test_odd_masks_have_torchs_result_or_error(taken, name):
+    q, k, v = (x.detach() for x in inputs())
+    mask = odd_masks()[name]
+    try:
+        expected = F.scaled_dot_product_attention(q, k, v, mask)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError) as mine:
+            scaled_dot_product_attention(q, k, v, mask)
+        assert str(mine.value) == str(error)
+    else:
+        out = scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(
+            torch.Tensor(out), torch.Tensor(expected).nan_to_num()
+        )
+    if name != "of a subclass":
+        assert len(taken) == 1
+
+
+def test_mask_changed_before_the_backward_is_an_error(function):
+    q, k, v = inputs()
+    mask = mask_of("bool", SHAPES[0])
+    out = function(q, k, v, **{NAMES[function]: mask})
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_gradients_that_nobody_wants_are_not_made(function, monkeypatch):

@@ -145,15 +145,15 @@ def attention(
     The algorithm: Dao, arXiv:2307.08691.
     """
     if (
-        mask is bias is alibi_slopes is sinks is None
+        bias is alibi_slopes is sinks is None
         and cu_seqlens_q is cu_seqlens_k is kv_lens is None
         and window is None
         and softcap is None
         and (causal_align, layout, dropout_p) == ("top_left", "bhnd", 0)
         and not return_lse
-        and attention_straight.is_open(q, k, v, is_causal, scale)
+        and attention_straight.is_open(q, k, v, mask, is_causal, scale)
     ):
-        out = attention_straight.attend(q, k, v, is_causal, scale)
+        out = attention_straight.attend(q, k, v, mask, is_causal, scale)
         if out is not None:
             return out
     call = prepare(

@@ -1,5 +1,5 @@
-"""The call that most models make, on the shortest way: plain tensors, eagerly, with
-nothing but a scale and perhaps causal. Every other call takes the way through
+"""The calls that most models make, on the shortest way: plain tensors, eagerly, with
+nothing but a scale and perhaps causal or a mask. Every other call takes the way through
 attention_route.py; so does one of these that the core refuses, to find out why.
 
 What a call of scaled_dot_product_attention costs on [1, 1, 1, 8], in microseconds, and
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from trainfast import _core
-from trainfast.torch.attention_math import Extras, Options
+from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_ops import (
     N_INPUTS,
     AttentionBackward,
@@ -36,14 +36,18 @@ from trainfast.torch.attention_ops import (
 )
 from trainfast.torch.attention_route import PLAIN
 
-_NOT_INPUTS = (None,) * (N_INPUTS - 3 + len(Extras._fields))
-
 
 def is_open(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> bool:
-    """Whether these are plain tensors of 4 dims and plain numbers, eagerly, and nobody
-    else looks at operators or changes what they do."""
+    """Whether these are plain tensors, the first three of 4 dims and the mask without a
+    gradient, and plain numbers, eagerly, and nobody else looks at operators or changes
+    what they do."""
     if (
         torch.compiler.is_compiling()
         or type(is_causal) is not bool
@@ -59,6 +63,14 @@ def is_open(
             or x.is_neg()
         ):
             return False
+    if mask is not None and (
+        type(mask) not in PLAIN
+        or mask.layout != torch.strided
+        or mask.is_nested
+        or mask.is_neg()
+        or mask.requires_grad
+    ):
+        return False
     return not (
         torch._C._is_any_autocast_enabled()
         or torch._C._is_tracing()
@@ -69,7 +81,12 @@ def is_open(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> Tensor | None:
     """Attention [batch, heads, n_q, dim_v] with its history, where the way is open;
     None where the core refuses."""
@@ -79,41 +96,58 @@ def attend(
         if torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad
         ):
-            out: Tensor = _apply(q, k, v, is_causal, scale)
+            out: Tensor = _apply(q, k, v, mask, is_causal, scale)
             return out
-        return _forward(q, k, v, None, is_causal, scale)
+        return _forward(q, k, v, mask, None, is_causal, scale)
     except (NotImplementedError, ValueError):
         return None
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    lse: Tensor | None,
+    is_causal: bool,
+    scale: float,
 ) -> Tensor:
-    out = empty_rows(q, v.size(-1))
-    _core.attention(q, k, v, out, lse, scale=scale, is_causal=is_causal, **launch(q))
+    out, how = empty_rows(q, v.size(-1)), _how(q, mask)
+    _core.attention(q, k, v, out, lse, scale=scale, is_causal=is_causal, **how)
     count(q)
     return out
+
+
+def _how(q: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """Further keywords of the core's calls."""
+    return launch(q) if mask is None else {"mask": mask, **launch(q)}
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         lse = empty_lse(q, bnhd=False)
-        out = _forward(q, k, v, lse, is_causal, scale)
+        out = _forward(q, k, v, mask, lse, is_causal, scale)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.options = Options(float(scale), is_causal)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> Any:
         if dout is None:
-            return (None,) * 5
+            return (None,) * 6
         if torch.is_grad_enabled() or dout._is_zerotensor() or is_mapped(dout):
-            return (*_with_history(ctx, dout), None, None)
-        q, k, v, out, lse = ctx.saved_tensors
+            return (*_with_history(ctx, dout), None, None, None)
+        q, k, v, mask, out, lse = ctx.saved_tensors
         dq, dk, dv = (
             empty_rows(x, x.size(-1)) if wanted else None
             for x, wanted in zip((q, k, v), ctx.needs_input_grad)
@@ -124,17 +158,18 @@ class _Attention(torch.autograd.Function):
             *(dq, dk, dv, None, None, None),
             scale=ctx.options.scale,
             is_causal=ctx.options.is_causal,
-            **launch(q),
+            **_how(q, mask),
         )
         count(q)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 def _with_history(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v, which can be differentiated again."""
-    *inputs, out, lse = ctx.saved_tensors
+    q, k, v, mask, out, lse = ctx.saved_tensors
     wanted = (*ctx.needs_input_grad[:3], *(False,) * (N_INPUTS - 3))
-    arguments = (ctx.options, wanted, dout, None, *inputs, *_NOT_INPUTS, out, lse)
+    tensors = (*Inputs(q, k, v), *Extras(mask), out, lse)
+    arguments = (ctx.options, wanted, dout, None, *tensors)
     if is_mapped(dout):
         return backward_by_operator(*arguments)[:3]
     grads: tuple[Tensor | None, ...] = AttentionBackward.apply(*arguments)

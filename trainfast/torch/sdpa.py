@@ -73,12 +73,9 @@ def scaled_dot_product_attention(
     if has_torch_function(given):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _by_override((*given, dropout_p, is_causal), options)
-    if (
-        attn_mask is None
-        and dropout_p == 0
-        and _goes_straight(query, key, value, is_causal, scale)
-    ):
-        out = attention_straight.attend(query, key, value, is_causal, scale)
+    plain = (query, key, value, attn_mask, is_causal, scale)
+    if dropout_p == 0 and _goes_straight(*plain):
+        out = attention_straight.attend(*plain)
         if out is not None:
             return out
     refusal = _odd_argument(query, key, value, is_causal, scale, enable_gqa)
@@ -153,10 +150,15 @@ def _odd_argument(
 
 
 def _goes_straight(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> bool:
     """Also whether torch takes what the core takes, and has no better way."""
-    if not attention_straight.is_open(q, k, v, is_causal, scale):
+    if not attention_straight.is_open(q, k, v, mask, is_causal, scale):
         return False
     shape, k_shape = q.shape, k.shape
     return (
@@ -165,6 +167,7 @@ def _goes_straight(
         and k_shape[2] > 0
         and _may_fuse()
         and torchs_are_faster(q) is None
+        and (mask is None or _mask_refusal(q, k, mask, is_causal) is None)
     )
 
 
