@@ -86,7 +86,7 @@ find_driver_call(const char *name)
 {
 #ifdef __CUDACC__
     /* the runtime has opened it */
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
 
     return library == nullptr ? nullptr : dlsym(library, name);
 #else
