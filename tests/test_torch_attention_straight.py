@@ -155,6 +155,34 @@ def test_masked_calls_go_straight(function, taken, dtype, kind):
     torch.testing.assert_close(out.double(), expected, atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_grouped_queries_go_straight(function, taken, kv_heads):
+    q, k, v = inputs(((2, 6, 5, 8), (2, kv_heads, 7, 8), 8))
+    options = {} if function is attention else {"enable_gqa": True}
+    out = function(q, k, v, **options)
+    grads = torch.autograd.grad(out.sum(), [q, k, v])
+    assert taken == []
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad(expected.sum(), [q, k, v])
+    torch.testing.assert_close(grads, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 4, 12])
+@pytest.mark.parametrize("enable_gqa", [True, False, 1])
+def test_heads_that_do_not_go_together_have_torchs_result(kv_heads, enable_gqa):
+    q, k, v = inputs(((2, 6, 5, 8), (2, kv_heads, 7, 8), 8))
+    try:
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+    except (RuntimeError, TypeError) as error:
+        with pytest.raises(type(error)) as mine:
+            scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+        assert str(mine.value) == str(error)
+    else:
+        out = scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+        torch.testing.assert_close(out, expected)
+
+
 class Subclass(torch.Tensor):
     pass
 

@@ -10,6 +10,7 @@ what torch's own does (torch 2.13, a virtual EPYC with AVX-512):
     backward         23.3   19.9   with three empty gradients 18, the core 1.9
     both             35.8   24.2
 
+A mask adds 2 us to a forward pass, as it does to torch's.
 With the second level of caches overwritten before each call it is 13, 23 and 38 beside
 torch's 11, 8 and 40: there every line of Python that does not run counts for more.
 """

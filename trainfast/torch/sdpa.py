@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _by_override((*given, dropout_p, is_causal), options)
     plain = (query, key, value, attn_mask, is_causal, scale)
-    if dropout_p == 0 and _goes_straight(*plain):
+    if dropout_p == 0 and _goes_straight(*plain, enable_gqa):
         out = attention_straight.attend(*plain)
         if out is not None:
             return out
@@ -156,15 +156,19 @@ def _goes_straight(
     mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    enable_gqa: bool,
 ) -> bool:
     """Also whether torch takes what the core takes, and has no better way."""
     if not attention_straight.is_open(q, k, v, mask, is_causal, scale):
         return False
     shape, k_shape = q.shape, k.shape
     return (
-        shape[1] == k_shape[1]
-        and 0 not in shape
-        and k_shape[2] > 0
+        0 not in shape
+        and 0 not in k_shape
+        and (
+            shape[1] == k_shape[1]
+            or (enable_gqa is True and shape[1] % k_shape[1] == 0)
+        )
         and _may_fuse()
         and torchs_are_faster(q) is None
         and (mask is None or _mask_refusal(q, k, mask, is_causal) is None)
@@ -194,7 +198,7 @@ def shape_refusal(
         return f"a head dim of 0 or above {MAX_DIM}"
     if k_shape[-1] != shape[-1] or k_shape[:-1] != v_shape[:-1]:
         return "shapes of query, key and value that do not go together"
-    if 0 in shape or k_shape[-2] == 0:
+    if 0 in shape or 0 in k_shape:
         return "a size of 0"
     if dims > 3 and shape[:-3] != k_shape[:-3]:
         return "batch dims that differ"
