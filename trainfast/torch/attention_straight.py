@@ -55,25 +55,19 @@ def is_open(
         or not (scale is None or type(scale) is float)
     ):
         return False
-    for x in (q, k, v):
+    for x in (q, k, v) if mask is None else (q, k, v, mask):
         if (
             type(x) not in PLAIN
-            or x.dim() != 4
             or x.layout != torch.strided
             or x.is_nested
             or x.is_neg()
         ):
             return False
-    if mask is not None and (
-        type(mask) not in PLAIN
-        or mask.layout != torch.strided
-        or mask.is_nested
-        or mask.is_neg()
-        or mask.requires_grad
-    ):
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return False
     return not (
-        torch._C._is_any_autocast_enabled()
+        (mask is not None and mask.requires_grad)
+        or torch._C._is_any_autocast_enabled()
         or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
