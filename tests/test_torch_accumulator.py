@@ -123,6 +123,16 @@ def test_bad_arguments_are_refused():
         Accumulator(torch.optim.SGD(model.parameters()), 2, float32_grads=True)
 
 
+def check_step(model, optimizer_class, batches):
+    """The model must have made one step, on the mean of so many first batches."""
+    truth, data = make()
+    theirs = optimizer_class(truth.parameters(), lr=0.1)
+    loss_of(truth, torch.cat(data[:batches])).backward()
+    theirs.step()
+    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
 def test_a_batch_that_failed_is_discarded():
     model, data = make()
     accumulator = Accumulator(AdamW(model.parameters(), lr=0.1), 2)
@@ -131,12 +141,7 @@ def test_a_batch_that_failed_is_discarded():
     assert all(p.grad is None for p in model.parameters())
     assert [accumulator.backward(loss_of(model, x)) for x in data[:2]] == [False, True]
 
-    truth, data = make()
-    theirs = torch.optim.AdamW(truth.parameters(), lr=0.1)
-    loss_of(truth, torch.cat(data[:2])).backward()
-    theirs.step()
-    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    check_step(model, torch.optim.AdamW, 2)
 
 
 def test_a_step_that_failed_is_made_with_the_next_batch():
@@ -151,12 +156,7 @@ def test_a_step_that_failed_is_made_with_the_next_batch():
     assert accumulator.backward(loss_of(model, data[2]))
     assert accumulator.steps_done == 1
 
-    truth, data = make()
-    theirs = torch.optim.SGD(truth.parameters(), lr=0.1)
-    loss_of(truth, torch.cat(data[:3])).backward()
-    theirs.step()
-    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    check_step(model, torch.optim.SGD, 3)
 
 
 def test_a_scheduler_that_fails_leaves_the_step_done():

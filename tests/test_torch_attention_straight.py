@@ -98,15 +98,10 @@ NAMES = {attention: "mask", scaled_dot_product_attention: "attn_mask"}
 MASKS = [None, "bool", "float", "of rows", "expanded"]
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7}], ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-def test_both_ways_give_the_same_bits(function, monkeypatch, case, options, mask):
+def check_both_ways(function, monkeypatch, case, options, kind):
     tensors = inputs(case)
-    if mask is not None:
-        options = options | {NAMES[function]: mask_of(mask, case)}
-        if function is not attention and "is_causal" in options:
-            pytest.skip("torch refuses both")
+    if kind is not None:
+        options = options | {NAMES[function]: mask_of(kind, case)}
     straight = results(function, tensors, **options)
     with torch.no_grad():
         straight.append(function(*tensors, **options))
@@ -116,6 +111,44 @@ def test_both_ways_give_the_same_bits(function, monkeypatch, case, options, mask
         other.append(function(*tensors, **options))
     for a, b in zip(straight, other, strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7}], ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_both_ways_give_the_same_bits(function, monkeypatch, case, options, kind):
+    check_both_ways(function, monkeypatch, case, options, kind)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [(scaled_dot_product_attention, None), *[(attention, kind) for kind in MASKS]],
+)
+def test_both_ways_give_the_same_bits_for_causal(function, monkeypatch, case, kind):
+    check_both_ways(function, monkeypatch, case, {"is_causal": True}, kind)
+
+
+def check_as_torch(*tensors, **options):
+    """Our function has torch's result, or its error."""
+    try:
+        expected = F.scaled_dot_product_attention(*tensors, **options)
+    except (RuntimeError, TypeError) as error:
+        with pytest.raises(type(error)) as mine:
+            scaled_dot_product_attention(*tensors, **options)
+        assert str(mine.value) == str(error)
+    else:
+        out = scaled_dot_product_attention(*tensors, **options)
+        same = torch.Tensor(out), torch.Tensor(expected).nan_to_num()
+        torch.testing.assert_close(*same)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", MASKS[1:])
+def test_causal_with_a_mask_is_torchs(taken, case, kind):
+    tensors = [x.detach() for x in inputs(case)]
+    check_as_torch(*tensors, mask_of(kind, case), is_causal=True)
+    assert len(taken) == 1
 
 
 @pytest.mark.parametrize(
@@ -172,15 +205,7 @@ def test_grouped_queries_go_straight(function, taken, kv_heads):
 @pytest.mark.parametrize("enable_gqa", [True, False, 1])
 def test_heads_that_do_not_go_together_have_torchs_result(kv_heads, enable_gqa):
     q, k, v = inputs(((2, 6, 5, 8), (2, kv_heads, 7, 8), 8))
-    try:
-        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
-    except (RuntimeError, TypeError) as error:
-        with pytest.raises(type(error)) as mine:
-            scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
-        assert str(mine.value) == str(error)
-    else:
-        out = scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
-        torch.testing.assert_close(out, expected)
+    check_as_torch(q, k, v, enable_gqa=enable_gqa)
 
 
 class Subclass(torch.Tensor):
@@ -203,18 +228,7 @@ def odd_masks():
 @pytest.mark.parametrize("name", odd_masks())
 def test_odd_masks_have_torchs_result_or_error(taken, name):
     q, k, v = (x.detach() for x in inputs())
-    mask = odd_masks()[name]
-    try:
-        expected = F.scaled_dot_product_attention(q, k, v, mask)
-    except RuntimeError as error:
-        with pytest.raises(RuntimeError) as mine:
-            scaled_dot_product_attention(q, k, v, mask)
-        assert str(mine.value) == str(error)
-    else:
-        out = scaled_dot_product_attention(q, k, v, mask)
-        torch.testing.assert_close(
-            torch.Tensor(out), torch.Tensor(expected).nan_to_num()
-        )
+    check_as_torch(q, k, v, odd_masks()[name])
     if name != "of a subclass":
         assert len(taken) == 1
 
