@@ -1,7 +1,8 @@
 # make demo    a small GPT trained with torch's kernels and trainfast's, side by side
 # make demo-graphs   a graph network fed from source, files and a graph cache
 # make test    everything that pytest can run on this machine
-# make check   formatting, lint, types, warnings as errors, stubs, CUDA for all GPUs
+# make check   make lint: formatting, lint, types; and make stubs: warnings as errors,
+#              CUDA for all GPUs, stubs
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
 # make clean   removes what was built and .venv
 #
@@ -17,7 +18,7 @@ C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -na
 CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
     command -v nvcc),1,0)
 
-.PHONY: demo demo-graphs test check gpu build clean
+.PHONY: demo demo-graphs test check lint stubs gpu build clean
 .NOTPARALLEL: # one pip at a time; setup.py compiles in parallel by itself
 
 demo: .venv/.demo build
@@ -48,11 +49,15 @@ $(INSTALLED): .venv/.build pyproject.toml
 .venv/.test .venv/.demo .venv/.dev: .venv/.build
 .venv/.oracles: .venv/.test # so that the torch that they find is ours
 
-check: .venv/.dev .venv/.test build
+check: lint stubs
+
+lint: .venv/.dev .venv/.test
 	$(C_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	$(RUN) -m mypy
+
+stubs: .venv/.dev .venv/.test build
 	TRAINFAST_WERROR=1 TRAINFAST_CUDA_ARCHS=all TRAINFAST_CUDA=$(CHECK_CUDA) \
 	    $(RUN) setup.py -q build --build-lib build/check
 	if command -v clang >/dev/null; then \

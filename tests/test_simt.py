@@ -110,6 +110,25 @@ def outcomes(request):
     pool.shutdown(cancel_futures=True)
 
 
+def test_object_that_programs_share_is_compiled_once(tmp_path):
+    # Nothing of the module is replaced: its other programs are being built meanwhile.
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit\necho compiled >>"$0.log"\n'
+        "sleep 0.1 # the other threads come to the same question\n"
+        'for last; do :; done\n>"$last"\n'
+    )
+    compiler.chmod(0o755)
+    source = build.HERE / "selftest.cu"
+    with ThreadPoolExecutor(4) as pool:
+        made = [
+            pool.submit(build._compile, [compiler], source, tmp_path) for _ in range(4)
+        ]
+        found = {future.result() for future in made}
+    assert [path.exists() for path in found] == [True]
+    assert (tmp_path / "compiler.log").read_text() == "compiled\n"
+
+
 # ---- The runner ----------------------------------------------------------------------
 
 MODES = list(build.MODES)

@@ -537,7 +537,8 @@ collective(const char *what, uint32_t mask, void *argument, warp_function exec)
     if (warp.arrived == 0) {
         warp.what = what;
         warp.mask = mask;
-    } else if (strcmp(warp.what, what) != 0 || warp.mask != mask) {
+    } else if ((warp.what != what && strcmp(warp.what, what) != 0) ||
+               warp.mask != mask) {
         fprintf(stderr, "simt: %s with mask %08x meets %s with mask %08x\n", what, mask,
                 warp.what, warp.mask);
         fail("a warp diverged");
