@@ -74,6 +74,7 @@ class Options(NamedTuple):
     max_seqlen_k: int = 0  # nothing here needs them
     kv_lens: object = None
     bnhd: bool = False
+    score_dtype: object = np.float64  # what sums of scores and terms are rounded to
 
 
 def _rows(array, b, cu_seqlens, bnhd):
@@ -153,7 +154,7 @@ class _Item:
             elif term is not None:
                 values = _term(term, b, n_q, n_k).astype(np.float64)
                 allowed &= values != -np.inf  # also where the score is NaN
-                s = s + values
+                s = (s + values).astype(o.score_dtype).astype(np.float64)
         if o.alibi_slopes is not None:
             slopes = _slopes(o.alibi_slopes, b).astype(np.float64)
             s = s - slopes[:, None, None] * abs(self.distance)

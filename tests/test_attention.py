@@ -283,6 +283,19 @@ def test_a_query_without_a_key_may_be_nan(rng, device):
     problem.check()
 
 
+@pytest.mark.parametrize("rows", [1, 200])
+def test_a_nan_query_reaches_no_key_that_it_must_not_see(rng, device, rows):
+    bias = np.zeros((1, 1, rows, 200), np.float32)
+    window = {"window": (10, 0), "bias": bias, "device": device}
+    problem = Problem(rng, (1, 1, 200, 200, 16), **window)
+    problem.q[0, 0, 110] = np.nan
+    found = problem.backward(dlse=False)
+    for name in ("dk", "dv", "dbias"):
+        grad = to_float64(getattr(found, name))
+        keys = np.isnan(grad).any((0, 1, 2 if name == "dbias" else 3))
+        assert np.flatnonzero(keys).tolist() == list(range(100, 111)), name
+
+
 # ---- Numbers -------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ attention_look_ahead(attention_ahead *ahead)
                 ahead->next < ahead->arrays[i].rows ? ahead->arrays[i].bytes : 0;
 
             for (int at = 0; at < bytes; at += CACHE_LINE) {
-                __builtin_prefetch(row + at, 0, 2);
+                __builtin_prefetch(row + at, 0, 3);
             }
         }
     }

@@ -22,17 +22,23 @@ R(clear_sums)(R(sums) to, int64_t first, int64_t n, int64_t width)
     }
 }
 
+/* Multiplies sums by `scale`. Returns whether all are finite. */
 static bool
-R(all_finite)(R(sums) from, int64_t first, int64_t n, int64_t width)
+R(close_sums)(R(sums) sums, int64_t first, int64_t n, int64_t width, double scale)
 {
+    const vr factor = vr_set1((REAL)scale);
     vr odd = vr_set1(0);
 
-    for (int64_t i = first; i < first + n && from.rows != NULL; i++) {
+    for (int64_t i = first; i < first + n && sums.rows != NULL; i++) {
+        REAL *row = sums.rows + i * sums.stride;
         vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
 
         for (int64_t d = 0; d < width; d += VR_WIDTH) {
-            const vr x = vr_load(from.rows + i * from.stride + d);
+            const vr x = vr_load(row + d);
 
+            if (scale != 1) {
+                vr_store(row + d, vr_mul(x, factor));
+            }
             odd_row = vr_madd(x, vr_set1(0), odd_row); /* 0, or NaN from then on */
         }
         odd = vr_add(odd, odd_row);
@@ -77,6 +83,7 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
     const R(backward_room) *room = work->room;
     const int64_t at = attention_query_row(h, &args->dq, 0);
     double alibi = 0;
+    bool finite;
 
     R(open_head)(work);
     work->writes_dbias = job->writes_dbias && (h->batch == 0 || !job->join_batch) &&
@@ -101,10 +108,12 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
     if (job->dsinks != NULL && part == 0) {
         job->dsinks[h->batch * args->heads + h->head] = R(sink_gradient)(work);
     }
+    finite = R(close_sums)(work->dq, 0, h->n_q, room->q_width,
+                           work->general ? args->scale : 1);
     if (job->parts == 1) {
         R(write_sums)(args, &args->dq, at, work->dq, 0, h->n_q, args->dim);
     }
-    return R(all_finite)(work->dq, 0, h->n_q, room->q_width);
+    return finite;
 }
 
 /* The keys of part `part` of one head of k and v, with the heads of q that share them.
@@ -125,7 +134,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         .head = &h,
         .dk = R(sums_of)(args, &args->dk, dk, args->dim, room->dk, room->q_width),
         .dv = R(sums_of)(args, &args->dv, dv, args->dim_v, room->dv, room->v_width),
-        .general = attention_head_has_terms(&h) || args->dropout_p > 0,
+        .general = attention_is_general(&h),
         .careful = careful,
         .ahead = ahead,
     };
@@ -140,10 +149,11 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         const int64_t n = attention_min(ATTENTION_BACK_KEYS, h.n_k - key);
 
         if (attention_part_of(block, job->parts) == part) {
+            finite &= R(close_sums)(work.dk, key, n, room->q_width,
+                                    work.general ? args->scale : 1);
+            finite &= R(close_sums)(work.dv, key, n, room->v_width, 1);
             R(write_sums)(args, &args->dk, dk, work.dk, key, n, args->dim);
             R(write_sums)(args, &args->dv, dv, work.dv, key, n, args->dim_v);
-            finite &= R(all_finite)(work.dk, key, n, room->q_width);
-            finite &= R(all_finite)(work.dv, key, n, room->v_width);
         }
     }
     if (part == 0) {

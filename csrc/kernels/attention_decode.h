@@ -100,7 +100,7 @@ R(decode_open)(const R(forward_room) * room, const attention_head *h)
 {
     const tfast_attention_args *args = h->args;
     const int64_t width = attention_round_up(args->dim, VR_WIDTH);
-    const vr scale = vr_set1((REAL)attention_query_scale(args));
+    const vr scale = vr_set1((REAL)attention_query_scale(h));
 
     R(read_rows)
     (room->queries, width, args->q.data, args->dtype,
@@ -171,7 +171,7 @@ R(decode_one)(const R(forward_room) * room, const tfast_attention_args *args,
 static inline bool
 R(decode_is_plain)(const attention_head *h)
 {
-    return h->n_q == 1 && h->args->dropout_p == 0 && !attention_head_has_terms(h);
+    return h->n_q == 1 && !attention_is_general(h);
 }
 
 /* Keys key .. key + n_k - 1 for one head. */
@@ -310,6 +310,7 @@ static void
 R(join_splits)(const attention_decode_job *job, const attention_head *h, void *memory)
 {
     const tfast_attention_args *args = job->args;
+    const double to_log2 = LOG2E / attention_unit(h);
     R(forward_room) room;
 
     R(forward_cut)(&room, args, R(decode_queries)(args), memory);
@@ -321,8 +322,8 @@ R(join_splits)(const attention_decode_job *job, const attention_head *h, void *m
             const REAL *from =
                 R(decode_result)(job, h, split) + j * (room.out_stride + 2);
             const REAL top = from[0] > room.top[j] ? from[0] : room.top[j];
-            const REAL old = (REAL)exp2((double)(room.top[j] - top));
-            const REAL new = (REAL)exp2((double)(from[0] - top));
+            const REAL old = (REAL)exp2((double)(room.top[j] - top) * to_log2);
+            const REAL new = (REAL)exp2((double)(from[0] - top) * to_log2);
 
             room.top[j] = top;
             room.sum[j] = room.sum[j] * old + from[1] * new;

@@ -6,6 +6,7 @@ typedef struct {
     REAL *queries; /* panels, or with `few` rows of whole vectors */
     REAL *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
     REAL *dropout; /* the same */
+    REAL *terms;   /* [ATTENTION_KEYS][PANEL] */
     REAL *out;     /* [ATTENTION_QUERIES][width of a value] */
     REAL *k, *v;   /* copies of rows; their strides: */
     int64_t k_stride, v_stride, out_stride;
@@ -33,6 +34,7 @@ R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t
         {&room->queries, n_q * q_width},
         {&room->scores, tile},
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
+        {&room->terms, ATTENTION_KEYS * PANEL},
         {&room->out, n_q * v_width},
         {&room->k, ATTENTION_KEYS * attention_copy_stride(args->dim)},
         {&room->v, ATTENTION_KEYS * attention_copy_stride(args->dim_v)},
@@ -61,7 +63,8 @@ typedef struct {
     int64_t k_stride, dim;
     const REAL *queries;
     const R(panel) * panel;
-    bool bounded; /* bounds are to be applied, not by finish_scores */
+    const REAL *terms; /* NULL: none; bounds are among them */
+    REAL softcap;      /* 0: none */
     attention_ahead *ahead;
 } R(scores_call);
 
@@ -78,7 +81,20 @@ R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, 
     R(multiply)
     (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
      call->queries + first * VR_WIDTH, PANEL, call->dim, c);
-    if (call->bounded && R(has_border)(call->panel, key, key + rows)) {
+    if (call->softcap != 0) {
+        R(bend_strip)(rows, vectors, c, to, NULL, call->softcap);
+    }
+    if (call->terms != NULL) {
+        const REAL *terms = call->terms + key * PANEL + first * VR_WIDTH;
+
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            for (int v = 0; v < vectors; v++) {
+                c[r][v] =
+                    R(with_term)(c[r][v], vr_load(terms + r * PANEL + v * VR_WIDTH));
+            }
+        }
+    } else if (R(has_border)(call->panel, key, key + rows)) {
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < vectors; v++) {
                 c[r][v] = R(bound)(call->panel, first + v, key + r, c[r][v]);
@@ -177,23 +193,39 @@ R(few_panel)(const R(scores_call) * call, REAL *scores)
     }
 }
 
+/* Products of few queries become scores; with them the maximum. */
 static void
-R(maximum)(const REAL *scores, const R(panel) * p, REAL *top)
+R(finish_few)(const R(scores_call) * call, REAL *scores, REAL *top)
 {
+    const R(panel) *p = call->panel;
+
+    if (call->softcap != 0) {
+        R(bend)
+        (scores + p->begin * ATTENTION_QUERIES, NULL, p->end - p->begin, p->vectors,
+         call->softcap);
+    }
     for (int v = 0; v < p->vectors; v++) {
         vr most = vr_load(top + v * VR_WIDTH);
 
         for (int key = p->begin; key < p->end; key++) {
-            most =
-                vr_max(vr_load(scores + key * ATTENTION_QUERIES + v * VR_WIDTH), most);
+            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
+            vr s = vr_load(at);
+
+            if (call->terms != NULL) {
+                s = R(with_term)(s, vr_load(call->terms + key * PANEL + v * VR_WIDTH));
+            } else if (R(has_border)(p, p->begin, p->end)) {
+                s = R(bound)(p, v, key, s);
+            }
+            vr_store(at, s);
+            most = vr_max(s, most);
         }
         vr_store(top + v * VR_WIDTH, most);
     }
 }
 
 /* Scores of vector v become exp(score - top). Returns their sum. */
-static inline vr
-R(exponentials)(REAL *scores, const R(panel) * p, int v, vr top)
+static inline __attribute__((always_inline)) vr
+R(exponentials)(const bool in_log2, REAL *scores, const R(panel) * p, int v, vr top)
 {
     const int end = p->to[v];
     vr sum = vr_set1(0);
@@ -201,7 +233,7 @@ R(exponentials)(REAL *scores, const R(panel) * p, int v, vr top)
 #pragma GCC unroll 4
     for (int key = p->from[v]; key < end; key++) {
         REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
-        const vr x = R(vector_exp2)(vr_sub(vr_load(at), top));
+        const vr x = R(vector_power)(in_log2, vr_sub(vr_load(at), top));
 
         vr_store(at, x);
         sum = vr_add(sum, x);
@@ -209,59 +241,60 @@ R(exponentials)(REAL *scores, const R(panel) * p, int v, vr top)
     return sum;
 }
 
-/* One panel against a tile's keys: weights in place of scores, and what is kept of each
- * query. */
+/* One panel against a tile's keys: weights in place of scores, before dropout, and what
+ * is kept of each query. */
 static void
-R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
-                 int64_t k_stride, int64_t at, int n_k)
+R(weigh_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
+               int64_t k_stride, int64_t at)
 {
     const tfast_attention_args *args = p->head->args;
     const bool terms = attention_head_has_terms(p->head);
-    attention_ahead ahead = {0};
-    const R(scores_call) call = {k,
-                                 k_stride,
-                                 args->dim,
-                                 room->queries + at * args->dim,
-                                 p,
-                                 !terms,
-                                 room->ahead == NULL && terms ? &ahead : room->ahead};
+    const bool general = attention_is_general(p->head);
+    const R(scores_call) call = {.k = k,
+                                 .k_stride = k_stride,
+                                 .dim = args->dim,
+                                 .queries = room->queries + at * args->dim,
+                                 .panel = p,
+                                 .terms = terms ? room->terms : NULL,
+                                 .softcap = (REAL)args->softcap,
+                                 .ahead = room->ahead};
     REAL *scores = room->scores + at, *top = room->top + at;
     vr before[2];
 
     for (int v = 0; v < p->vectors; v++) {
         before[v] = vr_load(top + v * VR_WIDTH);
     }
-    if (terms || room->few) {
-        REAL ignored[PANEL] = {0};
-
-        if (p->head->masked) {
-            R(plan_term)(&ahead, p, &args->mask);
-        }
-        R(plan_term)(&ahead, p, &args->bias);
-        if (room->few) {
-            R(few_panel)(&call, scores);
-        } else {
-            R(scores_panel)(&call, scores, ignored);
-        }
-        if (terms || R(has_border)(p, p->begin, p->end)) {
-            R(finish_scores)(scores, NULL, p);
-        }
-        R(maximum)(scores, p, top);
+    if (terms) {
+        R(fill_terms)(room->terms, p);
+    }
+    if (room->few) {
+        R(few_panel)(&call, scores);
+        R(finish_few)(&call, scores, top);
     } else {
         R(scores_panel)(&call, scores, top);
     }
     for (int v = 0; v < p->vectors; v++) {
         REAL *total = room->sum + at + v * VR_WIDTH;
         const vr most = vr_load(top + v * VR_WIDTH);
-        const vr fade = R(vector_exp2)(vr_sub(before[v], most));
-        const vr sum = R(exponentials)(scores, p, v, most);
+        const vr rise = vr_sub(before[v], most);
+        const vr fade = general ? R(vector_exp)(rise) : R(vector_exp2)(rise);
+        const vr sum = general ? R(exponentials)(false, scores, p, v, most)
+                               : R(exponentials)(true, scores, p, v, most);
 
         vr_store(room->fade + at + v * VR_WIDTH, fade);
         vr_store(total, vr_madd(fade, vr_load(total), sum));
     }
-    R(clear_outside)(scores, p, n_k);
-    if (args->dropout_p > 0) {
-        R(drop)(scores, room->dropout + at, p);
+}
+
+/* The same, ready for the product with n_k values. */
+static void
+R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
+                 int64_t k_stride, int64_t at, int n_k)
+{
+    R(weigh_panel)(room, p, k, k_stride, at);
+    R(clear_outside)(room->scores + at, p, n_k);
+    if (p->head->args->dropout_p > 0) {
+        R(drop)(room->scores + at, room->dropout + at, p);
     }
 }
 
@@ -307,12 +340,15 @@ R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t
 static void
 R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
 {
-    const double sink = attention_sink(h);
+    const double unit = attention_unit(h), to_log2 = LOG2E / unit;
+    const double sink = attention_sink(h) * unit;
     REAL *sum = room->sum, *top = room->top;
 
     if (sink == -INFINITY) {
         for (int64_t i = 0; i < n_q; i++) {
-            top[i] = (REAL)(((double)top[i] + R(logarithm)((double)sum[i])) * LN2);
+            const double all = R(logarithm)((double)sum[i]);
+
+            top[i] = (REAL)attention_lse((double)top[i], all, unit);
         }
         for (int64_t i = 0; i < n_q; i += VR_WIDTH) {
             const vr x = vr_load(sum + i), least = vr_set1(REAL_MIN);
@@ -325,10 +361,10 @@ R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
     }
     for (int64_t i = 0; i < n_q; i++) {
         const double most = sink > (double)top[i] ? sink : (double)top[i];
-        const double fade = exp2((double)top[i] - most);
-        const double all = (double)sum[i] * fade + exp2(sink - most);
+        const double fade = exp2(((double)top[i] - most) * to_log2);
+        const double all = (double)sum[i] * fade + exp2((sink - most) * to_log2);
 
-        top[i] = (REAL)(sum[i] == 0 ? -INFINITY : (most + log2(all)) * LN2);
+        top[i] = (REAL)(sum[i] == 0 ? -INFINITY : attention_lse(most, log2(all), unit));
         sum[i] = (REAL)(sum[i] == 0 ? 0 : fade / all);
     }
 }
@@ -379,7 +415,7 @@ R(forward_open)(const R(forward_room) * room, const attention_head *h, int64_t q
     R(pack_panels)
     (room->queries, room->stage, args->q.data, args->dtype,
      attention_query_row(h, &args->q, query), args->q.row, n_q, args->dim,
-     (REAL)attention_query_scale(args));
+     (REAL)attention_query_scale(h));
     for (int i = 0; i < ATTENTION_QUERIES; i++) {
         room->top[i] = -REAL_MAX;
         room->sum[i] = 0;
@@ -387,10 +423,26 @@ R(forward_open)(const R(forward_room) * room, const attention_head *h, int64_t q
     }
 }
 
+/* Plans to ask for the terms of the panel after the one from `query` + i on. */
+static void
+R(plan_next)(attention_ahead *ahead, const attention_head *h, int64_t query,
+             int64_t n_q, int64_t i, int64_t key, int64_t end)
+{
+    *ahead = (attention_ahead){0};
+    i += PANEL;
+    if (i >= n_q) {
+        i = 0;
+        key += ATTENTION_KEYS;
+    }
+    R(plan_terms)
+    (ahead, h, query + i, n_q - i, key, attention_min(ATTENTION_KEYS, end - key));
+}
+
 static bool
-R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t query,
+R(forward_try)(R(forward_room) * room, const attention_head *h, int64_t query,
                int64_t n_q, bool careful)
 {
+    attention_ahead *const planned = room->ahead;
     const tfast_attention_args *args = h->args;
     const int64_t end = attention_end_key(h, query + n_q - 1);
     const bool terms = attention_head_has_terms(h);
@@ -416,8 +468,15 @@ R(forward_try)(const R(forward_room) * room, const attention_head *h, int64_t qu
         }
         for (int64_t i = 0; i < n_q; i += PANEL) {
             const R(panel) panel = R(panel_of)(h, query + i, n_q - i, key, n_k, terms);
+            attention_ahead ahead;
+
+            if (terms && planned == NULL) {
+                R(plan_next)(&ahead, h, query, n_q, i, key, end);
+                room->ahead = &ahead;
+            }
             R(forward_panel)(room, &panel, k, k_stride, i, (int)n_k);
         }
+        room->ahead = planned;
         R(forward_values)(room, h, query, n_q, key, n_k, v, v_stride, first, careful);
     }
     return R(forward_close)(room, h, query, n_q);

@@ -3,24 +3,28 @@
  * horizontal operation, and each vector operation serves a panel of PANEL queries.
  * Matrix products go through one register tile, `multiply`.
  *
- * Scores are in units of log2: exp(s) is exp2(s * log2 e), and scale carries log2 e. */
+ * Scores are in units of log2, and scale carries log2 e, but on the general way: see
+ * attention_unit(). */
 
 #undef PANEL
 #define PANEL (2 * VR_WIDTH)
 
 /* ---- Elementary functions -------------------------------------------------------- */
 
-/* 2^x for x < 128 (1024): exactly 0 below the normal numbers and for -infinity, NaN for
- * NaN; relative error 1e-7 (float32), 1e-15 (float64). With n the integer nearest to x,
- * 2^x = 2^n * 2^(x - n): adding `magic` leaves n plus the exponent's bias in the lowest
- * bits. Minimax polynomial in float32, Taylor's series in float64. */
+/* 2^(x * unit) where that is below 2^128 (2^1024): exactly 0 below the normal numbers
+ * and for -infinity, NaN for NaN; relative error 1e-7 (float32), 1e-15 (float64), but
+ * with a unit of log2 e up to 5e-8 times |x| more, for log2 e is rounded, too. With
+ * n the integer nearest to x * unit, it is 2^n * 2^(x * unit - n): adding `magic`
+ * leaves n plus the exponent's bias in the lowest bits. Minimax polynomial in float32,
+ * Taylor's series in float64. `in_log2` says that unit is 1, else it is log2 e. */
 static inline __attribute__((always_inline)) vr
-R(vector_exp2)(vr x)
+R(vector_power)(const bool in_log2, vr x)
 {
 #if REAL_IS_F32
     static const REAL c[] = {1.000000072f,   0.6931469671f,   0.2402211972f,
                              0.05550713274f, 0.009675541334f, 0.001327647198f};
-    const vr magic = vr_set1(12582912.f + 127), least = vr_set1(-127);
+    const vr magic = vr_set1(12582912.f + 127);
+    const double least = -127;
 #else
     static const REAL c[] = {
         1.0,
@@ -38,17 +42,33 @@ R(vector_exp2)(vr x)
         2.5678435993488196e-11,
         1.3691488853904124e-12,
     };
-    const vr magic = vr_set1(6755399441055744. + 1023), least = vr_set1(-1023);
+    const vr magic = vr_set1(6755399441055744. + 1023);
+    const double least = -1023;
 #endif
     const int last = sizeof c / sizeof *c - 1;
-    const vr clamped = vr_max(least, x), shifted = vr_add(clamped, magic);
-    const vr f = vr_sub(clamped, vr_sub(shifted, magic));
+    const vr unit = vr_set1((REAL)LOG2E);
+    const vr clamped = vr_max(vr_set1((REAL)(in_log2 ? least : least * LN2)), x);
+    const vr shifted = in_log2 ? vr_add(clamped, magic) : vr_madd(clamped, unit, magic);
+    const vr f = in_log2 ? vr_sub(clamped, vr_sub(shifted, magic))
+                         : vr_madd(clamped, unit, vr_sub(magic, shifted));
     vr p = vr_set1(c[last]);
 
     for (int i = last - 1; i >= 0; i--) {
         p = vr_madd(p, f, vr_set1(c[i]));
     }
     return vr_mul(p, vr_pow2(shifted));
+}
+
+static inline __attribute__((always_inline)) vr
+R(vector_exp2)(vr x)
+{
+    return R(vector_power)(true, x);
+}
+
+static inline __attribute__((always_inline)) vr
+R(vector_exp)(vr x)
+{
+    return R(vector_power)(false, x);
 }
 
 /* log2 of a sum that is 0 or a normal number; NaN for NaN; anything for 0. In float32

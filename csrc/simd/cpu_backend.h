@@ -28,6 +28,8 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention_job.h"
 
+#include "../kernels/attention_philox.h"
+
 #include "../kernels/attention_strip.h"
 
 #include "real_f32.h"
@@ -42,9 +44,13 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention_scores.h"
 
+#include "../kernels/attention_drop.h"
+
 #include "../kernels/attention_forward.h"
 
 #include "../kernels/attention_decode.h"
+
+#include "../kernels/attention_backward_open.h"
 
 #include "../kernels/attention_backward.h"
 
@@ -62,9 +68,13 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention_scores.h"
 
+#include "../kernels/attention_drop.h"
+
 #include "../kernels/attention_forward.h"
 
 #include "../kernels/attention_decode.h"
+
+#include "../kernels/attention_backward_open.h"
 
 #include "../kernels/attention_backward.h"
 

@@ -1,0 +1,255 @@
+/* Attention backward: the room of one thread, and what is made ready of one head. */
+
+/* Where sums of rows are: in the output itself, or beside it. */
+typedef struct {
+    REAL *rows; /* NULL: not wanted */
+    int64_t stride;
+} R(sums);
+
+typedef struct {
+    REAL *queries, *douts;  /* panels of a head; douts times scale, if not `general` */
+    REAL *q, *dout;         /* copies of its rows */
+    REAL *lse, *delta;      /* of its rows, negated, lse in units of scores */
+    REAL *share;            /* what a row's weights are multiplied by, if `shared` */
+    REAL *weights, *scores; /* [ATTENTION_BACK_KEYS][ATTENTION_QUERIES]: p and ds */
+    REAL *dropout, *slope;  /* the same; slope: 1 - tanh^2 */
+    REAL *terms;            /* [ATTENTION_BACK_KEYS][PANEL] */
+    REAL *k, *v;            /* copies of a block's rows */
+    REAL *dq, *dk, *dv;     /* sums that the outputs cannot hold */
+    REAL *stage;            /* VR_WIDTH rows */
+    int64_t q_width, v_width; /* of copied rows and of sums */
+} R(backward_room);
+
+/* One head at work. */
+typedef struct {
+    const R(backward_room) * room;
+    const attention_head *head;
+    const REAL *q, *dout; /* rows */
+    int64_t q_stride, dout_stride;
+    R(sums) dq, dk, dv;
+    bool general; /* there are terms, dropout or gradients of terms */
+    bool careful;
+    bool writes_dbias;      /* the first to visit it */
+    bool shared;            /* there are rows whose lse says too little */
+    double *dalibi;         /* NULL: not wanted */
+    attention_ahead *ahead; /* NULL: nothing to look ahead for */
+} R(backward_work);
+
+/* Whether sums of rows of this width can be formed in an output. */
+static inline bool
+R(holds_sums)(const tfast_attention_args *args, int64_t dim)
+{
+    return args->dtype == REAL_DTYPE && dim % VR_WIDTH == 0;
+}
+
+/* Cuts the room, or with base NULL only measures it. Returns its bytes. */
+static size_t
+R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool split,
+                REAL *base)
+{
+    const int64_t tile = (int64_t)ATTENTION_BACK_KEYS * ATTENTION_QUERIES;
+    const int64_t n_q = attention_round_up(args->n_q, PANEL);
+    const int64_t q_width = attention_round_up(args->dim, VR_WIDTH);
+    const int64_t v_width = attention_round_up(args->dim_v, VR_WIDTH);
+    const bool q_held = R(holds_sums)(args, args->dim);
+    const bool v_held = R(holds_sums)(args, args->dim_v);
+    int64_t used = 0;
+    const struct {
+        REAL **part;
+        int64_t count;
+    } parts[] = {
+        {&room->queries, n_q * args->dim},
+        {&room->douts, n_q * args->dim_v},
+        {&room->q, q_held ? 0 : args->n_q * q_width},
+        {&room->dout, v_held ? 0 : args->n_q * v_width},
+        {&room->lse, n_q},
+        {&room->delta, n_q},
+        {&room->share, n_q},
+        {&room->weights, tile},
+        {&room->scores, tile},
+        {&room->dropout, args->dropout_p > 0 ? tile : 0},
+        {&room->slope, args->softcap != 0 ? tile : 0},
+        {&room->terms, ATTENTION_BACK_KEYS * PANEL},
+        {&room->k, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim)},
+        {&room->v, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim_v)},
+        {&room->dq, q_held || split ? 0 : args->n_q * q_width},
+        {&room->dk, q_held ? 0 : args->n_k * q_width},
+        {&room->dv, v_held ? 0 : args->n_k * v_width},
+        {&room->stage, VR_WIDTH * (q_width > v_width ? q_width : v_width)},
+    };
+
+    room->q_width = q_width;
+    room->v_width = v_width;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].part = base == NULL ? NULL : base + used;
+        used += attention_round_up(parts[i].count, 16);
+    }
+    return (size_t)used * sizeof(REAL);
+}
+
+/* ---- Opening a head -------------------------------------------------------------- */
+
+/* lse and delta of each query, negated. With an lse of -infinity all scores are, and
+ * any other number keeps the weights 0. */
+static void
+R(open_sums)(const R(backward_work) * work)
+{
+    const attention_head *h = work->head;
+    const tfast_attention_args *args = h->args;
+    const R(backward_room) *room = work->room;
+    const REAL *lse = (const REAL *)args->lse + attention_lse_row(h);
+    const REAL *dlse = (const REAL *)args->dlse + attention_lse_row(h);
+    const REAL scale = work->general ? 1 : (REAL)args->scale;
+    const REAL unit = (REAL)attention_unit(h);
+    const int64_t first = attention_query_row(h, &args->out, 0);
+
+    for (int64_t i = 0; i < h->n_q; i++) {
+        const REAL *dout = work->dout + i * work->dout_stride;
+        int64_t stride;
+        const REAL *out =
+            R(open_rows)(room->stage, 0, args->out.data, args->dtype,
+                         first + i * args->out.row, 0, 1, args->dim_v, false, &stride);
+        vr sum = vr_set1(0);
+
+        for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
+            sum = vr_madd(vr_load(dout + d), vr_load(out + d), sum);
+        }
+        room->delta[i] = -vr_sum(sum);
+        if (args->dlse != NULL && lse[i] != -(REAL)INFINITY) {
+            room->delta[i] += dlse[i];
+        }
+        room->delta[i] *= scale;
+        room->lse[i] = lse[i] == -(REAL)INFINITY ? 0 : -lse[i] * unit;
+    }
+    for (int64_t i = h->n_q; i < attention_round_up(h->n_q, PANEL); i++) {
+        room->delta[i] = 0;
+        room->lse[i] = -(REAL)INFINITY;
+    }
+}
+
+/* ---- Rows whose lse says too little ---------------------------------------------- */
+
+/* The maximum and the sum of a panel's rows from `query` on, found again as the forward
+ * pass did; a sink is left out. */
+static void
+R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
+{
+    const attention_head *h = work->head;
+    const tfast_attention_args *args = h->args;
+    const int64_t n = attention_min(PANEL, h->n_q - query);
+    const int64_t end = attention_end_key(h, query + n - 1);
+    REAL fade[PANEL];
+    const R(forward_room) room = {.queries = work->room->queries + query * args->dim,
+                                  .scores = work->room->weights,
+                                  .terms = work->room->terms,
+                                  .top = top,
+                                  .sum = sum,
+                                  .fade = fade};
+
+    for (int i = 0; i < PANEL; i++) {
+        top[i] = -REAL_MAX;
+        sum[i] = 0;
+    }
+    for (int64_t key = attention_first_key(h, query); key < end;
+         key += ATTENTION_BACK_KEYS) {
+        const int64_t n_k = attention_min(ATTENTION_BACK_KEYS, end - key);
+        int64_t stride;
+        const REAL *k =
+            R(open_rows)(work->room->k, attention_copy_stride(args->dim), args->k.data,
+                         args->dtype, attention_key_row(h, &args->k, key), args->k.row,
+                         n_k, args->dim, true, &stride);
+        const R(panel) p =
+            R(panel_of)(h, query, n, key, n_k, attention_head_has_terms(h));
+
+        R(weigh_panel)(&room, &p, k, stride, 0);
+    }
+}
+
+/* Where lse is large its row gets, in place of it, its maximum and a share. All other
+ * rows keep theirs, and a share of 1. Every part of a head does this by itself: such
+ * rows are few, or their scores are so large that they are no use. */
+static void
+R(open_shares)(R(backward_work) * work)
+{
+    const attention_head *h = work->head;
+    const REAL *lse = (const REAL *)h->args->lse + attention_lse_row(h);
+    const double unit = attention_unit(h), to_log2 = LOG2E / unit;
+    const double sink = attention_sink(h) * unit;
+
+    work->shared = false;
+    for (int64_t i = 0; i < attention_round_up(h->n_q, PANEL); i++) {
+        work->room->share[i] = 1;
+    }
+    for (int64_t i = 0; i < h->n_q; i++) {
+        REAL top[PANEL], sum[PANEL];
+
+        if (!attention_is_far((double)lse[i])) {
+            continue;
+        }
+        work->shared = true;
+        i = i / PANEL * PANEL;
+        R(sum_panel)(work, i, top, sum);
+        for (int j = 0; j < PANEL && i + j < h->n_q; j++) {
+            const REAL most = (double)top[j] > sink ? top[j] : (REAL)sink;
+            const double all = (double)sum[j] * exp2((double)(top[j] - most) * to_log2);
+
+            if (attention_is_far((double)lse[i + j])) {
+                work->room->lse[i + j] = -most;
+                work->room->share[i + j] =
+                    (REAL)(1 / (all + exp2((sink - (double)most) * to_log2)));
+            }
+        }
+        i += PANEL - 1;
+    }
+}
+
+/* ---- A head ---------------------------------------------------------------------- */
+
+static void
+R(open_head)(R(backward_work) * work)
+{
+    const attention_head *h = work->head;
+    const tfast_attention_args *args = h->args;
+    const R(backward_room) *room = work->room;
+    const int64_t q = attention_query_row(h, &args->q, 0);
+    const int64_t dout = attention_query_row(h, &args->dout, 0);
+
+    work->q = R(open_rows)(room->q, room->q_width, args->q.data, args->dtype, q,
+                           args->q.row, h->n_q, args->dim, false, &work->q_stride);
+    work->dout =
+        R(open_rows)(room->dout, room->v_width, args->dout.data, args->dtype, dout,
+                     args->dout.row, h->n_q, args->dim_v, false, &work->dout_stride);
+    R(pack_panels)
+    (room->queries, room->stage, args->q.data, args->dtype, q, args->q.row, h->n_q,
+     args->dim, (REAL)attention_query_scale(h));
+    R(pack_panels)
+    (room->douts, room->stage, args->dout.data, args->dtype, dout, args->dout.row,
+     h->n_q, args->dim_v, work->general ? 1 : (REAL)args->scale);
+    R(open_sums)(work);
+    R(open_shares)(work);
+}
+
+/* The gradient of this head's sink: minus the sum of its weight times delta. */
+static double
+R(sink_gradient)(const R(backward_work) * work)
+{
+    const attention_head *h = work->head;
+    const R(backward_room) *room = work->room;
+    const REAL *lse = (const REAL *)h->args->lse + attention_lse_row(h);
+    const double scale = work->general ? 1 : h->args->scale;
+    const double sink = attention_sink(h), unit = attention_unit(h);
+    double sum = 0;
+
+    for (int64_t i = 0; i < h->n_q; i++) {
+        double weight = exp2(sink * LOG2E - (double)lse[i] * LOG2E);
+
+        if (attention_is_far((double)lse[i])) {
+            weight = exp2((sink * unit + (double)room->lse[i]) * LOG2E / unit) *
+                     (double)room->share[i];
+        }
+        if (lse[i] != -(REAL)INFINITY) {
+            sum += weight * (double)room->delta[i];
+        }
+    }
+    return scale == 0 ? 0 : sum / scale;
+}
