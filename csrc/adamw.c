@@ -57,28 +57,45 @@ check_steps(const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
-tfast_status
-tfast_adamw_check(const tfast_adamw_args *args)
+/* Checks all, and finds the backend. */
+static tfast_status
+check(const tfast_adamw_args *args, const tfast_backend **backend)
 {
-    const tfast_status status = check_scalars(args);
+    tfast_status status;
 
-    return status != TFAST_OK ? status : check_steps(args);
+    *backend = tfast_backend_for(args->device.type); /* which leaves a message */
+    status = check_scalars(args);
+    if (status == TFAST_OK) {
+        status = check_steps(args);
+    }
+    if (status != TFAST_OK || *backend == NULL) {
+        return status != TFAST_OK ? status : TFAST_EUNSUPPORTED;
+    }
+    if ((*backend)->adamw == NULL) {
+        return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no adamw",
+                          (*backend)->name);
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+tfast_adamw_prepare(const tfast_adamw_args *args)
+{
+    const tfast_backend *backend;
+    const tfast_status status = check(args, &backend);
+
+    if (status != TFAST_OK || backend->adamw_prepare == NULL || args->n_slots == 0 ||
+        args->workspace == NULL) {
+        return status;
+    }
+    return backend->adamw_prepare(args);
 }
 
 tfast_status
 tfast_adamw(const tfast_adamw_args *args)
 {
-    const tfast_backend *backend = tfast_backend_for(args->device.type);
-    const tfast_status status = tfast_adamw_check(args);
+    const tfast_backend *backend;
+    const tfast_status status = check(args, &backend);
 
-    if (status != TFAST_OK) {
-        return status;
-    }
-    if (backend == NULL) {
-        return TFAST_EUNSUPPORTED;
-    }
-    if (backend->adamw == NULL) {
-        return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no adamw", backend->name);
-    }
-    return args->n_slots == 0 ? TFAST_OK : backend->adamw(args);
+    return status != TFAST_OK || args->n_slots == 0 ? status : backend->adamw(args);
 }

@@ -165,9 +165,12 @@ typedef struct {
  * Same inputs give the same bits on every backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
 
-/* What tfast_adamw() checks first, for a caller with several lists, all of which must
- * be right before the first is stepped. */
-tfast_status tfast_adamw_check(const tfast_adamw_args *args);
+/* What tfast_adamw() does before it writes, for a caller with several lists, all of
+ * which must be ready before the first is stepped: checks the arguments, and takes the
+ * memory that the step will need into the workspace. tfast_adamw() with the same
+ * arguments, addresses included, then takes none. Without a workspace it only checks.
+ */
+tfast_status tfast_adamw_prepare(const tfast_adamw_args *args);
 
 /* ---- AMP: passes over gradients, and the loss scale ------------------------------ */
 
@@ -391,7 +394,7 @@ tfast_status tfast_gemm(const tfast_gemm_args *args);
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 5
+#define TFAST_ABI 6
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */
@@ -402,6 +405,7 @@ typedef struct tfast_backend {
     const char *(*unusable)(void); /* NULL where it can run here, otherwise why not */
     void (*workspace_clear)(void *data);
     tfast_status (*adamw)(const tfast_adamw_args *args);
+    tfast_status (*adamw_prepare)(const tfast_adamw_args *args); /* NULL: needs none */
     tfast_status (*amp_grads)(const tfast_amp_grads_args *args);
     tfast_status (*amp_update)(const tfast_amp_update_args *args);
     tfast_status (*attention)(const tfast_attention_args *args);

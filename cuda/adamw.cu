@@ -32,53 +32,50 @@ refresh_rows(adamw_data *data, const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
+/* The step, or with `only_prepare` all of it that takes memory, of which loading the
+ * kernel is a part. */
 template <adamw_mix MIX>
 static tfast_status
-launch(adamw_data *data, const tfast_adamw_args *args, adamw_table *table)
+run(adamw_data *data, const tfast_adamw_args *args, bool only_prepare)
 {
+    const size_t bytes = adamw_table_bytes(data->n_slots);
+    const cudaStream_t stream = (cudaStream_t)args->stream;
     int blocks = (data->n_items + WARPS - 1) / WARPS;
     int *full = &data->full_grid[MIX];
-    const tfast_status status =
+    void *table = nullptr;
+    tfast_status status =
         tfast_full_grid(full, adamw_kernel<MIX>, THREADS, data->held.device);
 
-    if (status != TFAST_OK) {
+    if (status == TFAST_OK) {
+        status = only_prepare ? tfast_held_prepare(&data->held, bytes, 0, stream)
+                              : tfast_held_place(&table, &data->held, bytes, 0, stream);
+    }
+    if (status != TFAST_OK || only_prepare) {
         return status;
     }
     blocks = blocks < 1 ? 1 : blocks > *full ? *full : blocks;
-    LAUNCH(adamw_kernel<MIX>, (unsigned)blocks, THREADS, 0, (cudaStream_t)args->stream,
-           *args, table, data->n_items);
+    LAUNCH(adamw_kernel<MIX>, (unsigned)blocks, THREADS, 0, stream, *args,
+           (adamw_table *)table, data->n_items);
     return tfast_cuda_status(cudaGetLastError(), "launch of adamw_kernel");
 }
 
 static tfast_status
-run(adamw_data *data, const tfast_adamw_args *args)
+run_mix(adamw_data *data, const tfast_adamw_args *args, bool only_prepare)
 {
-    void *device = nullptr;
-    tfast_status status = refresh_rows(data, args);
-
-    if (status == TFAST_OK) {
-        status =
-            tfast_held_place(&device, &data->held, adamw_table_bytes(data->n_slots), 0,
-                             (cudaStream_t)args->stream);
-    }
-    if (status != TFAST_OK) {
-        return status;
-    }
-    adamw_table *table = (adamw_table *)device;
     switch (data->mix) {
     case ALL_F32:
-        return launch<ALL_F32>(data, args, table);
+        return run<ALL_F32>(data, args, only_prepare);
     case ALL_BF16:
-        return launch<ALL_BF16>(data, args, table);
+        return run<ALL_BF16>(data, args, only_prepare);
     case NARROW:
-        return launch<NARROW>(data, args, table);
+        return run<NARROW>(data, args, only_prepare);
     default:
-        return launch<WIDE>(data, args, table);
+        return run<WIDE>(data, args, only_prepare);
     }
 }
 
-tfast_status
-tfast_cuda_adamw(const tfast_adamw_args *args)
+static tfast_status
+step(const tfast_adamw_args *args, bool only_prepare)
 {
     tfast_device_scope scope;
     tfast_held *held = nullptr;
@@ -93,8 +90,23 @@ tfast_cuda_adamw(const tfast_adamw_args *args)
                                  sizeof(adamw_data), args->device.index);
     }
     if (status == TFAST_OK) {
-        status = run((adamw_data *)held, args);
+        status = refresh_rows((adamw_data *)held, args);
+    }
+    if (status == TFAST_OK) {
+        status = run_mix((adamw_data *)held, args, only_prepare);
     }
     tfast_held_close(held);
     return status;
+}
+
+tfast_status
+tfast_cuda_adamw(const tfast_adamw_args *args)
+{
+    return step(args, false);
+}
+
+tfast_status
+tfast_cuda_adamw_prepare(const tfast_adamw_args *args)
+{
+    return step(args, true);
 }

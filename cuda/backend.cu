@@ -198,6 +198,7 @@ const tfast_backend tfast_cuda_backend = {
     unusable,
     tfast_held_clear,
     tfast_cuda_adamw,
+    tfast_cuda_adamw_prepare,
     tfast_cuda_amp_grads,
     tfast_cuda_amp_update,
     tfast_cuda_attention,

@@ -61,6 +61,7 @@ void tfast_held_clear(void *data);
 
 /* In adamw.cu, amp.cu, attention.cu and gemm.cu. */
 tfast_status tfast_cuda_adamw(const tfast_adamw_args *args);
+tfast_status tfast_cuda_adamw_prepare(const tfast_adamw_args *args);
 tfast_status tfast_cuda_amp_grads(const tfast_amp_grads_args *args);
 tfast_status tfast_cuda_amp_update(const tfast_amp_update_args *args);
 tfast_status tfast_cuda_attention(const tfast_attention_args *args);

@@ -82,8 +82,8 @@ next_pinned(tfast_table *table, size_t bytes)
 }
 
 tfast_status
-tfast_table_upload(void **device, tfast_table *table, const void *data, size_t bytes,
-                   size_t scratch, cudaStream_t stream)
+tfast_table_upload(tfast_table *table, const void *data, size_t bytes, size_t scratch,
+                   cudaStream_t stream)
 {
     tfast_status status = grow_device(table, bytes + scratch);
 
@@ -99,7 +99,6 @@ tfast_table_upload(void **device, tfast_table *table, const void *data, size_t b
                              cudaMemcpyHostToDevice, stream));
     CUDA_TRY(cudaEventRecord(buffer.copied, stream));
     table->next = (table->next + 1) % TFAST_TABLE_RING;
-    *device = table->device;
     return TFAST_OK;
 }
 
@@ -118,8 +117,8 @@ find_captured(const tfast_table *table, const void *data, size_t bytes)
 }
 
 tfast_status
-tfast_table_capture(void **device, tfast_table *table, const void *data, size_t bytes,
-                    size_t scratch, cudaStream_t stream)
+tfast_table_keep(tfast_table_kept **out, tfast_table *table, const void *data,
+                 size_t bytes, size_t scratch)
 {
     tfast_table_kept *kept = find_captured(table, data, bytes);
 
@@ -134,9 +133,7 @@ tfast_table_capture(void **device, tfast_table *table, const void *data, size_t 
         memcpy(kept->pinned, data, bytes);
         kept->bytes = bytes;
     }
-    CUDA_TRY(cudaMemcpyAsync(kept->device, kept->pinned, bytes, cudaMemcpyHostToDevice,
-                             stream));
-    *device = kept->device;
+    *out = kept;
     return TFAST_OK;
 }
 

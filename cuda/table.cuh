@@ -30,17 +30,17 @@ struct tfast_table {
     tfast_table_kept *kept;
 };
 
-/* Puts a copy of `bytes` where `*device` then points, with room for `scratch` bytes
+/* Puts a copy of `bytes` where `device` then points, with room for `scratch` bytes
  * behind it, in the stream's order, without synchronising unless TFAST_TABLE_RING
  * copies are in flight. */
-tfast_status tfast_table_upload(void **device, tfast_table *table, const void *data,
-                                size_t bytes, size_t scratch, cudaStream_t stream);
+tfast_status tfast_table_upload(tfast_table *table, const void *data, size_t bytes,
+                                size_t scratch, cudaStream_t stream);
 
-/* The same while `stream` captures: the copy becomes a node of the graph, from memory
- * that is never written again into memory that no other call writes. The same bytes
- * must come with the same scratch. */
-tfast_status tfast_table_capture(void **device, tfast_table *table, const void *data,
-                                 size_t bytes, size_t scratch, cudaStream_t stream);
+/* For a stream that captures: what a node of its graph can copy the same bytes from,
+ * which is never written again, and to, which no other call writes. The same bytes must
+ * come with the same scratch. */
+tfast_status tfast_table_keep(tfast_table_kept **kept, tfast_table *table,
+                              const void *data, size_t bytes, size_t scratch);
 
 /* Frees everything, waiting for the device. */
 void tfast_table_clear(tfast_table *table);

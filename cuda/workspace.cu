@@ -67,13 +67,16 @@ tfast_held_resize(tfast_held *held, size_t bytes)
     return TFAST_OK;
 }
 
-tfast_status
-tfast_held_place(void **device, tfast_held *held, size_t bytes, size_t scratch,
-                 cudaStream_t stream)
+/* Uploads the table, or where the stream captures, sets *captured to what its graph is
+ * to upload. */
+static tfast_status
+prepare(tfast_table_kept **captured, tfast_held *held, size_t bytes, size_t scratch,
+        cudaStream_t stream)
 {
     cudaStreamCaptureStatus capture;
     tfast_status status;
 
+    *captured = nullptr;
     CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
     if (capture != cudaStreamCaptureStatusNone && held->temporary) {
         return tfast_cuda_fail(TFAST_EINVAL,
@@ -81,15 +84,37 @@ tfast_held_place(void **device, tfast_held *held, size_t bytes, size_t scratch,
                                "the graph reads its memory, got none");
     }
     if (capture != cudaStreamCaptureStatusNone) {
-        return tfast_table_capture(device, &held->table, held->host, bytes, scratch,
-                                   stream);
+        return tfast_table_keep(captured, &held->table, held->host, bytes, scratch);
     }
     if (held->uploaded) {
-        *device = held->table.device;
         return TFAST_OK;
     }
-    status =
-        tfast_table_upload(device, &held->table, held->host, bytes, scratch, stream);
+    status = tfast_table_upload(&held->table, held->host, bytes, scratch, stream);
     held->uploaded = status == TFAST_OK;
+    return status;
+}
+
+tfast_status
+tfast_held_prepare(tfast_held *held, size_t bytes, size_t scratch, cudaStream_t stream)
+{
+    tfast_table_kept *captured;
+
+    return prepare(&captured, held, bytes, scratch, stream);
+}
+
+tfast_status
+tfast_held_place(void **device, tfast_held *held, size_t bytes, size_t scratch,
+                 cudaStream_t stream)
+{
+    tfast_table_kept *captured;
+    const tfast_status status = prepare(&captured, held, bytes, scratch, stream);
+
+    if (status == TFAST_OK && captured != nullptr) {
+        CUDA_TRY(cudaMemcpyAsync(captured->device, captured->pinned, bytes,
+                                 cudaMemcpyHostToDevice, stream));
+        *device = captured->device;
+    } else if (status == TFAST_OK) {
+        *device = held->table.device;
+    }
     return status;
 }

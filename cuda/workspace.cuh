@@ -36,6 +36,10 @@ tfast_status tfast_held_resize(tfast_held *held, size_t bytes);
 tfast_status tfast_held_place(void **device, tfast_held *held, size_t bytes,
                               size_t scratch, cudaStream_t stream);
 
+/* Takes the memory that the same tfast_held_place() will need. */
+tfast_status tfast_held_prepare(tfast_held *held, size_t bytes, size_t scratch,
+                                cudaStream_t stream);
+
 /* Asks once how many blocks of a kernel fill the device: `*blocks` is 0 before. */
 template <typename KERNEL>
 static inline tfast_status

@@ -179,17 +179,20 @@ expect(tfast_graph_cache *cache)
 }
 
 static tfast_graph_batch *
-next(tfast_graph_prefetch *prefetch)
+next(tfast_graph_prefetch *prefetch, int64_t expected_tag)
 {
     tfast_graph_batch *batch = NULL;
+    int64_t tag;
 
     while (batch == NULL) {
-        must(tfast_graph_prefetch_next(prefetch, 0.001, &batch));
+        must(tfast_graph_prefetch_next(prefetch, 0.001, &batch, &tag));
     }
+    must_be(tag == expected_tag, "a batch must have its tag");
     return batch;
 }
 
-/* Batches come in order, whatever is held; every seventh is held to the end. */
+/* Batches come in order, whatever is held, each with its tag; every seventh is held to
+ * the end. */
 static void
 drain(tfast_graph_cache *cache, int threads)
 {
@@ -202,9 +205,11 @@ drain(tfast_graph_cache *cache, int threads)
         tfast_graph_batch *batch;
 
         while (submitted < BATCHES && submitted < b + 6) {
-            must(tfast_graph_prefetch_submit(prefetch, indices[submitted++], BATCH));
+            must(tfast_graph_prefetch_submit(prefetch, indices[submitted], BATCH,
+                                             -submitted));
+            submitted++;
         }
-        batch = next(prefetch);
+        batch = next(prefetch, -b);
         must_be(batch_crc(batch) == expected[b], "a batch must come in its turn");
         if (b % 7 == 0) {
             held[n_held++] = batch;
@@ -228,20 +233,21 @@ fail_one(tfast_graph_cache *cache, int threads)
     tfast_graph_prefetch *prefetch;
     tfast_graph_batch *batch;
     tfast_status status;
+    int64_t tag;
 
     must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
-    must(tfast_graph_prefetch_submit(prefetch, indices[0], BATCH));
-    must(tfast_graph_prefetch_submit(prefetch, wrong, 1));
-    must(tfast_graph_prefetch_submit(prefetch, indices[1], BATCH));
-    batch = next(prefetch);
+    must(tfast_graph_prefetch_submit(prefetch, indices[0], BATCH, 0));
+    must(tfast_graph_prefetch_submit(prefetch, wrong, 1, 1));
+    must(tfast_graph_prefetch_submit(prefetch, indices[1], BATCH, 2));
+    batch = next(prefetch, 0);
     must_be(batch_crc(batch) == expected[0], "the batch before an error must be right");
     tfast_graph_batch_release(batch);
     do {
-        status = tfast_graph_prefetch_next(prefetch, 0.001, &batch);
+        status = tfast_graph_prefetch_next(prefetch, 0.001, &batch, &tag);
     } while (status == TFAST_OK && batch == NULL);
     must_be(status == TFAST_EINVAL, "the error must come in its turn");
     must_be(strstr(tfast_message(), "index") != NULL, "and say what is wrong");
-    batch = next(prefetch);
+    batch = next(prefetch, 2);
     must_be(batch_crc(batch) == expected[1], "the batch after an error must be right");
     tfast_graph_batch_release(batch);
     tfast_graph_prefetch_free(prefetch);
@@ -257,10 +263,10 @@ stop_early(tfast_graph_cache *cache, int threads)
     for (int taken = 0; taken < 5; taken++) {
         must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
         for (int b = 0; b < 10; b++) {
-            must(tfast_graph_prefetch_submit(prefetch, indices[b], BATCH));
+            must(tfast_graph_prefetch_submit(prefetch, indices[b], BATCH, b));
         }
         for (int b = 0; b < taken; b++) {
-            batch = next(prefetch);
+            batch = next(prefetch, b);
             tfast_graph_batch_release(batch);
         }
         must_be(tfast_graph_prefetch_pending(prefetch) == 10 - taken, "10 are pending");
@@ -279,13 +285,15 @@ fork_while_busy(tfast_graph_cache *cache, int threads)
 
     must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
     for (int b = 0; b < BATCHES; b++) {
-        must(tfast_graph_prefetch_submit(prefetch, indices[b], BATCH));
+        must(tfast_graph_prefetch_submit(prefetch, indices[b], BATCH, b));
     }
     child = fork();
     if (child == 0) {
         alarm(20);
-        bool right = tfast_graph_prefetch_submit(prefetch, indices[0], 1) != TFAST_OK &&
-                     tfast_graph_prefetch_next(prefetch, 9, &batch) != TFAST_OK;
+        int64_t tag;
+        bool right =
+            tfast_graph_prefetch_submit(prefetch, indices[0], 1, 0) != TFAST_OK &&
+            tfast_graph_prefetch_next(prefetch, 9, &batch, &tag) != TFAST_OK;
         tfast_graph_prefetch_free(prefetch);
         must(tfast_graph_collate(cache, &selection, indices[3], BATCH, true, &batch));
         right = right && batch_crc(batch) == expected[3];
@@ -294,7 +302,7 @@ fork_while_busy(tfast_graph_cache *cache, int threads)
     }
     must_be(waitpid(child, &state, 0) == child && state == 0, "a child must work");
     for (int b = 0; b < BATCHES; b++) {
-        batch = next(prefetch);
+        batch = next(prefetch, b);
         must_be(batch_crc(batch) == expected[b], "the parent's batches must be right");
         tfast_graph_batch_release(batch);
     }

@@ -406,6 +406,7 @@ batch_somehow(tfast_graph_cache *cache)
     const tfast_graph_selection selection = {fields, 3, nodes, 1, 5, totals};
     tfast_graph_prefetch *prefetch;
     tfast_graph_batch *batch = NULL, *other;
+    int64_t tag;
 
     must_be_whole(tfast_graph_collate(cache, &selection, first, 3, true, &batch));
     for (int threads = 0; threads < 2; threads++) {
@@ -414,10 +415,10 @@ batch_somehow(tfast_graph_cache *cache)
 
         must_be_whole(status);
         for (int i = 0; i < 3 && status == TFAST_OK; i++) {
-            must_be_whole(tfast_graph_prefetch_submit(prefetch, first, 1 + i));
+            must_be_whole(tfast_graph_prefetch_submit(prefetch, first, 1 + i, i));
         }
         if (status == TFAST_OK) {
-            must_be_whole(tfast_graph_prefetch_next(prefetch, 10, &other));
+            must_be_whole(tfast_graph_prefetch_next(prefetch, 10, &other, &tag));
             tfast_graph_batch_release(other);
             tfast_graph_prefetch_free(prefetch);
         }

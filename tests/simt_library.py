@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 from arrays import DTYPES
 
-ABI = 5  # TFAST_ABI
+ABI = 6  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -148,6 +148,7 @@ class Backend(ctypes.Structure):
         ("unusable", ctypes.CFUNCTYPE(ctypes.c_char_p)),
         ("workspace_clear", ctypes.CFUNCTYPE(None, POINTER)),
         ("adamw", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Args))),
+        ("adamw_prepare", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Args))),
         ("amp_grads", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpGradsArgs))),
         ("amp_update", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AmpUpdateArgs))),
         ("attention", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(AttentionArgs))),

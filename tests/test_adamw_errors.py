@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from arrays import Slot, lists
+from fake_device import OnDevice
 
 import trainfast
 from trainfast import _core
@@ -84,6 +85,12 @@ def test_scalars_out_of_range_are_refused(slots, name, value, message):
     assert_refused(slots, ValueError, message, *positional, **{name: value})
 
 
+def test_scalar_out_of_range_is_named_where_the_device_cannot_be_used():
+    lists_on_it = [[OnDevice(np.zeros(4, np.float32))] for _ in range(4)]
+    with pytest.raises(ValueError, match="lr must be finite and >= 0, got -1"):
+        trainfast.adamw_step(*lists_on_it, **{"step": 1, **HYPER, "lr": -1.0})
+
+
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
 def test_step_arrays_out_of_range_are_refused(backend, device, rng, value):
     if device == "cuda":
@@ -155,9 +162,8 @@ def test_swapped_byte_order_is_refused():
 def test_misaligned_elements_are_refused():
     arrays = four()
     arrays[0][0] = np.zeros(25, np.uint8)[1:].view(np.float32)
-    assert_four_refused(
-        arrays, ValueError, r"params\[0\] must be aligned to its 4-byte"
-    )
+    message = r"params\[0\] must be aligned to its 4-byte"
+    assert_four_refused(arrays, _core.PlacementError, message)
 
 
 @pytest.mark.parametrize("at, name", [(0, "params"), (1, "grads"), (2, "exp_avgs")])
@@ -233,23 +239,26 @@ def test_overlapping_outputs_are_refused():
     arrays = four()
     arrays[0][0], arrays[2][0] = memory[:6], memory[5:11]
     message = r"(params|exp_avgs)\[0\] must not overlap (params|exp_avgs)\[0\]"
-    assert_four_refused(arrays, ValueError, message)
+    assert_four_refused(arrays, _core.PlacementError, message)
     arrays = [[a[0], a[0].copy()] for a in four()]
     arrays[0] = [memory[:6], memory[:6]]
-    assert_four_refused(arrays, ValueError, r"params\[\d\] must not overlap params")
+    message = r"params\[\d\] must not overlap params"
+    assert_four_refused(arrays, _core.PlacementError, message)
     arrays = four()
     arrays[1][0] = arrays[0][0]
-    assert_four_refused(arrays, ValueError, "must not overlap")
+    assert_four_refused(arrays, _core.PlacementError, "must not overlap")
     shared = np.ones(6, np.float32)
     arrays = [[a[0], a[0].copy()] for a in four()]
     arrays[1] = [shared, shared]  # two gradients may share memory: they are only read
     trainfast.adamw_step(*arrays, step=1, **HYPER)
     for option in ("zero_grad", "write_back_grads"):
         message = r"grads\[1\] must not overlap grads\[0\]"
-        assert_four_refused(arrays, ValueError, message, **{option: True})
+        assert_four_refused(arrays, _core.PlacementError, message, **{option: True})
     step = np.zeros((), np.float32)
     arrays = [[a[0], a[0].copy()] for a in four()]
-    assert_four_refused(arrays, ValueError, "step.* overlap step", step=[step, step])
+    assert_four_refused(
+        arrays, _core.PlacementError, "step.* overlap step", step=[step, step]
+    )
 
 
 def test_what_is_no_array_is_refused():

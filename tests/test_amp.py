@@ -323,7 +323,8 @@ def test_bad_calls_are_refused(rng):
     with pytest.raises(ValueError, match="found_inf must hold one float32"):
         _core.amp_grads([], _core.Workspace(), found_inf=np.zeros(2, np.float32))
     same = grads[0].array
-    with pytest.raises(ValueError, match=r"grads\[1\] must not overlap grads\[0\]"):
+    message = r"grads\[1\] must not overlap grads\[0\]"
+    with pytest.raises(_core.PlacementError, match=message):
         _core.amp_grads([same, same], _core.Workspace(), rewrite="multiply")
     same.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
@@ -337,7 +338,7 @@ def test_bad_calls_are_refused(rng):
 
 def test_any_number_of_threads_gives_the_same_bits(backend, device, rng):
     torch = pytest.importorskip("torch")
-    grads = framed(rng, [700_001, 5, 300_000], "float32", device)
+    grads = framed(rng, [300_001, 5, 120_000], "float32", device)  # enough for three
     threads = torch.get_num_threads()
     try:
         norms = set()

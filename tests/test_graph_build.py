@@ -1,6 +1,7 @@
 """Building caches of graphs: writers of one's own, and `build` in this process."""
 
 import errno
+import gc
 import signal
 import sys
 
@@ -484,6 +485,36 @@ def test_build_checks_its_arguments(path):
         quiet(path, [0, 1], make, key=lambda n: [n] if n else 0)
     with pytest.raises(TypeError, match=r"transform_id must be str, .* got float"):
         quiet(path, [0], make, transform_id=1.5)
+    for wrong in ({"workers": "2"}, {"workers": 1.5}, {"key": "a"}, {"make": 3}):
+        name = next(iter(wrong))
+        with pytest.raises(TypeError, match=f"^{name} must be "):
+            quiet(path, **{"inputs": [0], "make": make, **wrong})
+    for wrong in (None, 5):
+        with pytest.raises(TypeError, match="inputs must be iterable, got "):
+            quiet(path, wrong, make)
+
+
+class Refused:
+    """An array by its dtype and shape, whose data cannot be had."""
+
+    dtype, shape = np.dtype(np.float32), (2,)
+
+    def __dlpack__(self, **options):
+        raise NotImplementedError("no data")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+def test_a_writer_that_could_not_end_has_ended(path, recwarn):
+    writer = Writer(path)
+    writer.append({"x": Refused()})
+    with pytest.raises(NotImplementedError, match="no data"):
+        writer.close()
+    writer.close()
+    del writer
+    gc.collect()
+    assert not [w for w in recwarn if w.category is ResourceWarning]
 
 
 def test_progress_is_shown_only_if_asked_for(path, capsys):

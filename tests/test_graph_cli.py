@@ -269,6 +269,19 @@ def test_import_refuses_pickles_unless_they_are_trusted(
     assert (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"hi", b"no pickle at all", b"\x80\x02.", b"PK"]
+)
+@pytest.mark.parametrize("trust", [[], ["--trust"]])
+def test_import_of_a_file_that_is_none_is_one_line(
+    tmp_path, path, capsys, content, trust
+):
+    (tmp_path / "a.pt").write_bytes(content)
+    assert run("import", str(tmp_path / "a.pt"), path, "--quiet", *trust) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'a.pt'} must " in error and error.count("\n") == 1
+
+
 def test_import_refuses_pickles_in_npz(tmp_path, path, capsys):
     np.savez(tmp_path / "a.npz", x=np.array([Harmful()], object))
     assert run("import", tmp_path / "a.npz", path, "--quiet") == 1

@@ -542,25 +542,3 @@ def test_order_wants_sensible_places():
     order.position = 5
     with pytest.raises(ValueError, match="position"):
         order.next()
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_submit_next_asks_for_the_orders_batches(tmp_path, rng, threads):
-    graphs = [plain_graph(rng, n, 2 * n) for n in range(1, 8)]
-    cache = cached(tmp_path / "c", PLAIN, graphs)
-    prefetch = _core.GraphPrefetch(_core.GraphSelection(cache, [0]), threads)
-    options = {"batch_size": 3, "shuffle": True, "seed": 5}
-    order, same_order = (_core.GraphOrder(7, **options) for _ in range(2))
-    positions = []
-    while (position := prefetch.submit_next(order)) is not None:
-        positions.append(position)
-    assert positions == [3, 6, 7] and order.position == 7
-    for indices in batches_of(same_order):
-        (x,) = prefetch.next().fields
-        assert same(x, np.concatenate([graphs[i]["x"] for i in indices]))
-    assert prefetch.pending == 0
-    with pytest.raises(TypeError, match="order must be a GraphOrder"):
-        prefetch.submit_next([1, 2])
-    prefetch.close()
-    with pytest.raises(ValueError, match="prefetch must be open"):
-        prefetch.submit_next(same_order)

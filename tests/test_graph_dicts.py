@@ -1,12 +1,15 @@
-"""GraphBatch.dicts() and starts(): a batch's arrays by name, in one call."""
+"""GraphBatch.dicts() and GraphRecipe: a batch's arrays by name, in one call."""
 
 import gc
 import sys
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from graph_core import PLAIN, cached, collate, plain_graph
+
+from trainfast import _core
 
 RECIPE = (
     {"x": 0, "edges": 1, "y": 2, "batch": 5, "ptr": 3},
@@ -83,6 +86,17 @@ def test_dicts_leak_nothing(batch):
     assert sys.getrefcount(constant) == before
 
 
+def test_any_number_of_arrays_keeps_the_batch(batch):
+    # The batch has memory to remember the first ones.
+    made = [array for _ in range(40) for array in batch.fields]
+    wanted = [plain(array).copy() for array in batch.fields]
+    kept = made[::7]
+    del batch, made
+    gc.collect()
+    for i, array in enumerate(kept):
+        np.testing.assert_array_equal(plain(array), wanted[7 * i % len(wanted)])
+
+
 @pytest.mark.parametrize(
     ("place", "value", "error", "message"),
     [
@@ -121,8 +135,12 @@ INSIDE = dict.fromkeys(("first", "arrays", "graph", "n", "slices", "starts"), 7)
 WHOLE = (Graph, {"common": RECIPE, "store": None}, Store, INSIDE, *RECIPE)
 
 
+def recipe_of(parts=WHOLE, constants_of=lambda _: CONSTANTS, other=None):
+    return _core.GraphRecipe(*parts, constants_of, other)
+
+
 def test_graph_has_what_dicts_make(batch):
-    graph = batch.graph(WHOLE, CONSTANTS)
+    graph = recipe_of()(batch)
     assert type(graph) is Graph and type(graph.store) is Store
     assert list(vars(graph)) == ["common", "store"] and graph.common is RECIPE
     store = vars(graph.store)
@@ -143,14 +161,15 @@ def test_graph_has_what_dicts_make(batch):
 
 
 def test_graphs_share_no_dict(batch):
-    one, other = (batch.graph(WHOLE, CONSTANTS) for _ in range(2))
+    recipe = recipe_of()
+    one, other = recipe(batch), recipe(batch)
     vars(one)["common"] = vars(one.store)["first"] = 8
     assert other.common is RECIPE and other.store.first == 7
     assert WHOLE[1] == {"common": RECIPE, "store": None} and set(INSIDE.values()) == {7}
 
 
 def test_graph_is_freed_with_its_last_reference(batch):
-    graph = batch.graph(WHOLE, CONSTANTS)
+    graph = recipe_of()(batch)
     reference = graph.store.graph
     gc.disable()
     try:
@@ -163,16 +182,74 @@ def test_graph_is_freed_with_its_last_reference(batch):
 def test_graph_leaks_nothing(batch):
     constant = ["a constant"]
     bad = (*WHOLE[:4], RECIPE[0] | {"ptr": 99}, *WHOLE[5:])
-    before = [sys.getrefcount(one) for one in (constant, Graph, Store, *WHOLE)]
+    right = (*WHOLE[:6], RECIPE[2] | {"text": 2})
+    counted = (constant, Graph, Store, *WHOLE)
+    before = [sys.getrefcount(one) for one in counted]
     for _ in range(50):
-        batch.graph((*WHOLE[:6], RECIPE[2] | {"text": 2}), [constant])
-        for recipe in (bad, (*WHOLE[:2], int, *WHOLE[3:]), (int, *WHOLE[1:])):
-            with pytest.raises((TypeError, ValueError)):
-                batch.graph(recipe, CONSTANTS)
+        recipe_of(right, lambda _: [constant])(batch)
+        recipe_of(right)(batch, [constant])
+        with pytest.raises(ValueError, match="numbers of arrays"):
+            recipe_of(bad)(batch)
+        for recipe in ((*WHOLE[:2], int, *WHOLE[3:]), (int, *WHOLE[1:])):
+            with pytest.raises(TypeError):
+                recipe_of(recipe)
     del recipe
     gc.collect()  # errors hold what raised them
-    after = [sys.getrefcount(one) for one in (constant, Graph, Store, *WHOLE)]
-    assert before == after
+    assert [sys.getrefcount(one) for one in counted] == before
+
+
+def test_constants_are_made_for_each_number_of_graphs(tmp_path, rng):
+    cache = cached(tmp_path / "c", PLAIN, [plain_graph(rng)])
+    asked = []
+
+    def constants_of(n):
+        asked.append(n)
+        return [f"of {n}", None]
+
+    recipe = recipe_of(constants_of=constants_of)
+    for n in (2, 2, 1, 1, 2):
+        batch = collate(cache, [0] * n, batch_of=[0])
+        assert recipe(batch).store.slices["y"] == f"of {n}"
+        assert recipe(batch, ["given", None]).store.slices["y"] == "given"
+    assert asked == [2, 1, 2]
+
+
+def test_constants_may_use_the_recipe_as_they_die(tmp_path, rng):
+    cache = cached(tmp_path / "c", PLAIN, [plain_graph(rng)])
+    one, two = (collate(cache, [0] * n, batch_of=[0]) for n in (1, 2))
+    made = []
+
+    class Dying:
+        def __del__(self):
+            made.append(recipe(one).store.slices["y"])
+
+    recipe = recipe_of(constants_of=lambda n: [Dying() if not made else n, None])
+    recipe(one)
+    made.append("first")
+    recipe(two)
+    assert made == ["first", 1]
+
+
+def test_what_is_no_batch_is_made_by_the_other():
+    recipe = recipe_of(other=lambda batch: ("made of", batch))
+    assert recipe("a batch") == ("made of", "a batch")
+    with pytest.raises(TypeError, match="by name"):
+        recipe(batch="a batch")
+
+
+def test_collector_frees_a_recipe_and_who_it_asks():
+    class Owner:
+        def __init__(self):
+            self.recipe = recipe_of(other=self.other)
+
+        def other(self, batch):
+            return batch
+
+    owner = Owner()
+    reference = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert reference() is None
 
 
 class Made(Graph):
@@ -191,13 +268,16 @@ class Made(Graph):
         (3, dict.fromkeys("abcd"), ValueError, "names must be at least 5, got 4"),
         (3, [], TypeError, "dict"),
         (4, {"x": 6}, ValueError, "numbers of arrays, got 6"),
+        (4, {"x": "a"}, TypeError, "integer"),
+        (5, {"x": -1}, ValueError, "numbers of arrays, got -1"),
+        (6, {"text": 9}, IndexError, "range"),
     ],
 )
 def test_wrong_recipe_of_a_graph_is_refused(batch, place, value, error, message):
     recipe = list(WHOLE)
     recipe[place] = value
     with pytest.raises(error, match=message):
-        batch.graph(tuple(recipe), CONSTANTS)
+        recipe_of(recipe)(batch)
 
 
 def test_wrong_count_is_refused(batch):

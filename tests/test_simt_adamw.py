@@ -2,6 +2,8 @@
 of the CUDA runtime. The backend `simt` also runs every test that takes a backend; here
 is what only the library itself can show."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from arrays import DTYPES
@@ -225,7 +227,41 @@ def test_failed_allocation_is_reported_and_changes_nothing(simt, rng, after):
     step.clear()
 
 
+def test_prepared_step_takes_no_memory_and_launches_once(simt, rng):
+    tensors = [Tensors(rng, 300, ["float32"] * 3) for _ in range(2)]
+    before = [t.copies() for t in tensors]
+    step = Step(simt, tensors)
+    simt.counts()
+    assert simt.backend.adamw_prepare(ctypes.byref(step.args)) == 0
+    counts = simt.counts()
+    assert counts["allocations"] > 0 and counts["launches"] == counts["syncs"] == 0
+    assert all((t.arrays[0] == b[0]).all() for t, b in zip(tensors, before))
+    simt.library.tfast_simt_fail_allocations(0)
+    assert step() == 0
+    simt.library.tfast_simt_fail_allocations(-1)
+    assert simt.counts() == {**WARM, "allocations": 0}
+    for t, b in zip(tensors, before):
+        assert_step_is_exact(t, b, 1, {})
+    step.clear()
+
+
 # ---- Captured steps ------------------------------------------------------------------
+
+
+def test_captured_step_may_be_prepared(simt, rng):
+    tensors = [Tensors(rng, 300, ["float32"] * 3)]
+    step = Step(simt, tensors)
+    with Capture(simt) as graph:
+        assert simt.backend.adamw_prepare(ctypes.byref(step.args)) == 0
+        simt.counts()
+        assert step() == 0
+    # Its graph copies the table once.
+    assert simt.counts() == {**WARM, "copies": 1}
+    for done in (1, 2):
+        before = tensors[0].copies()
+        graph.replay()
+        assert_step_is_exact(tensors[0], before, done, {})
+    step.clear()
 
 
 @pytest.mark.parametrize("warm", [False, True])

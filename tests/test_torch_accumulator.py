@@ -159,6 +159,86 @@ def test_a_step_that_failed_is_made_with_the_next_batch():
     check_step(model, torch.optim.SGD, 3)
 
 
+def fail_once(optimizer):
+    """The optimizer's next step raises ZeroDivisionError, those after it do not."""
+
+    def fail(*_):
+        hook.remove()
+        raise ZeroDivisionError
+
+    hook = optimizer.register_step_pre_hook(fail)
+
+
+@pytest.mark.parametrize("scaled", ["no", "ours", "torch's"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.AdamW])
+def test_flush_after_one_that_failed_makes_the_same_step(cls, clip, scaled):
+    kinds = {"ours": GradScaler, "torch's": torch.amp.GradScaler}
+    trained = []
+    for fails in (True, False):
+        model, data = make()
+        optimizer = cls(model.parameters(), lr=0.1)
+        scaler = kinds[scaled]("cpu", 64.0) if scaled != "no" else None
+        accumulator = Accumulator(optimizer, 3, scaler=scaler, max_grad_norm=clip)
+        for x in data[:5]:
+            accumulator.backward(loss_of(model, x))
+        if fails:
+            fail_once(optimizer)
+            with pytest.raises(ZeroDivisionError):
+                accumulator.flush()
+            with pytest.raises(RuntimeError, match="got 2 backward passes"):
+                accumulator.state_dict()
+        assert accumulator.flush() and not accumulator.flush()
+        accumulator.backward(loss_of(model, data[5]))
+        accumulator.flush()
+        assert accumulator.state_dict() == {"steps_done": 3}
+        trained.append([p.detach().clone() for p in model.parameters()])
+    for p, q in zip(*trained, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_batch_after_a_flush_that_failed_joins_its_step():
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(optimizer, 3)
+    accumulator.backward(loss_of(model, data[0]))
+    fail_once(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.flush()
+    assert not accumulator.backward(loss_of(model, data[1]))
+    assert accumulator.backward(loss_of(model, data[2]))
+    check_step(model, torch.optim.SGD, 3)
+
+
+def test_gradients_unscaled_for_a_step_that_failed_take_no_others():
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    accumulator = Accumulator(optimizer, 2, scaler=scaler)
+    accumulator.backward(loss_of(model, data[4]))
+    fail_once(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.backward(loss_of(model, data[5]))
+    with pytest.raises(RuntimeError, match="must not add to gradients"):
+        accumulator.backward(loss_of(model, data[6]))
+    accumulator.discard()
+    assert [accumulator.backward(loss_of(model, x)) for x in data[:2]] == [False, True]
+    check_step(model, torch.optim.SGD, 2)
+
+
+def test_gradients_clipped_for_a_step_that_failed_take_no_others():
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(optimizer, 2, max_grad_norm=0.1)
+    accumulator.backward(loss_of(model, data[0]))
+    fail_once(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.backward(loss_of(model, data[1]))
+    with pytest.raises(RuntimeError, match="must not add to gradients"):
+        accumulator.backward(loss_of(model, data[2]))
+    assert accumulator.flush() and accumulator.steps_done == 1
+
+
 def test_a_scheduler_that_fails_leaves_the_step_done():
     model, data = make()
     optimizer = AdamW(model.parameters(), lr=0.1)

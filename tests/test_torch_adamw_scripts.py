@@ -9,6 +9,7 @@ import torch
 from torch_loops import assert_same_state, make_params, set_grads, train
 
 import trainfast
+from trainfast import _core
 from trainfast.torch import AdamW
 
 
@@ -171,7 +172,7 @@ def test_tied_weights_run_torchs_step(backend, device, same):
 
 @pytest.mark.parametrize("option", ["zero_grad", "write_back_grads"])
 def test_tied_weights_whose_gradients_are_written_are_refused(device, option):
-    with pytest.raises(ValueError, match="must not overlap"):
+    with pytest.raises(_core.PlacementError, match="must not overlap"):
         tied(AdamW, device, same=True, **{option: True})
 
 

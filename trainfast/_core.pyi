@@ -1,8 +1,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, final
+from typing import Any, Self, final
+
+from typing_extensions import disjoint_base
 
 version: str
+
+class PlacementError(ValueError): ...
 
 @final
 class Workspace: ...
@@ -96,20 +100,6 @@ class GraphBatch:
         constants: Sequence[Any],
         /,
     ) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]: ...
-    def graph(
-        self,
-        recipe: tuple[
-            type,
-            dict[str, Any],
-            type,
-            dict[str, Any],
-            dict[Any, int],
-            dict[Any, int],
-            dict[Any, int],
-        ],
-        constants: Sequence[Any],
-        /,
-    ) -> Any: ...  # see its docstring
     def starts(self, count: int, /) -> Any: ...  # a ptr without its last
 
 def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...
@@ -119,7 +109,6 @@ class GraphPrefetch:
     def __new__(cls, selection: GraphSelection, threads: int) -> GraphPrefetch: ...
     pending: int
     def submit(self, indices: Any, /) -> None: ...
-    def submit_next(self, order: GraphOrder, /) -> int | None: ...
     def next(self) -> GraphBatch: ...  # waits; signals are checked
     def close(self) -> None: ...
 
@@ -147,6 +136,41 @@ class GraphOrder:
     def next(self) -> Any | None: ...  # int64 indices, None at the end
     def at(self, place: int, /) -> int: ...
     def batches(self) -> int: ...
+
+@final
+class GraphRecipe:
+    """How a GraphBatch becomes an object; see its docstring."""
+
+    def __new__(
+        cls,
+        kind: type,
+        names: dict[str, Any],
+        store_kind: type,
+        inside: dict[str, Any],
+        arrays: dict[str, int],
+        slices: dict[str, int],
+        starts: dict[str, int],
+        constants_of: Callable[[int], Sequence[Any]],
+        other: Callable[[Any], Any],
+    ) -> GraphRecipe: ...
+    def __call__(self, batch: Any, constants: Sequence[Any] = ..., /) -> Any: ...
+
+@disjoint_base
+class GraphIteration:
+    """Hands out batches: `_begin()` comes first, `_other()` where it follows none."""
+
+    _error: Any  # what the order raised, when it did
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...
+    def _follow(
+        self,
+        prefetch: GraphPrefetch,
+        order: GraphOrder,
+        assemble: Callable[[GraphBatch], Any],
+        place: Any,
+        /,
+    ) -> None: ...
+    def _submit(self) -> bool: ...  # asks for one more of the order's batches
 
 def adamw(
     params: Sequence[Any],
@@ -190,6 +214,7 @@ def adamw_groups(
     total_norm_f64: Any = None,
     clip_coef: Any = None,
     stream: int = 0,
+    only_prepare: bool = False,
 ) -> int | tuple[int, int]: ...
 def amp_grads(
     grads: list[Any],

@@ -106,6 +106,7 @@ lay_out(graph_arena *arena, uint8_t *base, const tfast_graph_selection *selectio
         sums = SIZE_MAX;
     }
     arena->sums = carve(base, &at, n_counts, sums);
+    arena->notes = carve(base, &at, TFAST_GRAPH_NOTES, 1);
     return at;
 }
 
@@ -143,6 +144,7 @@ graph_arena_take(graph_arena **out, tfast_graph_cache *cache,
     arena->batch.ranks = arena->ranks;
     arena->batch.sums = arena->sums;
     arena->cache = cache;
+    arena->noted = 0;
     atomic_store_explicit(&arena->references, 1, memory_order_relaxed);
     tfast_graph_cache_retain(cache);
     *out = arena;
@@ -181,6 +183,19 @@ tfast_graph_batch_retain(tfast_graph_batch *batch)
     graph_arena *arena = (graph_arena *)batch;
 
     atomic_fetch_add_explicit(&arena->references, 1, memory_order_relaxed);
+}
+
+void *
+tfast_graph_batch_note(tfast_graph_batch *batch, size_t bytes)
+{
+    graph_arena *arena = (graph_arena *)batch;
+    void *note = arena->notes + arena->noted;
+
+    if (bytes > TFAST_GRAPH_NOTES - arena->noted) {
+        return NULL;
+    }
+    arena->noted += (bytes + 15) & ~(size_t)15; /* which 2048 is a multiple of */
+    return note;
 }
 
 void

@@ -41,6 +41,8 @@ typedef struct {
     int64_t *sums; /* [n_counts][n_slots + 1]: the ptr arrays */
     graph_place *places;
     graph_batch_field *fields;
+    uint8_t *notes;            /* [TFAST_GRAPH_NOTES] */
+    size_t noted;              /* bytes of them that are taken */
     tfast_graph_array *arrays; /* [GRAPH_SHARES][schema's fields]: of one graph */
 } graph_arena;
 

@@ -4,11 +4,11 @@
  * Files: io.c (the operating system); schema.c (parsing), schema_join.c (segments that
  * differ in sizes), layout.c (where a record's fields lie), check.c (whether one can be
  * trusted), agree.c (whether a writer's schema is the cache's); segment.c (a sealed
- * segment), scan.c (frames, and recovery), seal.c; directory.c and manifest.c; append.c
- * (a graph becomes a record), write.c, adopt.c (what dead writers left), build.c;
- * read.c (an open cache), verify.c, salvage.c and repair.c; batch.c (arenas), plan.c
- * and collate.c (batches), prefetch.c (threads), order.c and shuffle.c (shuffling,
- * sharding, batches by size). */
+ * segment), scan.c (frames, and recovery), seal.c; directory.c, manifest.c and make.c;
+ * append.c (a graph becomes a record), write.c, adopt.c (what dead writers left),
+ * build.c; read.c (an open cache), verify.c, salvage.c and repair.c; batch.c (arenas),
+ * plan.c and collate.c (batches), prefetch.c (threads), order.c and shuffle.c
+ * (shuffling, sharding, batches by size). */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -240,6 +240,10 @@ tfast_status tfast_graph_collate(tfast_graph_cache *cache,
                                  const int64_t *indices, int64_t n, bool alone,
                                  tfast_graph_batch **batch);
 void tfast_graph_batch_retain(tfast_graph_batch *batch);
+/* Memory for what the caller has to remember of the batch, until the last release. NULL
+ * where there is none left: there are TFAST_GRAPH_NOTES bytes. One thread at a time. */
+enum { TFAST_GRAPH_NOTES = 2048 };
+void *tfast_graph_batch_note(tfast_graph_batch *batch, size_t bytes);
 /* The last release gives the arena back to be used again. Any thread. */
 void tfast_graph_batch_release(tfast_graph_batch *batch);
 
@@ -254,12 +258,14 @@ tfast_status tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch,
                                       tfast_graph_cache *cache,
                                       const tfast_graph_selection *selection,
                                       int threads);
+/* `tag` comes back with the batch. */
 tfast_status tfast_graph_prefetch_submit(tfast_graph_prefetch *prefetch,
-                                         const int64_t *indices, int64_t n);
+                                         const int64_t *indices, int64_t n,
+                                         int64_t tag);
 /* Waits up to `seconds`; *batch is NULL when there is none yet. An error is the error
  * of that batch; the next call goes on with the one after it. */
 tfast_status tfast_graph_prefetch_next(tfast_graph_prefetch *prefetch, double seconds,
-                                       tfast_graph_batch **batch);
+                                       tfast_graph_batch **batch, int64_t *tag);
 int64_t tfast_graph_prefetch_pending(const tfast_graph_prefetch *prefetch);
 /* Stops the threads and waits for them; in a forked child only forgets them. Batches
  * that are held live on. */

@@ -1,9 +1,8 @@
-/* The directory of a cache: its manifest, its lock, the names in it. */
+/* The manifest of a cache, and how a directory becomes one. */
 #ifndef GRAPH_CACHE_MANIFEST_H
 #define GRAPH_CACHE_MANIFEST_H
 
-#include "io.h"
-
+#include "directory.h"
 #include "format.h"
 
 /* Zero-initialised is an empty one; graph_contents_free() empties it. */
@@ -28,39 +27,8 @@ bool graph_contents_has(const graph_contents *contents, const uint8_t uuid[16]);
 tfast_status graph_contents_add(graph_contents *contents,
                                 const graph_manifest_segment *segment);
 
-/* flock(), waited for. */
-tfast_status graph_lock_file(int file, const char *path);
-
-/* The cache's lock, waited for. graph_lock_cache() makes no lock file where there is no
- * manifest. */
-tfast_status graph_lock(const char *directory, int *lock);
-tfast_status graph_lock_cache(const char *directory, int *lock);
-/* Unlocks and closes a file. */
-void graph_unlock(int file);
-
 /* Makes the directory and an empty manifest where there are none. *lock is held when it
  * succeeds. */
 tfast_status graph_directory_make(const char *directory, bool durable, int *lock);
-
-/* Flushes names; missing directories are errors. */
-tfast_status graph_directory_sync(const char *directory);
-
-/* "directory/<prefix>-<uuid in hexadecimal><suffix>". */
-tfast_status graph_path(char path[GRAPH_PATH_BYTES], const char *directory,
-                        const char *prefix, const uint8_t uuid[16], const char *suffix);
-
-/* The segments that lie in a directory, whatever the manifest says. */
-typedef struct {
-    uint8_t (*open)[16];
-    uint8_t (*sealed)[16];
-    uint8_t (*temporary)[16]; /* manifests that were not renamed */
-    int64_t n_open, n_sealed, n_temporary;
-    bool strangers; /* files that are not ours */
-    bool manifest;
-    bool no_memory;
-} graph_listing;
-int graph_compare_uuids(const void *a, const void *b); /* for qsort() */
-tfast_status graph_list(graph_listing *listing, const char *directory);
-void graph_listing_free(graph_listing *listing);
 
 #endif

@@ -25,6 +25,7 @@ typedef struct job {
     int state;
     int64_t *indices;
     int64_t n, room;
+    int64_t tag; /* the caller's */
     tfast_status status;
     int error; /* graph_errno() of the thread that failed */
     tfast_graph_batch *batch;
@@ -189,7 +190,7 @@ check_owner(const tfast_graph_prefetch *p)
 
 /* A job with these indices that is in no list. */
 static job *
-new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n)
+new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n, int64_t tag)
 {
     job *j;
 
@@ -215,6 +216,7 @@ new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n)
         memcpy(j->indices, indices, (size_t)n * sizeof *indices);
     }
     j->n = n;
+    j->tag = tag;
     j->next = NULL;
     j->state = QUEUED;
     j->batch = NULL;
@@ -222,7 +224,8 @@ new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n)
 }
 
 tfast_status
-tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int64_t n)
+tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int64_t n,
+                            int64_t tag)
 {
     tfast_status status = check_owner(p);
     job *j;
@@ -235,7 +238,7 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
                           "a batch must have 0 .. 2147483647 graphs, got %lld",
                           (long long)n);
     }
-    j = new_job(p, indices, n);
+    j = new_job(p, indices, n, tag);
     if (j == NULL) {
         return tfast_fail(TFAST_ENOMEM, "no memory for the indices of %lld graphs",
                           (long long)n);
@@ -289,7 +292,7 @@ wait_for(tfast_graph_prefetch *p, const job *j, double seconds)
 
 tfast_status
 tfast_graph_prefetch_next(tfast_graph_prefetch *p, double seconds,
-                          tfast_graph_batch **batch)
+                          tfast_graph_batch **batch, int64_t *tag)
 {
     tfast_status status = check_owner(p);
     job *j = p->first;
@@ -318,6 +321,7 @@ tfast_graph_prefetch_next(tfast_graph_prefetch *p, double seconds,
     }
     p->pending--;
     *batch = j->batch;
+    *tag = j->tag;
     j->batch = NULL;
     j->next = p->spare;
     p->spare = j;

@@ -55,7 +55,10 @@ R(adamw_prefetch)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
     }
 }
 
-/* What extras hold, from the new parameter. The copy's dtype is known at run time. */
+/* What extras hold, from the new parameter. The copy's dtype is known at run time. To
+ * write a bfloat16 copy past the cache (AVX-512, a Zen 5, 40,000 elements a tensor)
+ * gained 1 % of a step of 300 tensors and 5 of 100, also where the copy is read next;
+ * of 25 it gained 13, and lost 5 where the copy is read next. */
 static inline __attribute__((always_inline)) void
 R(adamw_extras)(const tfast_adamw_extra *extra, int64_t i, vr p,
                 const R(adamw_scalars) * s)

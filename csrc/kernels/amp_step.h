@@ -1,6 +1,12 @@
 /* One pass over a list of gradients on the CPU, and the loss scale. The gradients'
  * chunks, laid end to end, are cut into one contiguous run a thread; what a chunk sums
- * up to is kept, and added up in the order of amp_sum.h when all are there. */
+ * up to is kept, and added up in the order of amp_sum.h when all are there.
+ *
+ * A second pass over gradients goes the way of the first, though only their end can be
+ * in the cache still. On a Zen 5 with 32 MB of last-level cache a step of 4 to 48 MB of
+ * gradients was as fast from their end to their beginning, within 0.5 %. Clipping chunk
+ * by chunk from the end was 1 to 3 % faster for 4 and 8 MB, and 6 to 14 % slower for 16
+ * to 48; tensor by tensor from the last it was as fast. */
 
 enum {
     TENSOR_COST = 256,     /* what entering a tensor costs, in elements */

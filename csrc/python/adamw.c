@@ -109,7 +109,7 @@ py_adamw_prepare(py_adamw_call *call, py_state *state)
     tfast_adamw_args *args = &call->args;
 
     args->device = workspace->table.device;
-    if (py_table_check(&workspace->table) < 0 || take_lr(call, state) < 0 ||
+    if (py_table_check(state, &workspace->table) < 0 || take_lr(call, state) < 0 ||
         py_workspace_reserve(workspace, workspace->table.n_rows, call->extras) < 0) {
         return -1;
     }

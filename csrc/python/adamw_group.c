@@ -13,6 +13,7 @@ typedef struct {
     py_adamw_group *groups;
     Py_ssize_t n;
     Py_ssize_t stopped_group, stopped_place;
+    int only_prepare; /* do all that may fail, and step with nothing */
 } step;
 
 /* The parameters of the group's rows: a new reference. */
@@ -146,7 +147,7 @@ add_groups(py_state *state, step *step)
 /* Refuses a gradient that two groups share and one of them writes: the second would
  * find it zeroed or unscaled. */
 static int
-check_shared_grads(const step *step)
+check_shared_grads(const py_state *state, const step *step)
 {
     bool writes = false, changed = false;
     py_table **tables;
@@ -169,7 +170,7 @@ check_shared_grads(const step *step)
     for (Py_ssize_t g = 0; g < step->n; g++) {
         tables[g] = &step->groups[g].call.workspace->table;
     }
-    status = py_tables_check(tables, step->n, GRAD);
+    status = py_tables_check(state, tables, step->n, GRAD);
     PyMem_Free(tables);
     return status;
 }
@@ -252,7 +253,8 @@ prepare_pass(py_state *state, const step *step, shared *shared, Py_ssize_t rows,
     return 0;
 }
 
-/* Both passes, without the interpreter's lock. */
+/* Both passes, without the interpreter's lock. All that may be refused, or find no
+ * memory, comes before the first group is stepped. */
 static tfast_status
 run_passes(step *step, const shared *shared)
 {
@@ -266,9 +268,12 @@ run_passes(step *step, const shared *shared)
         args->found_inf = shared->inf;
         args->clip_coef = shared->coef;
         args->stream = (void *)(uintptr_t)shared->stream;
-        if (args->n_slots > 0 && (step->n > 1 || passes)) { /* else the call does it */
-            status = tfast_adamw_check(args);
+        if (args->n_slots > 0 && (step->n > 1 || passes || step->only_prepare)) {
+            status = tfast_adamw_prepare(args); /* else the call does it */
         }
+    }
+    if (step->only_prepare) {
+        return status;
     }
     if (status == TFAST_OK && passes) {
         status = tfast_amp_grads(&shared->grads);
@@ -298,7 +303,7 @@ run_groups(py_state *state, step *step, shared *shared)
     if (rows == 0) {
         return PyLong_FromLong(0);
     }
-    if (check_shared_grads(step) < 0 || take_shared(state, shared, device) < 0 ||
+    if (check_shared_grads(state, step) < 0 || take_shared(state, shared, device) < 0 ||
         ((shared->measure_inf || shared->measure_norm) &&
          prepare_pass(state, step, shared, rows, device) < 0)) {
         return NULL;
@@ -309,7 +314,7 @@ run_groups(py_state *state, step *step, shared *shared)
     if (status != TFAST_OK) {
         return py_result(status);
     }
-    for (Py_ssize_t g = 0; g < step->n; g++) {
+    for (Py_ssize_t g = 0; g < step->n && !step->only_prepare; g++) {
         if (step->groups[g].call.args.n_slots > 0 &&
             bump_versions(state, step->bump, &step->groups[g]) < 0) {
             return NULL;
@@ -350,9 +355,10 @@ PyObject *
 py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "groups",      "state",          "bump",      "relayout",   "workspace",
-        "measure_inf", "measure_norm",   "max_norm",  "grad_scale", "found_inf",
-        "total_norm",  "total_norm_f64", "clip_coef", "stream",     NULL};
+        "groups",     "state",       "bump",         "relayout",
+        "workspace",  "measure_inf", "measure_norm", "max_norm",
+        "grad_scale", "found_inf",   "total_norm",   "total_norm_f64",
+        "clip_coef",  "stream",      "only_prepare", NULL};
     py_state *state = PyModule_GetState(module);
     PyObject *list, *result = NULL;
     shared shared = {.grad_scale = Py_None,
@@ -363,11 +369,12 @@ py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs)
     step step = {0};
 
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!OOOppd|OOOOOK:adamw_groups", names, &PyList_Type, &list,
+            args, kwargs, "O!O!OOOppd|OOOOOKp:adamw_groups", names, &PyList_Type, &list,
             &PyDict_Type, &step.all, &step.bump, &step.relayout, &shared.workspace,
             &shared.measure_inf, &shared.measure_norm, &shared.max_norm,
             &shared.grad_scale, &shared.found_inf, &shared.total_norm,
-            &shared.total_norm_f64, &shared.clip_coef, &shared.stream)) {
+            &shared.total_norm_f64, &shared.clip_coef, &shared.stream,
+            &step.only_prepare)) {
         return NULL;
     }
     step.n = PyList_Size(list);

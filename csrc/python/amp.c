@@ -104,7 +104,7 @@ add_grads(py_state *state, py_table *table, PyObject *list)
             return -1;
         }
     }
-    return py_table_check(table);
+    return py_table_check(state, table);
 }
 
 typedef struct {

@@ -81,12 +81,6 @@ option_named(const py_attention_call *call, const char *name)
 
 /* ---- Numbers for heads: ALiBi slopes, sinks, and their gradients ----------------- */
 
-int
-py_attention_lse_dtype(const py_attention_call *call)
-{
-    return call->args.dtype == TFAST_F64 ? TFAST_F64 : TFAST_F32;
-}
-
 /* A dense array [heads], or [batch or 1, heads] with `per_item`. */
 static int
 take_per_head(py_attention_call *call, PyObject *object, const char *name, int how,

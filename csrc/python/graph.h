@@ -34,7 +34,8 @@ typedef struct {
 } py_graph_batch;
 
 extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection_spec,
-    py_graph_batch_spec, py_graph_prefetch_spec, py_graph_order_spec;
+    py_graph_batch_spec, py_graph_prefetch_spec, py_graph_order_spec,
+    py_graph_recipe_spec, py_graph_iteration_spec;
 
 /* Makes the types above and enters them into the module. Returns 0 or -1. */
 int py_graph_add_types(PyObject *module, py_state *state);
@@ -87,14 +88,32 @@ PyObject *py_graph_batch_vector(py_graph_batch *self, Py_ssize_t i);
 /* The first n of a count's sums, in memory of their own. */
 PyObject *py_graph_batch_sums(py_graph_batch *self, Py_ssize_t count, int64_t n);
 
+/* Array `number` of the fields, ptrs and batch vectors, one after another; and sums as
+ * above, where the number is of a count, or else one of `constants`. An exception for
+ * any other number. */
+PyObject *py_graph_batch_array(py_graph_batch *self, Py_ssize_t number);
+PyObject *py_graph_batch_sums_or(py_graph_batch *self, Py_ssize_t number, int64_t n,
+                                 PyObject *constants);
+
 /* The next batch of a GraphOrder, n == 0 at its end: indices that are the object's own,
  * until the next call. Returns 0, or -1 with an exception. */
 int py_graph_order_next(PyObject *order, const int64_t **indices, int64_t *n);
 int64_t py_graph_order_position(PyObject *order);
 
-/* The methods dicts() and graph(); graph_dicts.c. */
+/* Asks a GraphPrefetch for the next batch of a GraphOrder, whose position after it is
+ * its tag. Returns 1, 0 at the order's end, or -1 with an exception. */
+int py_graph_prefetch_submit(PyObject *prefetch, PyObject *order);
+
+/* The GraphBatch that was asked for first; NULL with its exception, or with that of a
+ * signal's handler: then it is still pending. */
+PyObject *py_graph_prefetch_next(PyObject *prefetch, int64_t *tag);
+int64_t py_graph_prefetch_pending(PyObject *prefetch);
+
+/* The method dicts(); graph_dicts.c. */
 PyObject *py_graph_batch_dicts(PyObject *self, PyObject *args);
-PyObject *py_graph_batch_graph(PyObject *self, PyObject *args);
+
+/* What a GraphRecipe makes of a batch. NULL with an exception. */
+PyObject *py_graph_recipe_make(PyObject *recipe, py_graph_batch *batch);
 
 /* Functions of the module. */
 PyObject *py_graph_collate(PyObject *module, PyObject *args);

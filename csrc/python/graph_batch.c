@@ -209,7 +209,8 @@ make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
                              (PyObject *)self);
     }
     tfast_graph_batch_retain(self->batch);
-    return py_make_dlpack(selection->exchange, &made, release_batch, self->batch);
+    return py_make_dlpack(selection->exchange, &made, release_batch, self->batch,
+                          tfast_graph_batch_note(self->batch, py_dlpack_bytes(ndim)));
 }
 
 static PyObject *
@@ -448,13 +449,6 @@ static PyMethodDef batch_methods[] = {
      "another},\n"
      "{name: ptrs[slices[name]]} and {name: starts(starts[name])}, of which each is\n"
      "made once, in memory of its own; numbers beyond the counts are of constants."},
-    {"graph", (PyCFunction)py_graph_batch_graph, METH_VARARGS,
-     "graph($self, recipe, constants, /)\n--\n\n"
-     "An object of the first of (kind, names, store_kind, inside, arrays, slices,\n"
-     "starts), as object.__new__ makes it. Its attributes are a copy of names, of\n"
-     "which the last is its store: an object of store_kind, whose attributes are a\n"
-     "copy of inside, of which the last five are the arrays of dicts(), a weak\n"
-     "reference to the first object, n_slots, and the slices and starts of dicts()."},
     {"starts", (PyCFunction)batch_starts, METH_O,
      "starts($self, count, /)\n--\n\nOne of sums, int64 [n_slots]: without the last."},
     {NULL, NULL, 0, NULL},

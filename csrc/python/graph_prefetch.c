@@ -6,7 +6,8 @@ typedef struct {
     py_graph_selection *selection;  /* a reference */
     tfast_graph_prefetch *prefetch; /* NULL: closed */
     tfast_graph_batch *held; /* a reference: came when a signal's handler raised */
-    int64_t largest;         /* number of graphs that was submitted */
+    int64_t held_tag;
+    int64_t largest; /* number of graphs that was submitted */
     bool busy;
 } graph_prefetch;
 
@@ -45,47 +46,50 @@ prefetch_submit(graph_prefetch *self, PyObject *indices)
         return NULL;
     }
     self->largest = numbers.n > self->largest ? numbers.n : self->largest;
-    status = tfast_graph_prefetch_submit(self->prefetch, numbers.data, numbers.n);
+    status = tfast_graph_prefetch_submit(self->prefetch, numbers.data, numbers.n, 0);
     PyMem_Free(numbers.data);
     self->busy = false;
     return py_result(status);
 }
 
-static PyObject *
-prefetch_submit_next(graph_prefetch *self, PyObject *order)
+int
+py_graph_prefetch_submit(PyObject *prefetch, PyObject *order)
 {
-    py_state *state = py_graph_state((PyObject *)self);
+    graph_prefetch *self = (graph_prefetch *)prefetch;
     const int64_t *indices;
     tfast_status status;
     int64_t n = 0;
 
-    if (py_graph_object(state, order, PY_GRAPH_ORDER, "order") == NULL ||
-        begin(self) < 0) {
-        return NULL;
+    if (begin(self) < 0) {
+        return -1;
     }
+    self->busy = false; /* no Python code runs from here on */
     if (py_graph_order_next(order, &indices, &n) < 0) {
-        self->busy = false;
-        return NULL;
+        return -1;
+    }
+    if (n == 0) {
+        return 0;
     }
     self->largest = n > self->largest ? n : self->largest;
-    status =
-        n == 0 ? TFAST_OK : tfast_graph_prefetch_submit(self->prefetch, indices, n);
-    self->busy = false;
-    if (status != TFAST_OK || n == 0) {
-        return py_result(status); /* None */
+    status = tfast_graph_prefetch_submit(self->prefetch, indices, n,
+                                         py_graph_order_position(order));
+    if (status != TFAST_OK) {
+        py_result(status);
+        return -1;
     }
-    return PyLong_FromLongLong(py_graph_order_position(order));
+    return 1;
 }
 
 /* Waits for a batch or an error. Returns 0, or -1 with an exception. A signal that came
  * meanwhile is looked at here, where the batch can be kept for the next call. */
 static int
-wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
+wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch, int64_t *tag)
 {
     tfast_status status = TFAST_OK;
     bool waited = false;
 
     *batch = self->held;
+    *tag = self->held_tag;
     self->held = NULL;
     if (*batch != NULL) {
         return 0;
@@ -96,14 +100,14 @@ wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
         return -1;
     }
     if (!py_graph_takes_long(self->selection->cache, self->largest)) {
-        status = tfast_graph_prefetch_next(self->prefetch, SHORT, batch);
+        status = tfast_graph_prefetch_next(self->prefetch, SHORT, batch, tag);
     }
     while (status == TFAST_OK && *batch == NULL) {
         if (PyErr_CheckSignals() < 0) {
             return -1;
         }
         Py_BEGIN_ALLOW_THREADS
-        status = tfast_graph_prefetch_next(self->prefetch, SLICE, batch);
+        status = tfast_graph_prefetch_next(self->prefetch, SLICE, batch, tag);
         Py_END_ALLOW_THREADS
         waited = true;
     }
@@ -113,25 +117,35 @@ wait_for_batch(graph_prefetch *self, tfast_graph_batch **batch)
     }
     if (waited && PyErr_CheckSignals() < 0) {
         self->held = *batch;
+        self->held_tag = *tag;
         return -1;
     }
     return 0;
 }
 
-static PyObject *
-prefetch_next(graph_prefetch *self, PyObject *Py_UNUSED(unused))
+PyObject *
+py_graph_prefetch_next(PyObject *prefetch, int64_t *tag)
 {
+    graph_prefetch *self = (graph_prefetch *)prefetch;
     tfast_graph_batch *batch;
     PyObject *result = NULL;
 
     if (begin(self) < 0) {
         return NULL;
     }
-    if (wait_for_batch(self, &batch) == 0) {
+    if (wait_for_batch(self, &batch, tag) == 0) {
         result = py_graph_batch_new(self->selection, batch);
     }
     self->busy = false;
     return result;
+}
+
+static PyObject *
+prefetch_next(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    int64_t tag;
+
+    return py_graph_prefetch_next(self, &tag);
 }
 
 static PyObject *
@@ -155,20 +169,26 @@ prefetch_close(graph_prefetch *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+int64_t
+py_graph_prefetch_pending(PyObject *prefetch)
+{
+    const graph_prefetch *self = (graph_prefetch *)prefetch;
+
+    return self->prefetch == NULL
+               ? 0
+               : tfast_graph_prefetch_pending(self->prefetch) + (self->held != NULL);
+}
+
 static PyObject *
 prefetch_pending(graph_prefetch *self, void *Py_UNUSED(closure))
 {
-    int64_t pending;
-
-    if (self->prefetch == NULL) {
-        return PyLong_FromLong(0);
+    if (self->prefetch != NULL) {
+        if (begin(self) < 0) {
+            return NULL;
+        }
+        self->busy = false;
     }
-    if (begin(self) < 0) {
-        return NULL;
-    }
-    pending = tfast_graph_prefetch_pending(self->prefetch) + (self->held != NULL);
-    self->busy = false;
-    return PyLong_FromLongLong(pending);
+    return PyLong_FromLongLong(py_graph_prefetch_pending((PyObject *)self));
 }
 
 static PyObject *
@@ -228,12 +248,7 @@ prefetch_dealloc(graph_prefetch *self)
 static PyMethodDef prefetch_methods[] = {
     {"submit", (PyCFunction)prefetch_submit, METH_O,
      "submit($self, indices, /)\n--\n\nAsks for a batch of these graphs."},
-    {"submit_next", (PyCFunction)prefetch_submit_next, METH_O,
-     "submit_next($self, order, /)\n--\n\n"
-     "Asks for a batch of a GraphOrder's next graphs; returns its position after "
-     "them,\n"
-     "or None at its end."},
-    {"next", (PyCFunction)prefetch_next, METH_NOARGS,
+    {"next", prefetch_next, METH_NOARGS,
      "next($self, /)\n--\n\n"
      "Waits for the batch that was asked for first; raises its error."},
     {"close", (PyCFunction)prefetch_close, METH_NOARGS,

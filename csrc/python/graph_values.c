@@ -212,6 +212,8 @@ static PyType_Spec *const specs[PY_N_GRAPH_TYPES] = {
     [PY_GRAPH_BATCH] = &py_graph_batch_spec,
     [PY_GRAPH_PREFETCH] = &py_graph_prefetch_spec,
     [PY_GRAPH_ORDER] = &py_graph_order_spec,
+    [PY_GRAPH_RECIPE] = &py_graph_recipe_spec,
+    [PY_GRAPH_ITERATION] = &py_graph_iteration_spec,
 };
 
 int

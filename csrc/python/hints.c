@@ -1,6 +1,7 @@
 /* Cache hints for torch's tensors, whose bodies nothing but this file looks at: a stale
  * or wrong address given to a prefetch costs time, never a fault. */
 #include "producers.h"
+#include "tensor.h"
 
 enum {
     LINE = 64,

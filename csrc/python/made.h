@@ -28,8 +28,10 @@ const struct dlpack_exchange *py_find_maker(PyTypeObject *type);
 
 /* An object of the type that `exchange` was found on, or without it a DLPack capsule.
  * release(context) is called once when the data is no longer used, by any thread, with
- * or without the GIL; also on failure, but for what the exchange API has taken then. */
+ * or without the GIL; also on failure, but for what the exchange API has taken then.
+ * note: py_dlpack_bytes(ndim) that last until then, or NULL: they are allocated. */
+size_t py_dlpack_bytes(int ndim);
 PyObject *py_make_dlpack(const struct dlpack_exchange *exchange, const py_made *made,
-                         void (*release)(void *context), void *context);
+                         void (*release)(void *context), void *context, void *note);
 
 #endif

@@ -134,11 +134,19 @@ module_exec(PyObject *module)
     state->s_weight_copy = PyUnicode_InternFromString("weight_copy");
     workspace = PyType_FromModuleAndSpec(module, &py_workspace_spec, NULL);
     state->workspace_type = (PyTypeObject *)workspace;
+    state->placement_error = PyErr_NewExceptionWithDoc(
+        "trainfast._core.PlacementError",
+        "Arrays that are right but for where they lie in memory: they overlap, or are "
+        "not\n"
+        "aligned to their elements.",
+        PyExc_ValueError, NULL);
     if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
         state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||
         state->s_ema == NULL || state->s_master_param == NULL ||
         state->s_weight_copy == NULL || workspace == NULL ||
+        state->placement_error == NULL ||
         PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
+        PyModule_AddObjectRef(module, "PlacementError", state->placement_error) < 0 ||
         py_graph_add_types(module, state) < 0 ||
         PyModule_AddStringConstant(module, "version", TRAINFAST_VERSION) < 0) {
         return -1;
@@ -159,6 +167,7 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->fast[i].type);
     }
     Py_VISIT(state->workspace_type);
+    Py_VISIT(state->placement_error);
     for (int i = 0; i < PY_N_GRAPH_TYPES; i++) {
         Py_VISIT(state->graph_types[i]);
     }
@@ -175,6 +184,7 @@ module_clear(PyObject *module)
         Py_CLEAR(state->fast[state->n_fast].type);
     }
     Py_CLEAR(state->workspace_type);
+    Py_CLEAR(state->placement_error);
     for (int i = 0; i < PY_N_GRAPH_TYPES; i++) {
         Py_CLEAR(state->graph_types[i]);
     }

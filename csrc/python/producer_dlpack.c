@@ -233,23 +233,31 @@ py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *arr
 typedef struct {
     dlpack_versioned managed;
     void (*release)(void *context);
+    void *allocated; /* this block, or NULL: the context's */
     int64_t dims[];
 } made_tensor;
 
 static void
 delete_made(dlpack_versioned *managed)
 {
-    made_tensor *tensor = (made_tensor *)managed;
+    const made_tensor *tensor = (made_tensor *)managed;
+    void *allocated = tensor->allocated;
 
     tensor->release(managed->context);
-    free(tensor);
+    free(allocated);
+}
+
+size_t
+py_dlpack_bytes(int ndim)
+{
+    return sizeof(made_tensor) + 2 * (size_t)ndim * sizeof(int64_t);
 }
 
 static dlpack_versioned *
-new_tensor(const py_made *made, void (*release)(void *context), void *context)
+new_tensor(const py_made *made, void (*release)(void *context), void *context,
+           void *note)
 {
-    made_tensor *tensor =
-        malloc(sizeof *tensor + 2 * (size_t)made->ndim * sizeof(int64_t));
+    made_tensor *tensor = note == NULL ? malloc(py_dlpack_bytes(made->ndim)) : note;
     dlpack_tensor *view;
     int64_t step = 1;
 
@@ -258,6 +266,7 @@ new_tensor(const py_made *made, void (*release)(void *context), void *context)
     }
     tensor->managed = (dlpack_versioned){{1, 1}, context, delete_made, 0, {0}};
     tensor->release = release;
+    tensor->allocated = note == NULL ? tensor : NULL;
     view = &tensor->managed.tensor;
     view->data = made->data;
     view->device.type = DLPACK_CPU;
@@ -288,9 +297,9 @@ free_capsule(PyObject *capsule)
 
 PyObject *
 py_make_dlpack(const dlpack_exchange *exchange, const py_made *made,
-               void (*release)(void *context), void *context)
+               void (*release)(void *context), void *context, void *note)
 {
-    dlpack_versioned *managed = new_tensor(made, release, context);
+    dlpack_versioned *managed = new_tensor(made, release, context, note);
     void *object = NULL;
 
     if (managed == NULL) {

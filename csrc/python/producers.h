@@ -3,19 +3,9 @@
 #ifndef PY_PRODUCERS_H
 #define PY_PRODUCERS_H
 
+#include "array.h"
 #include "dlpack.h"
-#include "tensor.h"
-
-/* A type's attribute as UTF-8 text compared with `want`, or with its beginning. */
-bool py_type_text_is(PyTypeObject *type, const char *attribute, const char *want,
-                     bool prefix);
-
-/* Whether an array of this dtype may be borrowed so; `dtype` < 0: none of ours. */
-bool py_dtype_fits(int dtype, int how);
-
-/* Sets NotImplementedError "*argument* must be *dtypes*, got ..." and returns -1. */
-int py_dtype_error(py_argument argument, int how, const char *format, ...)
-    TFAST_PRINTF(3, 4);
+#include "state.h"
 
 /* Which word of a tensor's Python object points at its body: the one, if there is one,
  * that lies just before the view's shape, which is inside the body. Whatever the

@@ -407,13 +407,13 @@ fill_spans(const py_table *table, Py_ssize_t index, int first, int last, span *s
 }
 
 static int
-overlap_error(const span *one, const span *other)
+overlap_error(const py_state *state, const span *one, const span *other)
 {
     if (one->table == other->table) {
-        PyErr_Format(PyExc_ValueError, "%s[%zd] must not overlap %s[%zd]",
+        PyErr_Format(state->placement_error, "%s[%zd] must not overlap %s[%zd]",
                      one->column->name, one->place, other->column->name, other->place);
     } else {
-        PyErr_Format(PyExc_ValueError,
+        PyErr_Format(state->placement_error,
                      "%s[%zd] of group %zd must not overlap %s[%zd] of group %zd",
                      one->column->name, one->place, one->table, other->column->name,
                      other->place, other->table);
@@ -423,7 +423,7 @@ overlap_error(const span *one, const span *other)
 
 /* Sweeps spans by their start; an overlap counts when either side is written. */
 static int
-sweep(span *spans, Py_ssize_t n)
+sweep(const py_state *state, span *spans, Py_ssize_t n)
 {
     const span *write = NULL, *any = NULL; /* those that reach furthest so far */
 
@@ -433,7 +433,7 @@ sweep(span *spans, Py_ssize_t n)
         const span *other = s->column->write ? any : write;
 
         if (other != NULL && s->start < other->end) {
-            return overlap_error(s, other);
+            return overlap_error(state, s, other);
         }
         if (any == NULL || s->end > any->end) {
             any = s;
@@ -457,7 +457,7 @@ new_spans(Py_ssize_t n)
 }
 
 int
-py_table_check(py_table *table)
+py_table_check(const py_state *state, py_table *table)
 {
     const int columns = table->n_columns;
     span *spans;
@@ -471,7 +471,7 @@ py_table_check(py_table *table)
     if (spans == NULL) {
         return -1;
     }
-    status = sweep(spans, fill_spans(table, 0, 0, columns, spans));
+    status = sweep(state, spans, fill_spans(table, 0, 0, columns, spans));
     PyMem_Free(spans);
     if (status == 0) {
         table->n_checked = table->n_rows;
@@ -480,7 +480,8 @@ py_table_check(py_table *table)
 }
 
 int
-py_tables_check(py_table *const *tables, Py_ssize_t n_tables, int column)
+py_tables_check(const py_state *state, py_table *const *tables, Py_ssize_t n_tables,
+                int column)
 {
     Py_ssize_t n = 0, rows = 0;
     span *spans;
@@ -496,7 +497,7 @@ py_tables_check(py_table *const *tables, Py_ssize_t n_tables, int column)
     for (Py_ssize_t t = 0; t < n_tables; t++) {
         n += fill_spans(tables[t], t, column, column + 1, spans + n);
     }
-    status = sweep(spans, n);
+    status = sweep(state, spans, n);
     PyMem_Free(spans);
     return status;
 }

@@ -56,8 +56,9 @@ int py_table_begin(py_table *table, const py_column *columns, int n_columns,
 int py_table_add(py_state *state, py_table *table, PyObject *const *objects,
                  Py_ssize_t place);
 
-/* Refuses outputs that overlap another array. Returns 0 or -1 with ValueError. */
-int py_table_check(py_table *table);
+/* Refuses outputs that overlap another array. Returns 0 or -1 with
+ * PlacementError. */
+int py_table_check(const py_state *state, py_table *table);
 
 /* True where some output lies elsewhere than when the table was last checked. */
 static inline bool
@@ -67,8 +68,9 @@ py_table_changed(const py_table *table)
 }
 
 /* Refuses arrays of one column that overlap, in one table or in two, where one of the
- * two tables writes its own. Returns 0 or -1 with ValueError. */
-int py_tables_check(py_table *const *tables, Py_ssize_t n_tables, int column);
+ * two tables writes its own. Returns 0 or -1 with PlacementError. */
+int py_tables_check(const py_state *state, py_table *const *tables, Py_ssize_t n_tables,
+                    int column);
 
 /* Holds a reference until the end of the call (steals it). */
 int py_table_hold(py_table *table, PyObject *object);

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -65,8 +65,7 @@ def build(
     died, ValueError or TypeError where a graph cannot be cached, OSError (disk full,
     another build of this cache runs). What was made before is kept, after Ctrl-C, too.
     """
-    if workers < 0:
-        raise ValueError(f"workers must be at least 0, got {workers}")
+    _check_arguments(inputs, make, key, workers)
     sequence: Any = inputs if _is_sequence(inputs) else None
     if make is None and key is None and sequence is not None:
         # The workers get the graphs by themselves, and only those that are missing.
@@ -80,8 +79,6 @@ def build(
         samples=samples,
     )
     key_of = keys.key_maker(key, transform_id)
-    if make is not None and not callable(make):
-        raise TypeError(f"make must be callable, got {type(make).__name__}")
     with _only_builder(job.path):
         run = _Build(job, key_of, key is not None, workers, resume)
         try:
@@ -89,6 +86,18 @@ def build(
         except KeyboardInterrupt as error:
             error.add_note("What was made is kept; the next build goes on from there.")
             raise
+
+
+def _check_arguments(inputs: Any, make: Any, key: Any, workers: Any) -> None:
+    if not isinstance(workers, SupportsIndex):
+        raise TypeError(f"workers must be an integer, got {workers!r}")
+    if workers.__index__() < 0:
+        raise ValueError(f"workers must be at least 0, got {workers}")
+    if not hasattr(inputs, "__iter__") and not hasattr(inputs, "__getitem__"):
+        raise TypeError(f"inputs must be iterable, got {type(inputs).__name__}")
+    for name, function in (("make", make), ("key", key)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be callable, got {type(function).__name__}")
 
 
 @dataclass(repr=False)

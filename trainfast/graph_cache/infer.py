@@ -187,6 +187,8 @@ class _Inference:
         edge_types = [c.belongs for c in self.columns if c.role == "edges"]
         node_types = [c.belongs for c in self.columns if c.role == "nodes"]
         node_types += [kind for add in adds for what, kind in add if what == "nodes"]
+        if not self.hetero and any("num_nodes" in sample for sample in self.samples):
+            node_types.append("")  # though no array may have one entry a node
         for kind in edge_types:
             node_types += [kind[0], kind[2]] if kind else [""]
         self.counts = [("nodes", kind) for kind in dict.fromkeys(node_types)]

@@ -2,14 +2,19 @@
 
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from importlib import import_module
-from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from trainfast._core import GraphOrder, GraphPrefetch, GraphSelection, crc32c
+from trainfast._core import (
+    GraphIteration,
+    GraphOrder,
+    GraphPrefetch,
+    GraphSelection,
+    crc32c,
+)
 from trainfast.graph_cache.batch import (
     Assemble,
     BatchPlan,
@@ -404,90 +409,76 @@ class _Place:
         self.epoch, self.position, self.done = epoch, position, False
 
 
-class Iteration(Iterator[Any]):
-    """One epoch of a Loader. Its threads end with it, also when it is left early."""
+class Iteration(GraphIteration):
+    """One epoch of a Loader. Its threads end with it, also when it is left early.
+
+    The core hands out the batches: where nothing has to look at their graphs but the
+    order that they come in, also without what is here.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._lock = Lock()
         self._place: _Place | None = None  # not begun
         self._queue: deque[tuple[GraphPrefetch, int]] = deque()
         self._prefetches: dict[int, GraphPrefetch] = {}
         self._error: Exception | None = None
-        self._assemble = loader._assemble
         self._source: Any = None
-        # Makes all batches, where none of their graphs need be looked at here.
-        self._only: GraphPrefetch | None = None
-
-    def __next__(self) -> Any:
-        # One function, with nothing it could do without: for small graphs each call
-        # more is a hundredth of the time that a batch takes.
-        if not self._lock.acquire(False):
-            raise RuntimeError(
-                "an iteration must not be used by two threads at once, nor by what it "
-                "calls itself"
-            )
-        try:
-            queue = self._queue
-            if not queue:
-                if self._place is None:
-                    self._begin()
-                if not queue:
-                    return self._end()
-            prefetch, position = queue[0]
-            try:
-                batch = prefetch.next()
-            except BaseException:
-                self._forget_failed(prefetch)
-                raise
-            queue.popleft()
-            if self._source is not None:
-                self._submit()
-            made = self._assemble(batch)  # type: ignore[misc]
-            self._place.position = position  # type: ignore[union-attr]
-            return made
-        finally:
-            self._lock.release()
 
     def _begin(self) -> None:
+        """The core's first call."""
         loader = self._loader
         place = self._place = loader._begin()
-        if self._assemble is not None:
-            self._source = loader._batches(place.epoch, place.position)
-            if type(self._source) is GraphOrder and loader._choose is None:
-                self._only = self._prefetch(0)
+        assemble = self._assemble = loader._assemble
+        submit = self._submit_chosen
+        if assemble is not None:
+            source = loader._batches(place.epoch, place.position)
+            if type(source) is GraphOrder and loader._choose is None:
+                self._follow(self._prefetch(0), source, assemble, place)
+                submit = self._submit
+            else:
+                self._source = source
         ahead = loader.prefetch if loader.threads else 1
         for _ in range(max(ahead, 1)):
-            self._submit()
-            if self._source is None:
+            if not submit():
                 break
 
-    def _submit(self) -> None:
-        """Hands the next batch to the threads.
+    def _other(self) -> Any:
+        """The next batch where somebody chooses its graphs or its shape, or the end."""
+        if not self._queue:
+            return self._end()
+        prefetch, position = self._queue[0]
+        try:
+            batch = prefetch.next()
+        except BaseException:
+            self._forget_failed(prefetch)
+            raise
+        self._queue.popleft()
+        self._submit_chosen()
+        assert self._assemble is not None and self._place is not None
+        made = self._assemble(batch)
+        self._place.position = position
+        return made
+
+    def _submit_chosen(self) -> bool:
+        """Hands the next batch to the threads; False where there is none.
 
         An error of the user's sampler waits until the batches before it are out.
         """
         source = self._source
         if source is None:
-            return
+            return False
         try:
-            if self._only is not None:
-                position = self._only.submit_next(source)
-                if position is None:
-                    self._source = None
-                else:
-                    self._queue.append((self._only, position))
-                return
             indices = source.next()
             if indices is None:
                 self._source = None
-                return
+                return False
             choose = self._loader._choose
             prefetch = self._prefetch(0 if choose is None else choose(indices))
             prefetch.submit(indices)
             self._queue.append((prefetch, source.position))
         except Exception as error:
             self._error, self._source = error, None
+        return self._source is not None
 
     def _prefetch(self, bucket: int) -> GraphPrefetch:
         prefetch = self._prefetches.get(bucket)
@@ -502,7 +493,7 @@ class Iteration(Iterator[Any]):
         waiting = sum(1 for other, _ in self._queue if other is prefetch)
         if prefetch.pending < waiting:
             self._queue.popleft()
-            self._submit()
+            self._submit_chosen()
 
     def _end(self) -> Any:
         if self._error is not None:
@@ -511,7 +502,6 @@ class Iteration(Iterator[Any]):
         if self._place is not None:
             self._place.done = True
         self._prefetches.clear()
-        self._only = None
         raise StopIteration
 
     def __reduce__(self) -> Any:

@@ -156,11 +156,10 @@ class Writer:
             elif not has_manifest(self._path):
                 _core.graph_build_begin(self._path)  # a cache without graphs
                 _core.graph_build_end(self._path, None)
-        except RuntimeError:  # another thread is in it: nothing has changed
-            raise
-        except BaseException:
-            with suppress(OSError):
-                self.abandon()
+        except BaseException as error:
+            if type(error) is not RuntimeError:  # another thread is in it
+                with suppress(OSError):
+                    self.abandon()
             raise
         self._closed = True
         self._plain = False
@@ -372,7 +371,8 @@ class Writer:
 
 
 def as_path(path: Any) -> str:
-    """A cache's path as text; TypeError or ValueError: it is none."""
+    """A cache's path as text, absolute, so that it stays the same path when the working
+    directory changes; TypeError or ValueError: it is none."""
     try:
         text = os.fsdecode(path)
     except TypeError:
@@ -380,7 +380,7 @@ def as_path(path: Any) -> str:
         raise TypeError(f"{rule}, got {path!r}") from None
     if not text or "\0" in text:
         raise ValueError(f"path must have characters and no zeros, got {path!r}")
-    return text
+    return str(Path(os.path.expanduser(text)).absolute())
 
 
 def has_manifest(path: str) -> bool:

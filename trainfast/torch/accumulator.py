@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainfast.torch.adamw import _FusedStep
@@ -14,6 +15,7 @@ from trainfast.torch.scheduler import SkipAwareScheduler
 
 Batch = TypeVar("Batch")
 _HALF = (torch.float16, torch.bfloat16)
+_MARKS = ("grad_scale", "found_inf")
 
 
 class Accumulator:
@@ -76,8 +78,14 @@ class Accumulator:
         self.max_grad_norm = max_grad_norm
         self.steps_done = 0
         self.grad_norm: Tensor | None = None
-        self._waiting = 0  # backward passes since the last step
+        self._begin()
         self._use_float32_grads(float32_grads)
+
+    def _begin(self) -> None:
+        """Begins the next step's backward passes."""
+        self._waiting = 0  # how many there were
+        self._divisor = self.steps  # by which the losses of those were divided
+        self._ready = False  # their gradients want nothing but the step
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -101,12 +109,24 @@ class Accumulator:
         self.flush()
 
     def backward(self, loss: Tensor) -> bool:
-        """One backward pass of a batch's mean loss; True if it led to a step."""
-        share = loss / self.steps
+        """One backward pass of a batch's mean loss; True if it led to a step.
+
+        RuntimeError where the gradients have been unscaled or clipped already, as those
+        of a step that failed: `flush` repeats that step, `discard` forgets it.
+        """
+        clipped = self._ready and self.max_grad_norm is not None
+        if self._waiting and (clipped or self._is_unscaled()):
+            raise RuntimeError(
+                "backward() must not add to gradients that are unscaled or clipped "
+                "already (has a step failed?): flush() steps with them, discard() "
+                "forgets them"
+            )
+        share = loss / self._divisor
         if self.scaler is not None:
             share = self.scaler.scale(share)
         share.backward()
         self._waiting += 1
+        self._ready = False
         if self._waiting < self.steps:
             return False
         self._step()
@@ -115,35 +135,63 @@ class Accumulator:
     def flush(self) -> bool:
         """Steps with the backward passes since the last step; False if there are none.
 
-        For loops that do not use `batches`, at their end.
+        For loops that do not use `batches`, at their end; and again, where it failed.
         """
         if self._waiting == 0:
             return False
         self._step()
         return True
 
+    def _is_unscaled(self) -> bool:
+        """True once the scaler has unscaled gradients that were not stepped with."""
+        states = getattr(self.scaler, "_per_optimizer_states", {})
+        state = states.get(id(self.optimizer))
+        return state is not None and state["stage"] is OptState.UNSCALED
+
     @torch.no_grad()
     def _step(self) -> None:
-        grads = [p.grad for p in self._params() if p.grad is not None]
-        if self._waiting != self.steps and grads:  # fewer; more after a failed step
-            torch._foreach_mul_(grads, self.steps / self._waiting)
-        if self.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            self.grad_norm = clip_grad_norm_(self._params(), self.max_grad_norm)
+        if not self._ready:
+            self._make_ready()
         if self.scaler is None:
             self.optimizer.step()
         else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self._step_with(self.scaler)
+        self._begin()
+        self.steps_done += 1
         if self.max_grad_norm is None:
             self.grad_norm = getattr(self.optimizer, "grad_norm", None)
         if not all(g.get("zero_grad", False) for g in self.optimizer.param_groups):
             self.optimizer.zero_grad()
-        self._waiting = 0
-        self.steps_done += 1
+        if self.scaler is not None:
+            self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _step_with(self, scaler: torch.amp.GradScaler) -> None:
+        """torch's scaler leaves its marks on an optimizer whose step raises, and at the
+        next one would multiply its scale into them."""
+        marks = vars(self.optimizer)
+        before = {name: marks[name] for name in _MARKS if name in marks}
+        try:
+            scaler.step(self.optimizer)
+        except BaseException:
+            for name in _MARKS:
+                marks.pop(name, None)
+            marks.update(before)
+            raise
+
+    def _make_ready(self) -> None:
+        """Turns the gradients into those of a step, once even where the step fails."""
+        grads = [p.grad for p in self._params() if p.grad is not None]
+        if self._waiting != self._divisor:  # fewer; more after a failed step
+            if grads:
+                torch._foreach_mul_(grads, self._divisor / self._waiting)
+            self._divisor = self._waiting
+        if self.max_grad_norm is not None:
+            if self.scaler is not None and not self._is_unscaled():
+                self.scaler.unscale_(self.optimizer)
+            self.grad_norm = clip_grad_norm_(self._params(), self.max_grad_norm)
+        self._ready = True
 
     def discard(self) -> None:
         """Forgets the backward passes since the last step, and their gradients.
@@ -151,7 +199,9 @@ class Accumulator:
         For what failed half-way, such as a batch that ran out of memory: its backward
         pass may have left a part of its gradients.
         """
-        self._waiting = 0
+        self._begin()
+        if self.scaler is not None and self._is_unscaled():
+            self.scaler._per_optimizer_states.pop(id(self.optimizer))
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, int]:

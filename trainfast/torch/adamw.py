@@ -1,7 +1,7 @@
 """torch.optim.AdamW and Adam on trainfast's kernel."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,8 +73,9 @@ class _FusedStep(EmaWeights, _Mixin):
         """Performs one step; `closure`, if given, computes the loss that is returned.
 
         Where the kernel does not take a group (see trainfast.stats()), torch's own step
-        runs on it. The step is skipped, counters included, when a gradient scaler has
-        found infinities.
+        runs on it, first. The step is skipped, counters included, when a gradient
+        scaler has found infinities. Where it raises, for want of memory for one, no
+        parameter and no state has changed, but those that torch's own step has.
         """
         if not torch.compiler.is_compiling():
             return self._own_step(closure)
@@ -143,8 +144,18 @@ class _FusedStep(EmaWeights, _Mixin):
                 if not _is_for_torch(reason, groups):
                     raise
         scalars = self._measure_apart(groups)
-        for index, group in enumerate(groups):
-            self._step_apart(index, group, scalars)
+        parts = [
+            part
+            for index, group in enumerate(groups)
+            for part in self._split(index, group, scalars)
+        ]
+        # torch's step, which may raise for reasons of its own, before all that cannot
+        for part in parts:
+            if part.refusal is not None:
+                self._fall_back(part.group, part.refusal, scalars)
+        for part in parts:
+            if part.refusal is None:
+                self._call_core(part.key, [part.group], scalars)
 
     def _measure_apart(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Pass 1 over gradients of any kind; what _call_core then needs no more do."""
@@ -170,56 +181,71 @@ class _FusedStep(EmaWeights, _Mixin):
                 self.grad_norm = measured.total_norm
         return scalars
 
-    def _step_apart(
+    def _split(
         self, index: int, group: dict[str, Any], scalars: dict[str, Any]
-    ) -> None:
-        """Steps one group, device by device."""
+    ) -> list["_Part"]:
+        """The group device by device, each ready for its step; nothing has changed."""
         if group["differentiable"]:
-            self._fall_back(group, "differentiable=True", scalars)
-            return
-        adamw_state.make_state(group, self.state)
-        devices: dict[torch.device, list[Tensor]] = {}
-        for param in group["params"]:
-            devices.setdefault(param.device, []).append(param)
-        for device, params in devices.items():
-            part = {**group, "params": params}
-            try:
-                if type(self._call_core((index, device), [part], scalars)) is tuple:
-                    raise RuntimeError(f"params on {device} cannot be stepped together")
-            except (NotImplementedError, ValueError) as reason:
-                if not _is_for_torch(reason, [part]):
-                    raise
-                self._fall_back(part, str(reason), scalars)
+            parts = [_Part(index, group, "differentiable=True")]
+        else:
+            adamw_state.make_state(group, self.state)
+            devices: dict[torch.device, list[Tensor]] = {}
+            for param in group["params"]:
+                devices.setdefault(param.device, []).append(param)
+            parts = []
+            for device, params in devices.items():
+                there = {**group, "params": params}
+                refusal = self._refusal_of((index, device), there, scalars)
+                parts.append(_Part((index, device), there, refusal))
+        for part in parts:
+            if group["master_weights"] and part.refusal is not None:
+                count_fallback("adamw", part.refusal)
+                raise RuntimeError(
+                    f"torch, to fall back on, has no master weights: {part.refusal}"
+                )
+        return parts
+
+    def _refusal_of(
+        self, key: Any, part: dict[str, Any], scalars: dict[str, Any]
+    ) -> str | None:
+        """Why torch's step must do this part; None: the core is ready to."""
+        try:
+            done = self._call_core(key, [part], scalars, only_prepare=True)
+        except (NotImplementedError, ValueError) as reason:
+            if not _is_for_torch(reason, [part]):
+                raise
+            return str(reason)
+        if type(done) is tuple:
+            raise RuntimeError(f"params on {key[1]} cannot be stepped together")
+        return None
 
     def _call_core(
         self,
         key: Any,
         groups: list[dict[str, Any]],
         measured: dict[str, Any] | None = None,
+        only_prepare: bool = False,
         retry: bool = True,
     ) -> int | tuple[int, int]:
         """Both passes over the groups; `measured` is what stands for the first.
 
-        Returns the number of gradients, or where state is missing or on another device
-        (then nothing has changed).
+        Returns the number of gradients, or where state is missing or on another device:
+        then, and where it raises, nothing has changed. Nor with `only_prepare`, after
+        which the core has all the memory that the same call takes.
         """
         first = _first_with_grad(groups)
         if first is None:
             return 0
         own = self.__dict__
         found = own.get("found_inf") if measured is None else measured["found_inf"]
-        clip = norm = norm_f64 = None
+        clip = None if measured is None else measured["clip_coef"]
+        norm = norm_f64 = None
         find_inf = measured is None and found is None and "_measure_inf" in own
         find_norm = measured is None and self.max_grad_norm is not None
         if find_inf:
             found = torch.empty((), dtype=torch.float32, device=first.device)
         if find_norm:
-            clip = torch.empty((), dtype=torch.float64, device=first.device)
-            norm = torch.empty((), dtype=torch.float32, device=first.device)
-            if any(group["params"][0].dtype == torch.float64 for group in groups):
-                norm_f64 = torch.empty_like(clip)
-        elif measured is not None:
-            clip = measured["clip_coef"]
+            clip, norm, norm_f64 = _norm_scalars(groups, first)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             done = _core.adamw_groups(
@@ -237,14 +263,15 @@ class _FusedStep(EmaWeights, _Mixin):
                 norm_f64,
                 _scalar_on(clip, first, torch.float64),
                 _current_stream(first),
+                only_prepare,
             )
         except ValueError:
             if retry and adamw_state.mend_state(
                 [p for group in groups for p in group["params"]], self.state
             ):
-                return self._call_core(key, groups, measured, retry=False)
+                return self._call_core(key, groups, measured, only_prepare, False)
             raise
-        if type(done) is tuple:
+        if type(done) is tuple or only_prepare:
             return done
         if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
             for grad, copy in copies:
@@ -321,10 +348,6 @@ class _FusedStep(EmaWeights, _Mixin):
     ) -> None:
         """Runs torch's own step on one group, with what a scaler and clipping ask."""
         count_fallback("adamw", reason)
-        if group["master_weights"]:
-            raise RuntimeError(
-                f"torch, to fall back on, has no master weights: {reason}"
-            )
         once = {id(p.grad): p.grad for p in group["params"] if p.grad is not None}
         grads = [grad.detach() for grad in once.values()]
         found, clip = scalars["found_inf"], scalars["clip_coef"]
@@ -367,6 +390,14 @@ class _FusedStep(EmaWeights, _Mixin):
         return step(self, closure)
 
 
+class _Part(NamedTuple):
+    """What is stepped of a group by a call of its own, where one for all cannot be."""
+
+    key: Any  # of its workspace
+    group: dict[str, Any]
+    refusal: str | None  # why torch's step does it; None: the core does
+
+
 def _is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
     """Whether torch's step does what the core has refused.
 
@@ -378,7 +409,7 @@ def _is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
         return True
     if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
         return False
-    return any(text in str(reason) for text in ("must not overlap", "must be aligned"))
+    return isinstance(reason, _core.PlacementError)
 
 
 def _first_with_grad(groups: list[dict[str, Any]]) -> Tensor | None:
@@ -398,6 +429,16 @@ def _scalar_on(
     if value is None or (value.device == param.device and value.dtype == dtype):
         return value
     return value.to(device=param.device, dtype=dtype)
+
+
+def _norm_scalars(
+    groups: list[dict[str, Any]], first: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where pass 1 puts the coefficient to clip by, the norm, and its float64."""
+    clip = torch.empty((), dtype=torch.float64, device=first.device)
+    norm = torch.empty((), dtype=torch.float32, device=first.device)
+    wide = any(group["params"][0].dtype == torch.float64 for group in groups)
+    return clip, norm, torch.empty_like(clip) if wide else None
 
 
 def _recording_relayout(

@@ -7,7 +7,7 @@ them all on its way; here they only get their names.
 Source: torch_geometric.data.collate (2.8).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import NodeStorage
 
-from trainfast._core import GraphBatch
+from trainfast._core import GraphBatch, GraphRecipe
 from trainfast.graph_cache.batch import (
     BatchPlan,
     Follow,
@@ -40,7 +40,10 @@ def assembler(plan: BatchPlan, kind: type | None = None) -> Callable[[Any], Any]
         kind: the class of the graphs; None: `Data`, or `HeteroData` if there are types.
     """
     kind = kind or _kind_of(plan.schema)
-    return _Assembler(plan, kind).assemble
+    made = _Assembler(plan, kind)
+    if made.recipe is None or made.constants.pairs:
+        return made.assemble
+    return made.recipe
 
 
 def item_assembler(plan: BatchPlan, kind: type) -> Callable[[Any], Any]:
@@ -111,9 +114,7 @@ class _Constants:
     def of_batch(self, host: Any) -> list[Any]:
         """The constants of a batch that lies on the CPU."""
         n = host.n_slots
-        constants = self.made.get(n)
-        if constants is None:
-            constants = self._make(n)
+        constants = self.of(n)
         if self.pairs:
             constants = constants.copy()
         for place, pair in self.pairs:
@@ -124,11 +125,15 @@ class _Constants:
             constants[place] = torch.from_numpy(rows)
         return constants
 
-    def _make(self, n: int) -> list[Any]:
+    def of(self, n: int) -> list[Any]:
+        """Those that are the same in all batches of n graphs."""
+        constants = self.made.get(n)
+        if constants is not None:
+            return constants
         if len(self.made) > 256:  # batches of ever new sizes
             self.made.clear()
         slots = torch.arange(n + 1, device="cpu")
-        constants: list[Any] = [slots.new_zeros(n), None]
+        constants = [slots.new_zeros(n), None]
         for extra in self.extras:
             constants.append(slots * extra if isinstance(extra, int) else None)
         return self.made.setdefault(n, constants)
@@ -141,7 +146,7 @@ class _Assembler:
         self.plan = plan
         self.blank = blank(kind)
         self.constants = _Constants(len(plan.schema.counts))
-        self.stores = [_Store(key) for key in _store_keys(plan.schema, kind)]
+        self.stores = [_Store(key) for key in _store_keys(plan.schema.keys, kind)]
         by_key = {store.key: store for store in self.stores}
         follows = {follow.key: follow for follow in plan.follow}
         for place, (key, number) in enumerate(zip(plan.keys, plan.fields)):
@@ -154,7 +159,10 @@ class _Assembler:
         only, recipe = self.stores[0], self.blank.recipe()
         simple = not (only.converts or only.num_nodes is not None or plan.padded)
         # What the core makes by itself: plain tensors in one store.
-        self.whole = (*recipe, *only.recipe) if recipe and simple else None
+        self.recipe: GraphRecipe | None = None
+        if recipe is not None and simple:
+            parts = *recipe, *only.recipe
+            self.recipe = GraphRecipe(*parts, self.constants.of, self._assemble)
 
     def _add(
         self, store: _Store, name: str, place: int, entry: Field, follow: Follow | None
@@ -165,6 +173,8 @@ class _Assembler:
         if name == "num_nodes":
             store.num_nodes = place
             return
+        # A graph's own x_batch takes the place of what following x has made.
+        store.converts = [made for made in store.converts if made[0] != name]
         store.slices[name] = self.constants.slices(entry)
         store.starts[name] = self.constants.starts(entry)
         if entry.dtype in ("string", "bytes"):
@@ -193,12 +203,13 @@ class _Assembler:
     def assemble(self, core: Any) -> Any:
         # Slices and increments stay on the CPU, as they do in batch.to(device), and
         # share no memory with what the user gets and may write to.
-        if self.whole is not None and type(core) is GraphBatch:
-            return core.graph(self.whole, self.constants.of_batch(core))
-        return self._assemble(core, self.constants.of_batch(_host(core)))
+        if self.recipe is not None and type(core) is GraphBatch:
+            return self.recipe(core, self.constants.of_batch(core))
+        return self._assemble(core)
 
-    def _assemble(self, core: Any, constants: list[Any]) -> Any:
+    def _assemble(self, core: Any) -> Any:
         """Batches of several stores, on a device, or not of plain tensors alone."""
+        constants = self.constants.of_batch(_host(core))
         mappings: dict[Any, dict[str, Any]] = {}
         all_slices: dict[Any, Any] = {}
         all_incs: dict[Any, Any] = {}
@@ -236,7 +247,7 @@ class _ItemAssembler:
 
     def __init__(self, plan: BatchPlan, kind: type) -> None:
         self.blank = blank(kind, batched=False)
-        self.stores = [_Store(key) for key in _store_keys(plan.schema, kind)]
+        self.stores = [_Store(key) for key in _store_keys(plan.keys, kind)]
         by_key = {store.key: store for store in self.stores}
         for place, (key, number) in enumerate(zip(plan.keys, plan.fields)):
             owner, name = _split(key)
@@ -262,9 +273,9 @@ class _ItemAssembler:
         return self.blank.new(mappings[None])[0]
 
 
-def _store_keys(schema: Schema, kind: type) -> list[Hashable]:
+def _store_keys(keys: Iterable[Hashable], kind: type) -> list[Hashable]:
     """The keys of a graph's stores in PyG's order: None, node types, edge types."""
-    owners = dict.fromkeys(_split(key)[0] for key in schema.keys)
+    owners = dict.fromkeys(_split(key)[0] for key in keys)
     if not issubclass(kind, HeteroData):
         return [None]
     nodes = [owner for owner in owners if isinstance(owner, str)]

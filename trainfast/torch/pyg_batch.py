@@ -43,7 +43,7 @@ class Blank:
         }
 
     def recipe(self) -> tuple[type, dict[str, Any], type, dict[str, Any]] | None:
-        """How the core makes a homogeneous batch, as GraphBatch.graph() wants it.
+        """How the core makes a homogeneous batch: what a GraphRecipe begins with.
 
         None: it cannot, because the class makes its objects in a way of its own.
         """

@@ -84,9 +84,11 @@ class DataLoader(TheirLoader):
             batcher, places = self._native()
         except _UnsuitableError as error:
             count_fallback("pyg", str(error))
-            return super().__iter__()
-        count_call("pyg", "loader")
-        return _Iteration(self, batcher, places)
+        else:
+            count_call("pyg", "loader")
+            return _Iteration(self, batcher, places)
+        # Not above: errors of its workers would come with ours as their cause.
+        return super().__iter__()
 
     def _native(self) -> tuple[Batcher, np.ndarray | None]:
         """What makes the batches, and the dataset's places in its cache."""
@@ -185,7 +187,7 @@ class _Iteration(Iterator[Any]):
         places = self._places
         if places is None:
             return in_range(batch, self._n)
-        array = np.asarray(batch)
+        array = np.asarray(batch if hasattr(batch, "__getitem__") else list(batch))
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise IndexError(f"a batch must be a list of indices, got {batch!r}")
         return places[array]

@@ -1,0 +1,264 @@
+/* The type GraphIteration: what hands out a loader's batches. Where a GraphOrder says
+ * which graphs come and one GraphPrefetch makes all batches, no Python code runs for a
+ * batch: it took a sixteenth of a small one's time. The beginning, the end and every
+ * other case are methods of a subclass. */
+#include "graph.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *prefetch; /* these are references. NULL: _other() knows */
+    PyObject *order;    /* NULL: it has come to its end */
+    PyObject *assemble; /* makes of a GraphBatch what is handed out */
+    PyObject *place;    /* its attribute position: after what was handed out */
+    PyObject *position; /* that name */
+    bool begun, busy;
+} graph_iteration;
+
+/* Asks for the next batch. Returns 1 where there is one. An error waits until the
+ * batches before it are out. */
+static int
+submit(graph_iteration *self)
+{
+    PyObject *type, *error, *traceback;
+    int more;
+
+    if (self->prefetch == NULL || self->order == NULL) {
+        return 0;
+    }
+    more = py_graph_prefetch_submit(self->prefetch, self->order);
+    if (more > 0) {
+        return more;
+    }
+    Py_CLEAR(self->order);
+    if (more < 0) {
+        PyErr_Fetch(&type, &error, &traceback);
+        PyErr_NormalizeException(&type, &error, &traceback);
+        if (PyObject_SetAttrString((PyObject *)self, "_error", error) < 0) {
+            PyErr_Clear();
+        }
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+    }
+    return 0;
+}
+
+/* After an error: a batch's own has had its turn, an interrupted wait has not. */
+static void
+go_on(graph_iteration *self, int64_t pending)
+{
+    PyObject *type, *error, *traceback;
+
+    if (py_graph_prefetch_pending(self->prefetch) < pending) {
+        PyErr_Fetch(&type, &error, &traceback);
+        submit(self);
+        PyErr_Restore(type, error, traceback);
+    }
+}
+
+static PyObject *
+assemble(const graph_iteration *self, PyObject *batch)
+{
+    const py_state *state = py_graph_state(batch);
+
+    if (Py_TYPE(self->assemble) == state->graph_types[PY_GRAPH_RECIPE]) {
+        return py_graph_recipe_make(self->assemble, (py_graph_batch *)batch);
+    }
+    return PyObject_CallFunctionObjArgs(self->assemble, batch, NULL);
+}
+
+static int
+set_position(graph_iteration *self, int64_t position)
+{
+    PyObject *number = PyLong_FromLongLong(position);
+    int status = -1;
+
+    if (number != NULL) {
+        status = PyObject_SetAttr(self->place, self->position, number);
+        Py_DECREF(number);
+    }
+    return status;
+}
+
+/* The next batch of the prefetch, of which some are pending. */
+static PyObject *
+hand_out(graph_iteration *self, int64_t pending)
+{
+    PyObject *batch, *made;
+    int64_t position;
+
+    batch = py_graph_prefetch_next(self->prefetch, &position);
+    if (batch == NULL) {
+        go_on(self, pending);
+        return NULL;
+    }
+    submit(self);
+    made = assemble(self, batch);
+    Py_DECREF(batch);
+    if (made != NULL && set_position(self, position) < 0) {
+        Py_CLEAR(made);
+    }
+    return made;
+}
+
+static int
+begin(graph_iteration *self)
+{
+    PyObject *none;
+
+    self->begun = true;
+    none = PyObject_CallMethod((PyObject *)self, "_begin", NULL);
+    Py_XDECREF(none);
+    return none == NULL ? -1 : 0;
+}
+
+static PyObject *
+next(graph_iteration *self)
+{
+    int64_t pending;
+
+    if (!self->begun && begin(self) < 0) {
+        return NULL;
+    }
+    if (self->prefetch != NULL) {
+        pending = py_graph_prefetch_pending(self->prefetch);
+        if (pending > 0) {
+            return hand_out(self, pending);
+        }
+        Py_CLEAR(self->prefetch);
+    }
+    return PyObject_CallMethod((PyObject *)self, "_other", NULL);
+}
+
+static PyObject *
+iteration_next(graph_iteration *self)
+{
+    PyObject *made;
+
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "an iteration must not be used by two threads at once, nor by "
+                        "what it calls itself");
+        return NULL;
+    }
+    self->busy = true;
+    made = next(self);
+    self->busy = false;
+    return made;
+}
+
+static int
+iteration_clear(graph_iteration *self)
+{
+    Py_CLEAR(self->prefetch);
+    Py_CLEAR(self->order);
+    Py_CLEAR(self->assemble);
+    Py_CLEAR(self->place);
+    return 0;
+}
+
+/* A subclass has no module: the state is that of the class that defines this. */
+static PyObject *
+iteration_follow(graph_iteration *self, PyTypeObject *defining, PyObject *const *given,
+                 Py_ssize_t n, PyObject *names)
+{
+    py_state *state = PyType_GetModuleState(defining);
+
+    if (n != 4 || names != NULL) {
+        PyErr_Format(PyExc_TypeError, "_follow() takes 4 arguments, got %zd", n);
+        return NULL;
+    }
+    if (self->prefetch != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "an iteration follows one order");
+        return NULL;
+    }
+    if (py_graph_object(state, given[0], PY_GRAPH_PREFETCH, "prefetch") == NULL ||
+        py_graph_object(state, given[1], PY_GRAPH_ORDER, "order") == NULL) {
+        return NULL;
+    }
+    iteration_clear(self);
+    self->prefetch = Py_NewRef(given[0]);
+    self->order = Py_NewRef(given[1]);
+    self->assemble = Py_NewRef(given[2]);
+    self->place = Py_NewRef(given[3]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+iteration_submit(graph_iteration *self, PyObject *Py_UNUSED(unused))
+{
+    return PyBool_FromLong(submit(self));
+}
+
+/* ---- The type -------------------------------------------------------------------- */
+
+static PyObject *
+iteration_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(names))
+{
+    graph_iteration *self = (graph_iteration *)py_graph_alloc(type);
+
+    if (self != NULL) {
+        self->position = PyUnicode_InternFromString("position");
+        if (self->position == NULL) {
+            Py_CLEAR(self);
+        }
+    }
+    return (PyObject *)self;
+}
+
+static int
+iteration_traverse(graph_iteration *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->prefetch);
+    Py_VISIT(self->order);
+    Py_VISIT(self->assemble);
+    Py_VISIT(self->place);
+    return 0;
+}
+
+static void
+iteration_dealloc(graph_iteration *self)
+{
+    PyObject_GC_UnTrack(self);
+    iteration_clear(self);
+    Py_XDECREF(self->position);
+    py_graph_free((PyObject *)self);
+}
+
+static PyMethodDef iteration_methods[] = {
+    {"_follow", (PyCFunction)(void (*)(void))iteration_follow,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     "_follow($self, prefetch, order, assemble, place, /)\n--\n\n"
+     "From now on batches of this GraphPrefetch are handed out, as assemble makes "
+     "them\n"
+     "of a GraphBatch, and for each one more is asked for, of this GraphOrder; "
+     "place's\n"
+     "attribute position becomes the order's after what was handed out. An error of\n"
+     "the order becomes the attribute _error. When all is out, _other() goes on."},
+    {"_submit", (PyCFunction)iteration_submit, METH_NOARGS,
+     "_submit($self, /)\n--\n\n"
+     "Asks for one more batch of the order; False at its end."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot iteration_slots[] = {
+    {Py_tp_doc,
+     "An iterator: _begin() is called first, _other() where there is nothing\n"
+     "to follow, and what that returns is handed out."},
+    {Py_tp_new, iteration_new},
+    {Py_tp_traverse, iteration_traverse},
+    {Py_tp_clear, iteration_clear},
+    {Py_tp_dealloc, iteration_dealloc},
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, iteration_next},
+    {Py_tp_methods, iteration_methods},
+    {0, NULL},
+};
+
+PyType_Spec py_graph_iteration_spec = {
+    .name = "trainfast._core.GraphIteration",
+    .basicsize = sizeof(graph_iteration),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .slots = iteration_slots,
+};
