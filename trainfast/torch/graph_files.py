@@ -55,6 +55,11 @@ def _load(path: str | Path, trust: bool) -> Any:
             "must have only tensors, containers and PyG's graphs unless it is trusted"
         )
         raise ValueError(f"{path} {rule}, got {reason}") from error
+    except (OSError, MemoryError, ImportError, AttributeError):
+        raise  # the last two: a class that the file names is not here
+    except Exception as error:  # torch's reader ends in any of them
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} must be what torch.save wrote, got {got}") from error
 
 
 def _pyg() -> ModuleType | None:

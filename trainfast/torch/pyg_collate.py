@@ -23,6 +23,7 @@ from torch_geometric.data.storage import N_KEYS, EdgeStorage, NodeStorage
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.pyg_batch import blank
 from trainfast.torch.pyg_dataset import Picked
+from trainfast.torch.pyg_rules import as_in_pyg
 
 __all__ = ["collate", "collate_dataset"]
 
@@ -37,7 +38,8 @@ _RULES = (
     *("stores", "node_stores", "stores_as", "num_nodes"),
 )
 _PLAIN = {
-    base: {name: getattr(base, name) for name in _RULES} for base in (Data, HeteroData)
+    base: {name: as_in_pyg(base, name) for name in _RULES}
+    for base in (Data, HeteroData)
 }
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 

@@ -4,7 +4,14 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import suppress
 from os import PathLike
 from types import EllipsisType
@@ -13,11 +20,12 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 import torch.utils.data
-from torch_geometric.data import Data, Dataset
+from torch_geometric.data import Batch, Data, Dataset, HeteroData
 
 from trainfast._core import GraphBatch, GraphSelection, graph_collate
 from trainfast.graph_cache import BuildError, Cache, build, keys
 from trainfast.graph_cache.batch import plan_batches
+from trainfast.graph_cache.schema import Schema
 from trainfast.graph_cache.writer import as_path, has_manifest
 from trainfast.torch.pyg_assemble import assembler, item_assembler
 from trainfast.torch.pyg_rules import Flattener
@@ -48,7 +56,7 @@ def cached(
     Args:
         dataset: a PyG dataset, a torch Subset of one, or any sequence of `Data` or
             `HeteroData`, all of one class.
-        path: a directory, made if it is not there.
+        path: a directory, made if it is not there; "~" is the home.
         transform_id: str, bytes, int or a tuple of them.
         workers: processes that take graphs from the dataset while the cache is built.
         verify: "once", "always" or "never": when checksums are compared; see
@@ -82,37 +90,71 @@ def cached(
         _build(path, dataset, Flattener(some), transform_id, workers, progress)
         cache = Cache(path, verify)
         _write_note(cache, transform_id)
+        if not known:
+            _warn_of_random(CachedDataset(cache, type(first)), some)
     made = CachedDataset(cache, type(first), transform)
     if known:
-        _warn_of_another(made, first)
+        _warn_of_another(made, first, dataset)
     return made
 
 
-def _warn_of_another(made: "CachedDataset", first: Any) -> None:
+def _warn_of_another(made: "CachedDataset", first: Any, dataset: Any) -> None:
     """Warns where the cache's first graph is not the dataset's: the cache may be of
     another dataset (the training set's, for the test set), or of older code."""
-    theirs, ours = _values(first), _values(made.get(0))
-    if theirs.keys() != ours.keys():
-        other = sorted(map(str, theirs.keys() ^ ours.keys()))[0]
-    else:
-        wrong = [name for name in theirs if not _same(theirs[name], ours[name])]
-        if not wrong:
+    other = _difference(first, made.get(0))
+    drawn = _difference(first, dataset[0]) if other else ""
+    if drawn:
+        _warn_of_drawing(0, drawn, stacklevel=4)
+    elif other:
+        warnings.warn(
+            f"the dataset's first graph is not the one in {made.cache.path} ({other!r} "
+            "differs), and the cache's graphs are what you get: for another dataset "
+            "take another path, after a change another transform_id",
+            stacklevel=3,
+        )
+
+
+def _warn_of_random(made: "CachedDataset", some: list[Any]) -> None:
+    """Warns where a graph that was stored is not the one that was given before."""
+    for i, graph in enumerate(some):
+        other = _difference(graph, made.get(i))
+        if other:
+            _warn_of_drawing(i, other, stacklevel=4)
             return
-        other = str(wrong[0])
+
+
+def _warn_of_drawing(i: int, name: str, stacklevel: int) -> None:
     warnings.warn(
-        f"the dataset's first graph is not the one in {made.cache.path} ({other!r} "
-        "differs), and the cache's graphs are what you get: for another dataset take "
-        "another path, after a change another transform_id",
-        stacklevel=3,
+        f"the dataset's graph {i} is another each time ({name!r} differs): the cache "
+        "has one of them for good; give what draws as transform=",
+        stacklevel=stacklevel,
     )
+
+
+def _difference(a: Any, b: Any) -> str:
+    """The name of what differs in two graphs; "": nothing."""
+    theirs, ours = _values(a), _values(b)
+    if theirs.keys() != ours.keys():
+        return sorted(map(str, theirs.keys() ^ ours.keys()))[0]
+    wrong = [name for name in theirs if not _same(theirs[name], ours[name])]
+    return str(wrong[0]) if wrong else ""
 
 
 def _values(graph: Any) -> dict[Any, Any]:
     return {
-        (store._key, name): value
+        (name if store._key is None else (store._key, name)): value
         for store in graph.stores
         for name, value in store._mapping.items()
         if value is not None
+    }
+
+
+def _places(graph: Any) -> dict[Any, Any]:
+    """What tensors have besides their values."""
+    return {
+        name: (value.device, value.requires_grad)
+        for name, value in _values(graph).items()
+        if isinstance(value, torch.Tensor)
     }
 
 
@@ -121,13 +163,16 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and (a == b or a != a)
     if a.device.type != "cpu":
         return True  # not worth a wait for the device
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False  # what is stored never is
     # As bits: NaN is what it was.
     alike = a.dtype == b.dtype and a.shape == b.shape
     return alike and torch.equal(_bits(a), _bits(b))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _build(
@@ -170,6 +215,12 @@ def _split_transform(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     if type(dataset) is torch.utils.data.Subset:
         inner, transform = _split_transform(dataset.dataset)
         return torch.utils.data.Subset(inner, dataset.indices), transform
+    if type(dataset) is torch.utils.data.ConcatDataset:
+        split = [_split_transform(part) for part in dataset.datasets]
+        transform = split[0][1]
+        if any(own is not transform for _, own in split):
+            return dataset, None  # each part's own is applied before storing
+        return torch.utils.data.ConcatDataset([part for part, _ in split]), transform
     if isinstance(dataset, Dataset) and dataset.transform is not None:
         plain = copy.copy(dataset)
         plain.transform = None
@@ -226,9 +277,10 @@ class CachedDataset(Dataset):
     """A PyG dataset whose graphs lie in a graph cache.
 
     It does what PyG's datasets do: integers give graphs, slices, lists, masks and
-    tensors give datasets, `transform` is applied on access. The tensors of a graph are
-    its own: write into them as you like. Batches come from
-    `trainfast.torch.pyg.DataLoader`, or from PyG's, which makes them of graphs.
+    tensors give datasets, `transform` is applied on access; `dataset.y` is what all
+    graphs have by that name, put together. The tensors of a graph are its own: write
+    into them as you like. Batches come from `trainfast.torch.pyg.DataLoader`, or from
+    PyG's, which makes them of graphs. A subclass may have its own `get`.
 
     Args:
         cache: an open cache; see `trainfast.graph_cache.open`.
@@ -251,9 +303,42 @@ class CachedDataset(Dataset):
         """Graphs in the cache."""
         return len(self.cache)
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of all the dataset's graphs, as their batch has it: read anew
+        each time."""
+        own = self.__dict__  # is empty while a copy is made
+        cache, kind = own.get("cache"), own.get("kind", Data)
+        hetero = issubclass(kind, HeteroData)
+        schema = None if cache is None or hetero else cache.schema
+        field = None if schema is None else dict(zip(schema.keys, schema.fields))
+        if field is None or name not in field or field[name].optional:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, nor have "
+                "all its graphs"
+            )
+        plain = copy.copy(self)
+        plain.transform = None
+        graphs = plain.__getitems__(range(len(plain)))
+        others = [key for key in field if key != name]
+        batch = graphs.batch((), others) if isinstance(graphs, Picked) else None
+        if batch is None:
+            batch = Batch.from_data_list(list(graphs), exclude_keys=others)
+        return batch[name]
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of all graphs of the cache, in a part of the dataset, too; with a
+        transform those of the dataset's own graphs."""
+        whole = copy.copy(self)
+        whole._indices = None
+        y = None if self.transform is not None else getattr(whole, "y", None)
+        if not isinstance(y, torch.Tensor):
+            return super().num_classes
+        return self._infer_num_classes(y)
+
     def get(self, idx: SupportsIndex) -> Any:
         """Graph `idx` of the cache, without the transform."""
-        place = idx.__index__()
+        place = range(len(self.cache))[idx]
         fields: tuple[int, ...] = ()
         schema = self.cache.schema
         if schema is not None and any(field.optional for field in schema.fields):
@@ -262,9 +347,9 @@ class CachedDataset(Dataset):
         selection, assemble = self._once(("get", fields), self._make_getter, fields)
         return assemble(graph_collate(selection, [place]))
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """The graphs of a batch; without a transform they are not made yet."""
-        if self.transform is not None:
+    def __getitems__(self, indices: Iterable[int]) -> Sequence[Any]:
+        """The graphs of a batch; those that are as in the cache are not made yet."""
+        if self.transform is not None or type(self) is not CachedDataset:
             return [self[i] for i in indices]
         return Picked(self, indices)
 
@@ -292,29 +377,84 @@ class CachedDataset(Dataset):
         return {**self.__dict__, "_made": {}}
 
 
-class Picked(Sequence[Any]):
-    """Graphs of a dataset that are made when they are looked at."""
+class Picked(MutableSequence[Any]):
+    """A list of graphs of a dataset, which are made when somebody looks at them."""
 
-    def __init__(self, dataset: CachedDataset, indices: Sequence[int]) -> None:
-        self.dataset, self.indices = dataset, indices
+    def __init__(self, dataset: CachedDataset, indices: Iterable[int]) -> None:
+        self.dataset = dataset
+        self.indices = indices if isinstance(indices, list) else list(indices)
+        self._first: Any = None  # loaders look at it to see what there is
+        self._graphs: list[Any] | None = None  # all, once another was looked at
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.indices if self._graphs is None else self._graphs)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self.dataset[i] for i in self.indices[index]]
-        return self.dataset[self.indices[index]]
+        if self._graphs is not None or type(index) is not int or index:
+            return self._all()[index]
+        if self._first is None:
+            self._first = self.dataset[self.indices[0]]
+        return self._first
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._all()[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self._all()[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.dataset[i] for i in self.indices)
+        return iter(self._all())
+
+    def __add__(self, other: Any) -> list[Any]:
+        return self._all() + list(other)
+
+    def __radd__(self, other: Any) -> list[Any]:
+        return list(other) + self._all()
+
+    def __mul__(self, times: int) -> list[Any]:
+        return self._all() * times
+
+    __rmul__ = __mul__
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == (other._all() if isinstance(other, Picked) else other)
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def insert(self, index: int, value: Any) -> None:
+        self._all().insert(index, value)
+
+    def sort(self, **options: Any) -> None:
+        self._all().sort(**options)
+
+    def copy(self) -> list[Any]:
+        return self._all().copy()
+
+    def _all(self) -> list[Any]:
+        if self._graphs is None:
+            self._graphs = [self.dataset[i] for i in self.indices]
+            if self._first is not None:
+                self._graphs[0] = self._first
+        return self._graphs
+
+    def _as_cached(self) -> bool:
+        """Whether nobody can have changed one of the graphs."""
+        if self._graphs is not None or not self.indices:
+            return False
+        first = self._first
+        if first is None:
+            return True
+        again = self.dataset[self.indices[0]]
+        placed = type(first) is type(again) and _places(first) == _places(again)
+        return placed and not _difference(first, again)
 
     def batch(
         self, follow: Iterable[str] | None, exclude: Iterable[str] | None
     ) -> Any | None:
         """Their batch, made natively; None where that is not possible."""
         batcher = self.dataset.batcher(follow or (), exclude or ())
-        if batcher.reason is not None or not len(self.indices):
+        if batcher.reason is not None or not self._as_cached():
             return None
         own, places = self.dataset._indices, self.indices
         if own is not None:
@@ -336,11 +476,10 @@ class Batcher:
         if schema is None:
             self.reason = "a cache without graphs"
             return
-        names = {field.name for field in schema.fields}
         plan = plan_batches(
-            schema, None, exclude, [name for name in follow if name in names]
+            schema, None, _named(schema, exclude), _named(schema, follow)
         )
-        if any(schema.fields[i].optional for i in plan.fields):
+        if any(schema.fields[i].optional for i in plan.fields) or _some_lack(schema):
             self.reason = "an attribute that not all graphs have"
             return
         core = cache._core
@@ -352,9 +491,26 @@ class Batcher:
         return self.assemble(graph_collate(self.selection, places))
 
 
+def _named(schema: Schema, names: Iterable[str]) -> list[Hashable]:
+    """The keys with one of these names: of every type, and of the whole graph."""
+    wanted = set(names)
+    return [k for k, f in zip(schema.keys, schema.fields) if f.name in wanted]
+
+
+def _some_lack(schema: Schema) -> bool:
+    """Whether there is a type of which a graph may have nothing."""
+    lacking: dict[Any, bool] = {}
+    for key, field in zip(schema.keys, schema.fields):
+        if isinstance(key, tuple):
+            lacking[key[0]] = lacking.get(key[0], True) and field.optional
+    return any(lacking.values())
+
+
 def in_range(indices: Any, n: int) -> Any:
     """Indices into n graphs as the core takes them; IndexError for those beyond."""
     if type(indices) is not list or {*map(type, indices)} != {int}:
+        if not hasattr(indices, "__getitem__"):
+            indices = list(indices)  # a set or the like
         array = np.asarray(indices)
         if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
             raise IndexError(f"a batch must be a list of indices, got {indices!r}")

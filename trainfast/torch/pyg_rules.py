@@ -9,6 +9,7 @@ Sources: torch_geometric.data.collate, Data.__inc__ and HeteroData.__inc__ (2.8)
 """
 
 from collections.abc import Hashable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -25,8 +26,19 @@ _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # Of a class with another one of these, each graph is asked.
 _ASKED = ("__getattr__", "__getattribute__", "stores", "node_stores", "num_nodes")
 _ASKED_FOR = {"__inc__": ("__inc__", *_ASKED), "__cat_dim__": ("__cat_dim__", *_ASKED)}
+
+
+def as_in_pyg(base: type, name: str) -> Any:
+    """What PyG's class has by this name; None: a script has put its own there."""
+    found = getattr(base, name)
+    function = found.fget if isinstance(found, property) else found
+    module = getattr(function, "__module__", None)
+    inherited = found is getattr(object, name, None)
+    return found if inherited or str(module).startswith("torch_geometric.") else None
+
+
 _PLAIN = {
-    base: {name: getattr(base, name) for name in ("__inc__", "__cat_dim__", *_ASKED)}
+    base: {name: as_in_pyg(base, name) for name in ("__inc__", "__cat_dim__", *_ASKED)}
     for base in (Data, HeteroData)
 }
 _LARGEST = 2**32 - 1  # of a count
@@ -74,7 +86,10 @@ class Flattener:
         counts: dict[tuple[Any, ...], int] = {}
         for store in graph.stores:
             if isinstance(store, NodeStorage):
-                counts["nodes", store._key or ""] = store.num_nodes or 0
+                # Asked where nothing tells it, PyG would warn, and answer None.
+                known = store.can_infer_num_nodes
+                nodes = store.num_nodes if known else None
+                counts["nodes", store._key or ""] = nodes or 0
         for store, key, name, value in self._attributes(graph):
             rule = self.rules.get(key)
             if rule is None:
@@ -113,7 +128,7 @@ class Flattener:
         cat_dim = self._cat_dim(graph, store, key, name, value)
         add: Any = None
         if "__inc__" in self.own:
-            add = _form_of(key, value, graph.__inc__(name, value, store))
+            add = _form_of(key, value, _increment(graph, store, key, name, value))
             if add is None and self._plain_add(store, name, value) is not None:
                 add = _ONE  # a name that increments: this graph's 0 tells nothing
         else:
@@ -167,7 +182,7 @@ class Flattener:
             if dim != rule.cat_dim:
                 rule_text = f"must have the __cat_dim__ of the first, {rule.cat_dim}"
                 raise NotImplementedError(f"{key!r} {rule_text}, got {dim}")
-        inc = graph.__inc__(name, value, store)
+        inc = _increment(graph, store, key, name, value)
         form = _form_of(key, value, inc)
         if rule.add == _TWO:
             if form != _TWO:
@@ -175,7 +190,7 @@ class Flattener:
             for row, number in enumerate(inc.flatten().tolist()):
                 counts["increment", key, row] = _checked(key, number)
         elif rule.add == _ONE and form != _TWO:
-            counts["increment", key] = _checked(key, int(inc))
+            counts["increment", key] = _checked(key, inc)
         elif form is not None and "__inc__" in self.own:
             rule_text = "must add the same kind of number as in the first graphs"
             raise NotImplementedError(f"{key!r} {rule_text}, got __inc__ {inc}")
@@ -189,9 +204,27 @@ def _check_value(key: Hashable, value: Any) -> None:
         raise NotImplementedError(f"{key!r} must be {kinds}, got {kind.__name__}")
     if kind is Tensor:
         if value.layout is not torch.strided or value.is_nested:
-            raise NotImplementedError(f"{key!r} must be dense, got {value.layout}")
+            got = "a nested tensor" if value.is_nested else value.layout
+            raise NotImplementedError(f"{key!r} must be dense, got {got}")
         if value.requires_grad:
             raise NotImplementedError(f"{key!r} must not require gradients, got it")
+
+
+def _increment(graph: Any, store: Any, key: Hashable, name: str, value: Any) -> Any:
+    """What `__inc__` says: an int, or a tensor of ints with dimensions."""
+    said = graph.__inc__(name, value, store)
+    try:
+        inc: Any = torch.as_tensor(said) if isinstance(said, list | tuple) else said
+        if isinstance(inc, Tensor) and inc.dim():
+            if inc.dtype in _INTEGERS:
+                return inc
+        else:
+            number: Any = inc.item() if isinstance(inc, Tensor) else inc
+            return index(number)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    rule = "must add an integer, or two of them"
+    raise NotImplementedError(f"{key!r} {rule}, got __inc__ {said!r}")
 
 
 def _form_of(key: Hashable, value: Any, inc: Any) -> str | None:
