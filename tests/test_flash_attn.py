@@ -172,10 +172,33 @@ def test_dropout_keeps_the_mean():
     assert 0.9 < out.mean() < 1.1 and out.std() > 0.01
 
 
+def test_return_attn_probs_gives_the_logarithms_of_the_sums():
+    q, k, v = rows(2, 5, 4, 8), rows(2, 7, 2, 8), rows(2, 7, 2, 8)
+    out, lse, probs = flash_attn.flash_attn_func(
+        q, k, v, causal=True, return_attn_probs=True
+    )
+    arrays = [array(x) for x in (q, k, v)]
+    core = {"scale": 8**-0.5, "is_causal": True, "bottom_right": True}
+    wanted, wanted_lse = reference.attention(*arrays, **core, bnhd=True)
+    np.testing.assert_allclose(array(out), wanted, atol=1e-5)
+    np.testing.assert_allclose(array(lse), wanted_lse, atol=1e-5)
+    assert probs.shape == (0,) and probs.dtype == q.dtype
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    given = {"causal": True, "return_attn_probs": True}
+    qkv = torch.stack([q[0], q[0], q[0]], 1)
+    kv = qkv[:, 1:]
+    results = [
+        flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 5, **given),
+        flash_attn.flash_attn_varlen_kvpacked_func(q[0], kv, ends, ends, 5, 5, **given),
+    ]
+    assert [x.shape for x in results[0]] == [(5, 4, 8), (4, 5), (0,)]
+    torch.testing.assert_close(*results)
+
+
 def test_what_is_missing_is_named():
     q, ends = rows(1, 5, 2, 8), torch.tensor([0, 5])
     with pytest.raises(NotImplementedError, match=r"^return_attn_probs must be False"):
-        flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
+        flash_attn.flash_attn_func(q, q, q, 0.1, return_attn_probs=True)
     with pytest.raises(NotImplementedError, match=r"^block_table must be None"):
         flash_attn.flash_attn_varlen_func(
             q[0], q[0], q[0], ends, ends, 5, 5, block_table=ends

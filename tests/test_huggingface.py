@@ -174,3 +174,13 @@ def test_dropout_is_on_in_training_only():
     torch.manual_seed(0)
     assert torch.equal(model(**inputs).logits, first)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}])
+def test_paged_cache_with_an_option_that_sdpa_lacks_is_refused(option):
+    module = torch.nn.Module()
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match="paged one with softcap or sinks"):
+        trainfast.torch.huggingface.attention_forward(
+            module, q, q, q, None, cache=object(), **option
+        )

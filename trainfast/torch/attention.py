@@ -103,7 +103,7 @@ def attention(
         q: [batch, heads, n_q, dim]; with layout "bnhd" [batch, n_q, heads, dim]; with
             cu_seqlens [total_q, heads, dim].
         k, v: the same with kv_heads, of which heads is a multiple; v may have another
-            dim. Floating point of one dtype; dims up to 256.
+            dim. Floating point of one dtype; dims up to 256, above by plain operations.
         mask: broadcasts to [batch, heads, n_q, n_k]. bool: True takes part; floating
             point: added to the scores, without a gradient.
         bias: broadcasts likewise, added to the scores, with a gradient of its own

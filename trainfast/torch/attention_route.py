@@ -178,6 +178,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def attend(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
     """The kernel, or where it cannot run plain operations."""
     refusal = refusal_of((*inputs, *extras))
+    if refusal is None and max(inputs.q.shape[-1], inputs.v.shape[-1]) > MAX_DIM:
+        refusal = f"a head dim above {MAX_DIM}"
     if refusal is None:
         try:
             return run(inputs, extras, options)

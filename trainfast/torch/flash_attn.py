@@ -3,13 +3,18 @@
     from trainfast.torch.flash_attn import flash_attn_func
 
 float64 and float32 as well as half precision, on the CPU as on CUDA, and with second
-derivatives. What the kernels lack raises NotImplementedError.
+derivatives, also of the logarithms that return_attn_probs gives. What the kernels lack
+raises NotImplementedError.
 """
+
+from typing import Any
 
 from torch import Tensor
 
 from trainfast.torch.attention import attend_packed, prepare
 from trainfast.torch.attention_route import attend
+
+_Result = Tensor | Any  # (out, lse, probabilities) with return_attn_probs
 
 __all__ = [
     "flash_attn_func",
@@ -33,16 +38,18 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> _Result:
     """Attention of q [batch, n_q, heads, dim] to k, v [batch, n_k, kv_heads, dim].
 
     heads must be a multiple of kv_heads. Causal and windows are aligned to the bottom
     right: query i is at key i + n_k - n_q. window_size is (left, right), -1 for any
     distance; softcap <= 0 is off; alibi_slopes [heads] or [batch, heads]. Results are
-    deterministic in any case. Returns [batch, n_q, heads, dim].
+    deterministic in any case. Returns [batch, n_q, heads, dim]; with return_attn_probs
+    also the logarithm of each row's sum of exp(score), [batch, heads, n_q], and an
+    empty tensor in place of the probabilities, which the package has for dropout only.
 
     Raises:
-        NotImplementedError: return_attn_probs.
+        NotImplementedError: return_attn_probs with dropout.
         ValueError: arguments that do not go together.
     """
     return _call(
@@ -68,7 +75,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> _Result:
     """flash_attn_func with kv [batch, n_k, 2, kv_heads, dim]."""
     return _call(
         (q, *kv.unbind(-3)),
@@ -92,7 +99,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> _Result:
     """flash_attn_func with qkv [batch, n, 3, heads, dim]."""
     return _call(
         qkv,
@@ -123,15 +130,16 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Tensor:
+) -> _Result:
     """flash_attn_func for items of different lengths, one after another.
 
     q [total_q, heads, dim], k and v [total_k, kv_heads, dim]; item b has the rows
     cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of them (int32 or int64, [batch + 1]), at
-    most max_seqlen many. Returns [total_q, heads, dim].
+    most max_seqlen many. Returns [total_q, heads, dim]; logarithms are [heads,
+    total_q].
 
     Raises:
-        NotImplementedError: return_attn_probs, block_table.
+        NotImplementedError: return_attn_probs with dropout, block_table.
         ValueError: arguments that do not go together.
     """
     if block_table is not None:
@@ -164,7 +172,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> _Result:
     """flash_attn_varlen_func with kv [total_k, 2, kv_heads, dim]."""
     return _call(
         (q, *kv.unbind(-3)),
@@ -191,7 +199,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> _Result:
     """flash_attn_varlen_func with qkv [total, 3, heads, dim]."""
     return _call(
         qkv,
@@ -216,10 +224,12 @@ def _call(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
     lengths: tuple[Tensor | None, Tensor | None, int | None, int | None] = (None,) * 4,
-) -> Tensor:
+) -> _Result:
     """`tensors` are q, k and v, or one with all three."""
-    if return_attn_probs:
-        raise NotImplementedError("return_attn_probs must be False, got True")
+    if return_attn_probs and dropout_p > 0:
+        raise NotImplementedError(
+            "return_attn_probs must be False with dropout, got True"
+        )
     left, right = (None if side < 0 else side for side in window_size)
     q, k, v = tensors.unbind(-3) if isinstance(tensors, Tensor) else tensors
     call = prepare(
@@ -239,6 +249,7 @@ def _call(
         max_seqlen_k=lengths[3],
         layout="bnhd",
     )
-    if isinstance(tensors, Tensor):
+    if isinstance(tensors, Tensor) and not return_attn_probs:
         return attend_packed(tensors, *call)
-    return attend(*call)[0]
+    out, lse = attend(*call)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
