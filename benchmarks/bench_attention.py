@@ -6,6 +6,10 @@
     python -m benchmarks.bench_attention --memory         peak memory instead of time
     python -m benchmarks.bench_attention --device cuda    see attention_cuda.py
 
+On a CPU with AVX-512, TRAINFAST_BACKEND=avx2 ATEN_CPU_CAPABILITY=avx2
+ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 before it make ours and torch run
+as on one without.
+
 All contenders of a case read the same tensors, which are read once before each call,
 outside the clock, when as much memory as a call writes is touched and freed, too: what
 training's second iteration finds. A forward keeps what its backward needs (but a

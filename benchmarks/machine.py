@@ -14,6 +14,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# What decides which instructions contenders use; named with the command that ran.
+VARIABLES = (
+    "TRAINFAST_BACKEND",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
+
+
 def _output(*command: str) -> str:
     """Return what `command` prints, or an empty string where it cannot run."""
     try:
@@ -91,9 +100,10 @@ def describe_run(threads: int, backend: str) -> dict:
         load = round(os.getloadavg()[0], 2)
     except OSError:
         load = None
+    told = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     changed = _output("git", "status", "--porcelain", "--untracked-files=no")
     return {
-        "command": " ".join([name, *(shlex.quote(word) for word in sys.argv[1:])]),
+        "command": " ".join([*told, name, *map(shlex.quote, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"),
         "commit": _output("git", "rev-parse", "HEAD") or None,
         "changed_since_commit": bool(changed),

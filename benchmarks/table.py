@@ -119,10 +119,13 @@ def _caption(report: dict) -> str:
     where = f"{machine['cpu']} ({machine['cores']} cores, {wide})"
     if machine["gpu"]:
         where = f"{machine['gpu']} (driver {machine['driver']}) in {where}"
+    torch = f"torch {machine['torch']}"
+    if wide == "AVX-512" and machine["torch_cpu"] == "AVX2":
+        torch += " held to AVX2, as on a CPU without AVX-512"
     shares = [case.get("others_cpu_share") or 0.0 for case in report["cases"]]
     busy = max(shares, default=0.0)
     caption = (
-        f"{where}, {run['threads']} threads, torch {machine['torch']}, "
+        f"{where}, {run['threads']} threads, {torch}, "
         f"backend `{run['backend']}`, {run['conditions']}, {run['date'][:10]}, "
         f"commit {(run['commit'] or 'unknown')[:9]}."
     )
