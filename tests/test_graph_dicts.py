@@ -252,6 +252,21 @@ def test_collector_frees_a_recipe_and_who_it_asks():
     assert reference() is None
 
 
+def test_collector_frees_a_recipe_that_is_in_its_constants(batch):
+    class Seen:
+        pass
+
+    recipes, seen = [], Seen()
+    reference = weakref.ref(seen)
+    given = [(*CONSTANTS, recipes, seen)]  # a tuple: the collector cannot empty it
+    recipes.append(recipe_of(constants_of=lambda _: (*given.pop(), recipes.pop())))
+    recipes[0](batch)
+    assert not recipes and not given
+    del seen
+    gc.collect()
+    assert reference() is None
+
+
 class Made(Graph):
     def __new__(cls):
         raise AssertionError("not to be called")

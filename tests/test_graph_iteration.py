@@ -69,11 +69,35 @@ def test_iteration_follows_one_order_of_the_right_type(tmp_path, rng):
         next(iteration)
     prefetch.close()
     iteration = Following(prefetch, order, 1)
-    with pytest.raises(StopIteration):
+    with pytest.raises(ValueError, match="prefetch must be open"):
         next(iteration)
-    assert str(iteration._error).startswith("prefetch must be open")
+    assert next(iteration, None) is None
     with pytest.raises(AttributeError, match="_begin"):
         next(_core.GraphIteration())
+
+
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_orders_error_comes_after_its_batches_whatever_else_fails(tmp_path, rng, ahead):
+    class Frozen(Following):
+        def _begin(self):
+            super()._begin()
+            self.frozen = True
+
+        def __setattr__(self, name, value):
+            if "frozen" in self.__dict__:
+                raise MemoryError(name)
+            super().__setattr__(name, value)
+
+    cache = cached(tmp_path / "c", PLAIN, [plain_graph(rng, n) for n in (4, 5, 9, 4)])
+    prefetch = _core.GraphPrefetch(_core.GraphSelection(cache, [0]), 0)
+    sizes = {"sizes": [[4, 5, 9, 4]], "budgets": [6]}
+    order = _core.GraphOrder(4, batch_size=4, **sizes)
+    iteration, rows = Frozen(prefetch, order, ahead), []
+    with pytest.raises(ValueError, match="graph 2 must be within budget 0"):
+        for x in iteration:
+            rows.append(len(x))
+    assert rows == [4]
+    assert next(iteration, None) is None
 
 
 def test_iteration_is_not_entered_twice(tmp_path, rng):

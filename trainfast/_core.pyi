@@ -159,7 +159,6 @@ class GraphRecipe:
 class GraphIteration:
     """Hands out batches: `_begin()` comes first, `_other()` where it follows none."""
 
-    _error: Any  # what the order raised, when it did
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
     def _follow(

@@ -4,6 +4,8 @@
  * other case are methods of a subclass. */
 #include "graph.h"
 
+#include <string.h>
+
 typedef struct {
     PyObject_HEAD
     PyObject *prefetch; /* these are references. NULL: _other() knows */
@@ -11,15 +13,16 @@ typedef struct {
     PyObject *assemble; /* makes of a GraphBatch what is handed out */
     PyObject *place;    /* its attribute position: after what was handed out */
     PyObject *position; /* that name */
+    PyObject *error[3]; /* of the order, as it was fetched; NULL: none */
     bool begun, busy;
 } graph_iteration;
 
 /* Asks for the next batch. Returns 1 where there is one. An error waits until the
- * batches before it are out. */
+ * batches before it are out: kept as it is, since noting it may need memory that there
+ * is none of. */
 static int
 submit(graph_iteration *self)
 {
-    PyObject *type, *error, *traceback;
     int more;
 
     if (self->prefetch == NULL || self->order == NULL) {
@@ -29,18 +32,26 @@ submit(graph_iteration *self)
     if (more > 0) {
         return more;
     }
-    Py_CLEAR(self->order);
     if (more < 0) {
-        PyErr_Fetch(&type, &error, &traceback);
-        PyErr_NormalizeException(&type, &error, &traceback);
-        if (PyObject_SetAttrString((PyObject *)self, "_error", error) < 0) {
-            PyErr_Clear();
-        }
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(traceback);
+        PyErr_Fetch(&self->error[0], &self->error[1], &self->error[2]);
     }
+    Py_CLEAR(self->order);
     return 0;
+}
+
+/* Raises what submit() has kept. Returns 0 where there is nothing. */
+static int
+raise_kept(graph_iteration *self)
+{
+    PyObject *error[3];
+
+    memcpy(error, self->error, sizeof error);
+    memset(self->error, 0, sizeof self->error);
+    if (error[0] == NULL) {
+        return 0;
+    }
+    PyErr_Restore(error[0], error[1], error[2]);
+    return -1;
 }
 
 /* After an error: a batch's own has had its turn, an interrupted wait has not. */
@@ -126,6 +137,9 @@ next(graph_iteration *self)
             return hand_out(self, pending);
         }
         Py_CLEAR(self->prefetch);
+        if (raise_kept(self) < 0) {
+            return NULL;
+        }
     }
     return PyObject_CallMethod((PyObject *)self, "_other", NULL);
 }
@@ -154,6 +168,9 @@ iteration_clear(graph_iteration *self)
     Py_CLEAR(self->order);
     Py_CLEAR(self->assemble);
     Py_CLEAR(self->place);
+    for (int i = 0; i < 3; i++) {
+        Py_CLEAR(self->error[i]);
+    }
     return 0;
 }
 
@@ -214,6 +231,9 @@ iteration_traverse(graph_iteration *self, visitproc visit, void *arg)
     Py_VISIT(self->order);
     Py_VISIT(self->assemble);
     Py_VISIT(self->place);
+    for (int i = 0; i < 3; i++) {
+        Py_VISIT(self->error[i]);
+    }
     return 0;
 }
 
@@ -234,8 +254,8 @@ static PyMethodDef iteration_methods[] = {
      "them\n"
      "of a GraphBatch, and for each one more is asked for, of this GraphOrder; "
      "place's\n"
-     "attribute position becomes the order's after what was handed out. An error of\n"
-     "the order becomes the attribute _error. When all is out, _other() goes on."},
+     "attribute position becomes the order's after what was handed out. When all is\n"
+     "out, an error of the order is raised; after that _other() goes on."},
     {"_submit", (PyCFunction)iteration_submit, METH_NOARGS,
      "_submit($self, /)\n--\n\n"
      "Asks for one more batch of the order; False at its end."},

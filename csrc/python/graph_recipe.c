@@ -219,9 +219,12 @@ take_numbers(named_numbers *out, PyObject *numbers)
     PyObject *name, *number;
     Py_ssize_t at = 0;
 
-    out->dict = PyDict_Copy(numbers);
-    out->each = PyMem_Calloc((size_t)PyDict_Size(numbers) + 1, sizeof *out->each);
-    if (out->dict == NULL || out->each == NULL) {
+    out->dict = PyDict_Copy(numbers); /* may run Python code, which may change them */
+    if (out->dict == NULL) {
+        return -1;
+    }
+    out->each = PyMem_Calloc((size_t)PyDict_Size(out->dict) + 1, sizeof *out->each);
+    if (out->each == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -244,15 +247,16 @@ take_numbers(named_numbers *out, PyObject *numbers)
 static int
 take_names(PyObject **out, PyObject **last, Py_ssize_t n, PyObject *names)
 {
-    Py_ssize_t at = 0, left = PyDict_Size(names);
+    Py_ssize_t at = 0, left;
     PyObject *name;
 
-    if (left < n) {
-        PyErr_Format(PyExc_ValueError, "names must be at least %zd, got %zd", n, left);
-        return -1;
-    }
     *out = PyDict_Copy(names);
     if (*out == NULL) {
+        return -1;
+    }
+    left = PyDict_Size(*out);
+    if (left < n) {
+        PyErr_Format(PyExc_ValueError, "names must be at least %zd, got %zd", n, left);
         return -1;
     }
     for (; PyDict_Next(*out, &at, &name, NULL); left--) {
@@ -318,6 +322,15 @@ recipe_traverse(graph_recipe *self, visitproc visit, void *arg)
     return 0;
 }
 
+/* Only these can be part of a cycle that has nothing else to clear: whatever else this
+ * keeps is older than it. */
+static int
+recipe_clear(graph_recipe *self)
+{
+    Py_CLEAR(self->constants);
+    return 0;
+}
+
 static void
 free_numbers(named_numbers *numbers)
 {
@@ -361,6 +374,7 @@ static PyType_Slot recipe_slots[] = {
     {Py_tp_new, recipe_new},
     {Py_tp_call, recipe_call},
     {Py_tp_traverse, recipe_traverse},
+    {Py_tp_clear, recipe_clear},
     {Py_tp_dealloc, recipe_dealloc},
     {0, NULL},
 };
