@@ -164,6 +164,21 @@ def test_a_graph_is_refused_before_there_is_a_schema(path, bad, error):
     assert_same(read(path), [graph(3)])
 
 
+@pytest.mark.parametrize("before", [1, 9])
+@pytest.mark.parametrize("message", ["graph has no atoms", "the writer is tired"])
+def test_any_refusal_names_the_graph_once(path, before, message):
+    class Broken:
+        def to_dict(self):
+            raise ValueError(message)
+
+    with Writer(path) as writer:
+        for seed in range(before):
+            writer.append(graph(3, seed))
+        with pytest.raises(ValueError, match=f"^graph {before}: {message}$") as raised:
+            writer.append(Broken())
+        assert str(raised.value.__cause__) == message
+
+
 def test_what_is_no_graph_is_refused(path):
     with (
         Writer(path) as writer,

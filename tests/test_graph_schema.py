@@ -258,7 +258,7 @@ def test_what_some_graphs_lack_is_optional():
     ("samples", "rules", "error", "message"),
     [
         ([], {}, ValueError, "at least one"),
-        ([{"a": [1]}], {}, TypeError, "graph 0, 'a': a value must be .* got list"),
+        ([{"a": [1]}], {}, TypeError, "'a': a value must be .* got list"),
         (
             [{"a": np.zeros(1, "O")}],
             {},
@@ -271,12 +271,12 @@ def test_what_some_graphs_lack_is_optional():
             [{"a": 1}, {"a": 1.0}],
             {},
             ValueError,
-            "graph 1, 'a': its dtype must be int64",
+            "'a': its dtype must be int64",
         ),
         ([{"a": 1}, {"a": np.int64(1)}], {}, ValueError, "must be int64 scalar"),
         (
             [{"a": np.zeros(1)}, {"a": np.zeros((1, 1))}],
-            *({}, ValueError, r"graph 1, 'a': it must have 1 dim.* got shape \(1, 1\)"),
+            *({}, ValueError, r"'a': it must have 1 dim.* got shape \(1, 1\)"),
         ),
         ([{"a": 1}], {"b": Rule()}, ValueError, "rules must be for keys .* got 'b'"),
         ([{"a": np.zeros(1)}], {"a": Rule(cat_dim=1)}, ValueError, "cat_dim must be"),

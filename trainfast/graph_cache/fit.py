@@ -186,10 +186,7 @@ def with_late(
     They are what `infer` makes of this graph alone. Raises ValueError where they need
     nodes or edges that the schema does not count.
     """
-    try:
-        own = infer([graph], rules)
-    except (TypeError, ValueError) as error:  # the caller knows the graph's number
-        raise type(error)(str(error).removeprefix("graph 0, ")) from None
+    own = infer([graph], rules)
     late = [i for i, key in enumerate(own.keys) if key not in schema.keys]
     added = [i for f in late for i in _counts_in(own.fields[f])]
     new = [i for i in sorted(set(added)) if own.counts[i].role in ("size", "increment")]

@@ -29,7 +29,8 @@ def infer(
     Element types and ranks must be the same in all graphs. A dimension of one size in
     all graphs is fixed; one that is the number of nodes or edges in all of them (by its
     name, or because there are at least two different sizes) is counted once for all
-    such fields. Raises ValueError or TypeError naming the graph and the key.
+    such fields. Raises ValueError or TypeError naming the key of the first graph that
+    does not fit those before it.
     """
     samples = list(graphs)
     if not samples:
@@ -80,13 +81,13 @@ def _columns(
             try:
                 dtype, shape = dtype_and_shape(value)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"graph {i}, {key!r}: {error}") from None
+                raise type(error)(f"{key!r}: {error}") from None
             if key not in columns:
                 rule = rules.get(key, Rule())
                 columns[key] = _new_column(key, value, dtype, rule, hetero)
                 columns[key].shapes = [None] * len(samples)
             columns[key].shapes[i] = shape
-            _check_same(columns[key], i, value, dtype, shape)
+            _check_same(columns[key], value, dtype, shape)
     for column in columns.values():
         column.cat_dim = _cat_dim(column, hetero)
     return columns
@@ -137,15 +138,15 @@ def _role_of_name(name: str) -> str | None:
 
 
 def _check_same(
-    column: _Column, i: int, value: Any, dtype: str, shape: tuple[int, ...]
+    column: _Column, value: Any, dtype: str, shape: tuple[int, ...]
 ) -> None:
     if dtype != column.dtype or is_scalar(value) != column.scalar:
         wanted = f"{column.dtype} scalar" if column.scalar else column.dtype
         got = f"{dtype} scalar" if is_scalar(value) else dtype
-        what = f"graph {i}, {column.key!r}: its dtype"
+        what = f"{column.key!r}: its dtype"
         raise ValueError(f"{what} must be {wanted} as in the graphs before, got {got}")
     if len(shape) != column.rank:
-        what = f"graph {i}, {column.key!r}: it"
+        what = f"{column.key!r}: it"
         rule = f"must have {column.rank} dimensions as in the graphs before"
         raise ValueError(f"{what} {rule}, got shape {shape}")
 

@@ -114,6 +114,8 @@ class Writer:
                 self._widen(graph, key, misfit)
         except REFUSED as error:
             self._append_refused(graph, key, error)
+        if len(self._waiting) >= self._samples:
+            self._take_waiting()
         self._pending += 1
         if self._pending >= self._commit_every or monotonic() >= self._deadline:
             self.commit()
@@ -256,8 +258,10 @@ class Writer:
     def _append_refused(self, graph: Any, key: bytes | None, error: Exception) -> None:
         """Appends a refused graph if it only lacks something that none has lacked yet,
         or has something that none had, in a new segment where that is optional. Raises
-        the error else."""
-        if not isinstance(error, ValueError) or self._core is None or self._closed:
+        the error else, with the graph's number before its message."""
+        if self._closed:
+            raise error  # it is about the writer
+        if not isinstance(error, ValueError) or self._core is None:
             raise _numbered(error, self.appended) from error
         try:
             graph = self._flat(graph)
@@ -308,8 +312,6 @@ class Writer:
         schema = infer(graphs, self._rules_of(graphs))
         check_indices(schema, graph, given_counts(graph))
         self._waiting.append((_copy(graph), key))
-        if len(self._waiting) >= self._samples:
-            self._take_waiting()
 
     def _flat(self, graph: Any) -> Mapping[Any, Any]:
         """A graph as a dict; PyG's with the counts that its class says."""
@@ -340,7 +342,7 @@ class Writer:
         self._open_first(infer(graphs, rules))
         waiting, self._waiting = self._waiting, []
         failed = None
-        for i, (graph, key) in enumerate(waiting):
+        for graph, key in waiting:
             try:
                 misfit = self._append_other(graph, key)
                 if misfit is not None:
@@ -349,7 +351,7 @@ class Writer:
                 try:
                     self._append_refused(graph, key, error)
                 except REFUSED as other:
-                    failed = failed or _numbered(other, i)
+                    failed = failed or other
         if failed is not None:
             raise failed
 
@@ -419,9 +421,6 @@ def given_counts(graph: Mapping[Any, Any]) -> Mapping[tuple[Any, ...], int]:
 
 
 def _numbered(error: Exception, number: int) -> Exception:
-    """The same error with the graph's number before its message."""
-    if str(error).startswith(("graph ", "the writer ")):
-        return error
     kind = next(kind for kind in REFUSED if isinstance(error, kind))
     return kind(f"graph {number}: {error}")
 
