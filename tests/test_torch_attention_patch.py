@@ -1,6 +1,7 @@
 """trainfast.patch("attention"), and torch's registration of implementations."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -151,6 +152,54 @@ def test_patched_model_compiles_without_a_break():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), wanted)
     assert calls() == 1
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+
+
+def attend_itself(module, x):
+    return module(query=x, key=x, value=x, need_weights=False)[0]
+
+
+NESTED = {
+    "attention": lambda: torch.nn.MultiheadAttention(16, 4, batch_first=True),
+    "layer": lambda: encoder().layers[0],
+    "encoder": encoder,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", NESTED)
+def test_nested_tensors_work_as_without_the_patch(kind, grad):
+    module = NESTED[kind]().eval().requires_grad_(False)
+    x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (3, 5, 2)])
+    run = attend_itself if kind == "attention" else (lambda module, x: module(x))
+    with torch.set_grad_enabled(grad):
+        wanted = run(module, x)
+        with trainfast.patched("attention"):
+            found = run(module, x)
+            assert "a nested tensor, in multi-head attention" in fallbacks()
+            assert not torch.backends.mha.get_fastpath_enabled()
+            with pytest.raises(AssertionError, match="does not support NestedTensor"):
+                run(module.train(), x)  # torch has none either
+            assert not torch.backends.mha.get_fastpath_enabled()
+    assert found.is_nested
+    torch.testing.assert_close(found.to_padded_tensor(0), wanted.to_padded_tensor(0))
+    assert "__call__" not in vars(torch.nn.MultiheadAttention)
+
+
+def test_padded_batch_of_an_encoder_is_right_where_it_has_rows():
+    model, x = encoder().eval(), torch.randn(3, 5, 16)
+    padded = torch.arange(5) >= torch.tensor([3, 5, 2])[:, None]
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        wanted = model(x, src_key_padding_mask=padded)
+        with trainfast.patched("attention"):
+            found = model(x, src_key_padding_mask=padded)
+    assert calls() == 2
+    torch.testing.assert_close(found[~padded], wanted[~padded])
 
 
 def test_setting_that_somebody_else_changed_is_left_alone():

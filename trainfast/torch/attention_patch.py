@@ -4,8 +4,10 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch.nn import functional
 
+from trainfast.patching import _lock
 from trainfast.torch.attention_route import count_once
 from trainfast.torch.sdpa import scaled_dot_product_attention
 
@@ -23,6 +25,32 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     if wanted[0]:
         count_once("need_weights=True of multi-head attention")
     return _torchs(*args, **kwargs)
+
+
+def _call(self: torch.nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+    """MultiheadAttention's: nested tensors take torch's fast path, since only that one
+    does. Meanwhile it is there for all threads, and nothing is patched or unpatched."""
+    call = torch.nn.Module.__call__
+    query = args[0] if args else kwargs.get("query")
+    if not getattr(query, "is_nested", False):
+        return call(self, *args, **kwargs)
+    count_once("a nested tensor, in multi-head attention")
+    with _lock:
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(True)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+
+
+def take_nested(value: bool) -> None:
+    """Lets nn.MultiheadAttention take nested tensors without torch's fast path."""
+    kind: Any = torch.nn.MultiheadAttention
+    if value:
+        kind.__call__ = _call
+    elif kind.__dict__.get("__call__") is _call:
+        del kind.__call__
 
 
 def _keep_scriptable() -> None:
