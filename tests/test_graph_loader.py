@@ -271,6 +271,49 @@ def test_error_of_sampler_comes_after_batches_before_it(cache):
         next(iteration)
 
 
+def test_interruption_in_sampler_does_not_wait(cache):
+    def sampler():
+        yield from ([0], [1], [2])
+        raise KeyboardInterrupt
+
+    iteration = iter(gc.Loader(cache, batch_sampler=sampler(), prefetch=2))
+    assert rows(next(iteration)) == [0]
+    with pytest.raises(KeyboardInterrupt):
+        next(iteration)
+    assert [rows(batch) for batch in iteration] == [[2]]
+
+
+@pytest.mark.parametrize(
+    "made", [list, tuple, np.array, np.uint8, lambda x: [np.int32(i) for i in x]]
+)
+@pytest.mark.parametrize("of", ["cache", "subset"])
+def test_batches_of_a_sampler_may_be_any_integers(cache, made, of):
+    dataset, first = (cache, 0) if of == "cache" else (cache[10:40], 10)
+    loader = gc.Loader(dataset, batch_sampler=[made([3, 4, 5]), made([7, 8])])
+    assert epoch(loader) == [[first + i for i in x] for x in ([3, 4, 5], [7, 8])]
+
+
+def test_iteration_goes_on_where_a_sampler_was(cache):
+    loader = gc.Loader(cache[10:40], batch_sampler=[[0, 1], (2,), np.array([3]), [4]])
+    for done, _ in enumerate(loader):
+        assert loader.state_dict()["position"] == done + 1
+        other = gc.Loader(cache[10:40], batch_sampler=loader.batch_sampler)
+        other.load_state_dict(loader.state_dict())
+        assert epoch(other) == [[10, 11], [12], [13], [14]][done + 1 :]
+    assert done == 3
+
+
+def test_sampler_that_asks_for_its_own_batch_is_refused(cache):
+    def sampler():
+        yield [0]
+        next(iteration)
+
+    iteration = iter(gc.Loader(cache, batch_sampler=sampler()))
+    assert rows(next(iteration)) == [0]
+    with pytest.raises(RuntimeError, match="must not be used by two threads at once"):
+        next(iteration)
+
+
 def test_set_epoch_reaches_sampler(cache):
     class Sampler(list):
         def set_epoch(self, epoch):
@@ -395,11 +438,17 @@ def test_shares_that_cannot_be_are_an_error_at_once(cache):
     assert flat(epoch(gc.Loader(cache, 1, world_size=2, drop_last=True)))
 
 
-@pytest.mark.parametrize("batch", [[0.5], ["1"], [None]])
+@pytest.mark.parametrize("batch", [[0.5], ["1"], [None], [1, 2.0]])
 def test_sampler_without_integers_is_error(cache, batch):
     for keywords in ({"batch_sampler": [batch]}, {"batch_size": 1, "sampler": batch}):
         with pytest.raises(TypeError, match="integer"):
             list(gc.Loader(cache, **keywords))
+
+
+@pytest.mark.parametrize("mask", [[True, False], (True, False), np.array([True])])
+def test_mask_of_a_batch_sampler_is_error(cache, mask):
+    with pytest.raises(TypeError, match="must be integers"):
+        list(gc.Loader(cache, batch_sampler=[mask]))
 
 
 def test_prefetch_beyond_the_epoch_is_the_epoch(cache):

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, final
 
@@ -164,7 +164,7 @@ class GraphIteration:
     def _follow(
         self,
         prefetch: GraphPrefetch,
-        order: GraphOrder,
+        order: GraphOrder | Iterator[Any],
         assemble: Callable[[GraphBatch], Any],
         place: Any,
         /,

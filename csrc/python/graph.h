@@ -103,6 +103,8 @@ int64_t py_graph_order_position(PyObject *order);
 /* Asks a GraphPrefetch for the next batch of a GraphOrder, whose position after it is
  * its tag. Returns 1, 0 at the order's end, or -1 with an exception. */
 int py_graph_prefetch_submit(PyObject *prefetch, PyObject *order);
+/* Asks for a batch of these; next gives the tag. Returns 0 or -1. */
+int py_graph_prefetch_take(PyObject *prefetch, PyObject *indices, int64_t tag);
 
 /* The GraphBatch that was asked for first; NULL with its exception, or with that of a
  * signal's handler: then it is still pending. */

@@ -1,7 +1,8 @@
-/* The type GraphIteration: what hands out a loader's batches. Where a GraphOrder says
- * which graphs come and one GraphPrefetch makes all batches, no Python code runs for a
- * batch: it took a sixteenth of a small one's time. The beginning, the end and every
- * other case are methods of a subclass. */
+/* The type GraphIteration: what hands out a loader's batches. Where one GraphPrefetch
+ * makes them all, no Python code runs for a batch but that of the user's sampler: it
+ * took a sixteenth of a small one's time, and where a training step has put it out of
+ * the processor's caches, a quarter. The beginning, the end and every other case are
+ * methods of a subclass. */
 #include "graph.h"
 
 #include <string.h>
@@ -9,27 +10,72 @@
 typedef struct {
     PyObject_HEAD
     PyObject *prefetch; /* these are references. NULL: _other() knows */
-    PyObject *order;    /* NULL: it has come to its end */
+    PyObject *order;    /* a GraphOrder, or an iterator of indices; NULL: at its end */
+    int64_t taken;      /* batches that came of such an iterator, in this epoch */
     PyObject *assemble; /* makes of a GraphBatch what is handed out */
     PyObject *place;    /* its attribute position: after what was handed out */
     PyObject *position; /* that name */
     PyObject *error[3]; /* of the order, as it was fetched; NULL: none */
-    bool begun, busy;
+    bool sampled, begun, busy;
 } graph_iteration;
 
-/* Asks for the next batch. Returns 1 where there is one. An error waits until the
- * batches before it are out: kept as it is, since noting it may need memory that there
- * is none of. */
+/* What a sampler gave: most often a list of ints. _indices() knows all the rest. */
+static bool
+is_list_of_ints(PyObject *indices)
+{
+    if (!PyList_Check(indices)) {
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(indices); i++) {
+        if (!PyLong_CheckExact(PyList_GetItem(indices, i))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Returns 1, 0 at the end or -1. Runs Python code. */
+static int
+submit_sampled(graph_iteration *self, PyObject *prefetch, PyObject *sampler)
+{
+    PyObject *indices = PyIter_Next(sampler), *given;
+    int status = -1;
+
+    if (indices == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (!is_list_of_ints(indices)) {
+        given = indices;
+        indices = PyObject_CallMethod((PyObject *)self, "_indices", "(O)", given);
+        Py_DECREF(given);
+    }
+    if (indices != NULL) {
+        self->taken++;
+        status = py_graph_prefetch_take(prefetch, indices, self->taken) < 0 ? -1 : 1;
+        Py_DECREF(indices);
+    }
+    return status;
+}
+
+/* Asks for the next batch. Returns 1 where there is one, 0 where not. An error waits
+ * until the batches before it are out: kept as it is, since noting it may need memory
+ * that there is none of. -1: what is not an Exception, as Ctrl-C, does not wait. */
 static int
 submit(graph_iteration *self)
 {
+    PyObject *prefetch, *order;
     int more;
 
     if (self->prefetch == NULL || self->order == NULL) {
         return 0;
     }
-    more = py_graph_prefetch_submit(self->prefetch, self->order);
-    if (more > 0) {
+    prefetch = Py_NewRef(self->prefetch);
+    order = Py_NewRef(self->order);
+    more = self->sampled ? submit_sampled(self, prefetch, order)
+                         : py_graph_prefetch_submit(prefetch, order);
+    Py_DECREF(prefetch);
+    Py_DECREF(order);
+    if (more > 0 || (more < 0 && !PyErr_ExceptionMatches(PyExc_Exception))) {
         return more;
     }
     if (more < 0) {
@@ -62,8 +108,13 @@ go_on(graph_iteration *self, int64_t pending)
 
     if (py_graph_prefetch_pending(self->prefetch) < pending) {
         PyErr_Fetch(&type, &error, &traceback);
-        submit(self);
-        PyErr_Restore(type, error, traceback);
+        if (submit(self) >= 0) {
+            PyErr_Restore(type, error, traceback);
+        } else { /* Ctrl-C is more than the error of a batch */
+            Py_XDECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(traceback);
+        }
     }
 }
 
@@ -103,8 +154,7 @@ hand_out(graph_iteration *self, int64_t pending)
         go_on(self, pending);
         return NULL;
     }
-    submit(self);
-    made = assemble(self, batch);
+    made = submit(self) < 0 ? NULL : assemble(self, batch);
     Py_DECREF(batch);
     if (made != NULL && set_position(self, position) < 0) {
         Py_CLEAR(made);
@@ -180,6 +230,7 @@ iteration_follow(graph_iteration *self, PyTypeObject *defining, PyObject *const 
                  Py_ssize_t n, PyObject *names)
 {
     py_state *state = PyType_GetModuleState(defining);
+    PyObject *position;
 
     if (n != 4 || names != NULL) {
         PyErr_Format(PyExc_TypeError, "_follow() takes 4 arguments, got %zd", n);
@@ -189,8 +240,21 @@ iteration_follow(graph_iteration *self, PyTypeObject *defining, PyObject *const 
         PyErr_SetString(PyExc_RuntimeError, "an iteration follows one order");
         return NULL;
     }
-    if (py_graph_object(state, given[0], PY_GRAPH_PREFETCH, "prefetch") == NULL ||
+    if (py_graph_object(state, given[0], PY_GRAPH_PREFETCH, "prefetch") == NULL) {
+        return NULL;
+    }
+    self->sampled = PyIter_Check(given[1]);
+    if (!self->sampled &&
         py_graph_object(state, given[1], PY_GRAPH_ORDER, "order") == NULL) {
+        return NULL;
+    }
+    position = PyObject_GetAttr(given[3], self->position);
+    self->taken = position == NULL ? -1 : PyLong_AsLongLong(position);
+    Py_XDECREF(position);
+    if (self->taken < 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "place.position must be >= 0");
+        }
         return NULL;
     }
     iteration_clear(self);
@@ -204,7 +268,9 @@ iteration_follow(graph_iteration *self, PyTypeObject *defining, PyObject *const 
 static PyObject *
 iteration_submit(graph_iteration *self, PyObject *Py_UNUSED(unused))
 {
-    return PyBool_FromLong(submit(self));
+    const int more = submit(self);
+
+    return more < 0 ? NULL : PyBool_FromLong(more);
 }
 
 /* ---- The type -------------------------------------------------------------------- */
@@ -252,10 +318,13 @@ static PyMethodDef iteration_methods[] = {
      "_follow($self, prefetch, order, assemble, place, /)\n--\n\n"
      "From now on batches of this GraphPrefetch are handed out, as assemble makes "
      "them\n"
-     "of a GraphBatch, and for each one more is asked for, of this GraphOrder; "
-     "place's\n"
-     "attribute position becomes the order's after what was handed out. When all is\n"
-     "out, an error of the order is raised; after that _other() goes on."},
+     "of a GraphBatch, and for each one more is asked for, of this GraphOrder, or of\n"
+     "this iterator of batches' indices: what are no lists of ints goes through\n"
+     "_indices(). place's attribute position becomes the order's after what was "
+     "handed\n"
+     "out, or the number of batches. When all is out, an error of the order is "
+     "raised;\n"
+     "after that _other() goes on."},
     {"_submit", (PyCFunction)iteration_submit, METH_NOARGS,
      "_submit($self, /)\n--\n\n"
      "Asks for one more batch of the order; False at its end."},

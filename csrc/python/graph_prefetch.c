@@ -31,25 +31,38 @@ begin(graph_prefetch *self)
     return 0;
 }
 
-static PyObject *
-prefetch_submit(graph_prefetch *self, PyObject *indices)
+int
+py_graph_prefetch_take(PyObject *prefetch, PyObject *indices, int64_t tag)
 {
-    py_state *state = py_graph_state((PyObject *)self);
-    py_int64s numbers;
+    graph_prefetch *self = (graph_prefetch *)prefetch;
     tfast_status status;
+    py_int64s numbers;
 
     if (begin(self) < 0) {
-        return NULL;
+        return -1;
     }
-    if (py_take_int64s(state, indices, "indices", &numbers) < 0) {
+    if (py_take_int64s(py_graph_state(prefetch), indices, "indices", &numbers) < 0) {
         self->busy = false;
-        return NULL;
+        return -1;
     }
     self->largest = numbers.n > self->largest ? numbers.n : self->largest;
-    status = tfast_graph_prefetch_submit(self->prefetch, numbers.data, numbers.n, 0);
+    status = tfast_graph_prefetch_submit(self->prefetch, numbers.data, numbers.n, tag);
     PyMem_Free(numbers.data);
     self->busy = false;
-    return py_result(status);
+    if (status != TFAST_OK) {
+        py_result(status);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+prefetch_submit(PyObject *self, PyObject *indices)
+{
+    if (py_graph_prefetch_take(self, indices, 0) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 int

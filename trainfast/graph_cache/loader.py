@@ -23,7 +23,7 @@ from trainfast.graph_cache.batch import (
 )
 from trainfast.graph_cache.cache import Cache, Subset
 from trainfast.graph_cache.padding import Bucket, chooser, plan_buckets
-from trainfast.graph_cache.sampling import Sampled, cut
+from trainfast.graph_cache.sampling import Sampled, as_indices, cut
 
 OUTPUTS = ("dict", "pyg", "jraph")
 OVERSIZE = ("error", "alone")
@@ -412,9 +412,11 @@ class _Place:
 class Iteration(GraphIteration):
     """One epoch of a Loader. Its threads end with it, also when it is left early.
 
-    The core hands out the batches: where nothing has to look at their graphs but the
-    order that they come in, also without what is here.
+    The core hands out the batches: where nothing has to look at their graphs, also
+    without what is here.
     """
+
+    _indices = staticmethod(as_indices)
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -432,8 +434,9 @@ class Iteration(GraphIteration):
         submit = self._submit_chosen
         if assemble is not None:
             source = loader._batches(place.epoch, place.position)
-            if type(source) is GraphOrder and loader._choose is None:
-                self._follow(self._prefetch(0), source, assemble, place)
+            if loader._choose is None:
+                order = source.batches if isinstance(source, Sampled) else source
+                self._follow(self._prefetch(0), order, assemble, place)
                 submit = self._submit
             else:
                 self._source = source
@@ -443,7 +446,7 @@ class Iteration(GraphIteration):
                 break
 
     def _other(self) -> Any:
-        """The next batch where somebody chooses its graphs or its shape, or the end."""
+        """The next batch where somebody chooses its shape, or the end."""
         if not self._queue:
             return self._end()
         prefetch, position = self._queue[0]

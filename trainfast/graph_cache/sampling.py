@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,39 +11,44 @@ _END: Any = object()
 
 
 class Sampled:
-    """Batches from an iterable of lists of indices.
+    """Batches from an iterable of lists of indices, from a position on.
 
     Like the core's GraphOrder, `next()` is the next batch's indices or None, and
-    `position` all that there is to save: here the number of batches taken.
+    `position` all that there is to save: the number of batches taken.
     """
 
     def __init__(
         self, batches: Iterable[Any], subset: np.ndarray | None, position: int
     ) -> None:
-        self._batches = iter(batches)
-        self._subset = subset
-        self.position = 0
-        while self.position < position and self.next() is not None:
-            pass
+        self.batches: Iterator[Any] = islice(batches, position, None)
+        if subset is not None:
+            self.batches = (_of_subset(as_indices(x), subset) for x in self.batches)
+        self.position = position
 
     def next(self) -> np.ndarray | None:
-        batch = next(self._batches, _END)
+        batch = next(self.batches, _END)
         if batch is _END:
             return None
         self.position += 1
-        indices = np.asarray(batch)
-        if indices.dtype.kind not in "iu" and indices.size:
-            raise TypeError(f"a batch_sampler's batch must be integers, got {batch!r}")
-        indices = indices.astype(np.int64, copy=False)
-        if self._subset is None:
-            return indices
-        wrong = (indices < 0) | (indices >= len(self._subset))
-        if wrong.any():
-            raise IndexError(
-                f"sampler's indices must be in 0 .. {len(self._subset) - 1}, got "
-                f"{indices[wrong][0]}"
-            )
-        return self._subset[indices]
+        return as_indices(batch)
+
+
+def as_indices(batch: Any) -> np.ndarray:
+    """What a batch_sampler gave as an int64 array."""
+    indices = np.asarray(batch)
+    if indices.dtype.kind not in "iu" and indices.size:
+        raise TypeError(f"a batch_sampler's batch must be integers, got {batch!r}")
+    return indices.astype(np.int64, copy=False)
+
+
+def _of_subset(indices: np.ndarray, subset: np.ndarray) -> np.ndarray:
+    wrong = (indices < 0) | (indices >= len(subset))
+    if wrong.any():
+        raise IndexError(
+            f"sampler's indices must be in 0 .. {len(subset) - 1}, got "
+            f"{indices[wrong][0]}"
+        )
+    return subset[indices]
 
 
 def cut(
