@@ -6,7 +6,14 @@ import signal
 
 import numpy as np
 import pytest
-from graph_files import layout_of
+from graph_files import (
+    layout_of,
+    put,
+    read_cache,
+    seal_manifest,
+    seal_segment,
+    write_cache,
+)
 
 import trainfast.graph_cache as gc
 from trainfast import _core
@@ -250,11 +257,59 @@ def test_repair_counts_graphs_of_a_missing_segment(two):
     assert "4 graphs is missing" in lines
 
 
+def test_repair_of_what_is_no_cache_is_an_error_and_makes_nothing(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="neither a manifest nor segments"):
+        _core.graph_repair(
+            str(tmp_path / "other"), str(tmp_path / "target"), lambda line: None
+        )
+    assert not (tmp_path / "target").exists()
+
+
 def test_repair_target_must_be_new(two, tmp_path):
     shutil.copytree(two, tmp_path / "target")
     with pytest.raises(ValueError, match="target must be a new cache"):
         _core.graph_repair(str(two), str(tmp_path / "target"), lambda line: None)
     assert numbers(tmp_path / "target") == ALL
+
+
+# ---- Large files ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_graphs_beyond_4_gib_of_a_file_are_read(tmp_path, mode):
+    bytes_of_nodes = Field("x", 0, "uint8", (-1,), 0)
+    graphs = [{"x": np.zeros(16, np.uint8)}, {"x": np.arange(3, dtype=np.uint8)}]
+    write(tmp_path / "small", Schema((NODES,), (bytes_of_nodes,)), graphs)
+    manifest, segments = read_cache(tmp_path / "small")
+    ((uuid, data),) = segments.items()
+    layout, more = (
+        layout_of(data),
+        2**32 - 4096,
+    )  # so many zeros more in the first graph
+    (first, units, head), (second, _, _) = layout.records
+    index, trailer = layout.index[0], layout.size - 64
+    put(data, first + 12, "I", (units + more) // 16)
+    put(data, first + 32, "I", 16 + more)
+    put(data, index + 8, "Q", second + more)
+    put(data, index + 64, "I", (units + more) // 16)
+    put(data, index + 128, "I", 16 + more)
+    put(data, trailer + 8, "Q", index + more)
+    put(data, trailer + 32, "Q", layout.commits[0] + more)
+    seal_segment(data, layout)
+    put(manifest, 64 + 24, "Q", layout.size + more)
+    seal_manifest(manifest, segments)
+    path = write_cache(tmp_path / "large", manifest, {})
+    with open(path / f"segment-{uuid}", "wb") as file:  # has a hole
+        file.write(data[: first + head])
+        file.seek(more, os.SEEK_CUR)
+        file.write(data[first + head :])
+    cache = gc.open(path, mode=mode)
+    assert cache.sizes.nodes.tolist() == [16 + more, 3]
+    np.testing.assert_array_equal(cache[1]["x"], [0, 1, 2])
+    (batch,) = gc.Loader(cache, 2, sampler=[1, 1])
+    np.testing.assert_array_equal(batch["x"], [0, 1, 2, 0, 1, 2])
 
 
 # ---- Writers that are gone -----------------------------------------------------------
@@ -310,6 +365,19 @@ def test_damage_of_what_was_promised_is_not_cut_off(left):
     assert file.exists()
     report, kept, _ = repaired(left)
     assert kept == [0, 1, 3, 4, 5] and report["damaged"] == 1
+
+
+@pytest.mark.parametrize("behind", [0, 9, 60], ids=["magic", "number", "zeros"])
+def test_commit_that_a_later_one_names_is_not_cut_off(left, behind):
+    (file,) = left.glob("open-*")
+    data = file.read_bytes()
+    last = data.rindex(b"TFGC")  # nothing is behind it: the writer was killed there
+    file.write_bytes(data[: last // 4096 * 4096 + 4096])
+    flip(file, data.rindex(b"TFGC", 0, last) + behind)
+    with pytest.raises(OSError, match="must be as it was committed, but is damaged"):
+        _core.graph_adopt(str(left))
+    _, kept, _ = repaired(left)
+    assert kept == [0, 1, 2, 3, 4, 5]
 
 
 def test_torn_last_group_is_cut_off(left):

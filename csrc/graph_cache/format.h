@@ -68,15 +68,15 @@
  * record. A commit writes the records and their commit frame, then fdatasync; only then
  * comes the next record. The order in which that reaches the disk does not matter:
  * recovery takes the longest beginning whose frames are all valid, up to its last
- * commit frame. A commit frame behind that with a frame behind it, or without a header
- * before it, was durable and has been damaged since: then nothing is cut off, and
- * repair is asked for. A segment is sealed under its lock: index and trailer, fsync,
- * rename to its final name, fsync of the directory, manifest; a sealed segment that is
- * not in the manifest waits to be entered. To delete one, first a manifest whose order
- * has none of its records is made durable, then the file goes, then the manifest
- * forgets it: so a reader does not miss segments that have no graph. After a failed
- * fsync a segment is never written again: its writer fails, and the next one salvages
- * what can be read. */
+ * commit frame. A commit frame behind that with a frame behind it, or that names one
+ * there as the one before, or without a header before it: then what was durable has
+ * been damaged since, nothing is cut off, and repair is asked for. A segment is sealed
+ * under its lock: index and trailer, fsync, rename to its final name, fsync of the
+ * directory, manifest; a sealed segment that is not in the manifest waits to be
+ * entered. To delete one, first a manifest whose order has none of its records is made
+ * durable, then the file goes, then the manifest forgets it: so a reader does not miss
+ * segments that have no graph. After a failed fsync a segment is never written again:
+ * its writer fails, and the next one salvages what can be read. */
 #ifndef GRAPH_CACHE_FORMAT_H
 #define GRAPH_CACHE_FORMAT_H
 
@@ -170,7 +170,7 @@ enum {
 typedef struct {
     uint8_t magic[8];
     uint16_t major, minor;
-    uint32_t schema_bytes; /* before the zeros that align to 64 */
+    uint32_t schema_bytes; /* behind the header; a multiple of 16 */
     uint64_t endian;
     uint8_t uuid[16];
     uint32_t incompatible; /* features that a reader must know; none so far */

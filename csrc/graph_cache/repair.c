@@ -395,6 +395,13 @@ tfast_graph_repair(const char *from, const char *to, tfast_graph_repair_report *
     tfast_status status = graph_list(&listing, from);
 
     memset(report, 0, sizeof *report);
+    if (status == TFAST_OK && listing.strangers && !listing.manifest &&
+        listing.n_sealed + listing.n_open == 0) {
+        status = tfast_fail(TFAST_EINVAL,
+                            "path must be a graph cache, got %s, which has other files "
+                            "but neither a manifest nor segments",
+                            from);
+    }
     if (status == TFAST_OK) {
         status = repair_all(&r, from, &listing);
     }

@@ -283,13 +283,15 @@ walk_frames(walk *w)
 }
 
 /* Counts what lies behind the last commit frame. A writer goes on after a commit only
- * when that has reached the disk: so a commit frame there with any frame behind it
- * means that what was durable has been damaged since. Without a header every commit
- * frame means it, because the header is made durable first. */
+ * when that has reached the disk: so a commit frame there with any frame behind it, or
+ * that names one there as the one before, means that what was durable has been damaged
+ * since. Without a header every commit frame means it, because the header is made
+ * durable first. */
 static tfast_status
 look_behind(graph_recovery *r, graph_window *window)
 {
     graph_frame_kind kind;
+    graph_commit commit;
     const uint8_t *frame;
     int64_t at = r->end, bytes;
     bool committed = r->schema == NULL;
@@ -302,7 +304,11 @@ look_behind(graph_recovery *r, graph_window *window)
             return status;
         }
         r->damaged = r->damaged || committed;
-        committed = committed || kind == GRAPH_COMMIT_FRAME;
+        if (kind == GRAPH_COMMIT_FRAME) {
+            memcpy(&commit, frame, sizeof commit);
+            r->damaged = r->damaged || commit.previous > (uint64_t)r->last_commit;
+            committed = true;
+        }
         r->lost += kind == GRAPH_RECORD_FRAME;
         bytes = kind == GRAPH_RECORD_FRAME ? GRAPH_UNIT : bytes;
     }
