@@ -492,30 +492,61 @@ def test_child_does_not_end_the_parents_cache(many):
     assert_reads_all(cache, world)
 
 
-def test_read_only_directory_is_read():
+@contextlib.contextmanager
+def read_only(write):
+    """The path of a cache that nobody may write to, after `write(path)`."""
     folder = Path(tempfile.mkdtemp())
-    world = molecules(10)
-    path = world.write(folder / "cache")
+    path = folder / "cache"
+    write(path)
     for file in path.iterdir():
         file.chmod(0o444)
     for each in (path, folder):
         each.chmod(0o555)
+    yield path
+    for each in (folder, path):
+        each.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def code_without_rights(function, *args):
+    """The exit code of a child that runs it as nobody: rights do not hold root back."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             if os.getuid() == 0:
-                os.setuid(65534)  # rights do not hold root back
-            assert not os.access(path, os.W_OK)
-            assert_reads_all(gc.open(path), world)
+                os.setuid(65534)
+            function(*args)
             code = 0
         finally:
             os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for each in (folder, path):
-        each.chmod(0o755)
-    shutil.rmtree(folder)
-    assert code == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_read_only_directory_is_read():
+    def child():
+        assert not os.access(path, os.W_OK)
+        assert_reads_all(gc.open(path), world)
+
+    world = molecules(10)
+    with read_only(world.write) as path:
+        assert code_without_rights(child) == 0
+
+
+def test_build_of_a_read_only_cache_makes_nothing_if_nothing_is_missing():
+    def make(path, n=10):
+        return gc.build(path, world.graphs[:n], progress=False)
+
+    def child():
+        report = make(path)
+        assert (report.made, report.reused, report.graphs) == (0, 10, 10)
+        with pytest.raises(PermissionError):
+            make(path, 9)
+        assert_reads_all(gc.open(path), world)
+
+    world = molecules(10)
+    with read_only(make) as path:
+        assert code_without_rights(child) == 0
 
 
 # ---- Values ------------------------------------------------------------------------

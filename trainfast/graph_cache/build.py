@@ -1,5 +1,6 @@
 """Builds a cache from inputs: what it has already is not made again."""
 
+import errno
 import fcntl
 import os
 from collections import Counter
@@ -161,7 +162,11 @@ class _Build:
         """The keys of the graphs in the cache, and of those that killed builds left."""
         if not has_manifest(self.job.path):
             return b""
-        _core.graph_adopt(self.job.path)
+        try:
+            _core.graph_adopt(self.job.path)
+        except OSError as error:  # a read-only cache is enough where nothing is missing
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
         try:
             return _core.GraphCache(self.job.path).keys()
         except (OSError, ValueError):  # a build has not ended; else it fails again
