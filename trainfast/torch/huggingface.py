@@ -4,6 +4,7 @@ trainfast.torch.huggingface.register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="trainfast")
 """
 
+import functools
 import sys
 import warnings
 from typing import Any
@@ -30,10 +31,10 @@ def register(name: str = NAME) -> None:
 
     What transformers leaves to the models: those with attention of their own (Bloom,
     MPT, RemBERT, ...) go on with it, counted in trainfast.stats() where they ask for a
-    mask; those that look it up in a table of their own (Falcon, GPT-J, GPT-Neo, GIT,
-    and the vision parts of SAM, Data2Vec and DeepSeek-VL) raise KeyError: 'trainfast'.
-    For the ones among them that know "sdpa" there is trainfast.patch("attention"), and
-    for parts attn_implementation={"text_config": "trainfast"}.
+    mask. Those that look it up in a table of their own (Falcon, GPT-J, GPT-Neo, GIT,
+    the vision parts of SAM and Data2Vec, ...) run its "sdpa", or its "eager" if there
+    is none, with a warning, counted; trainfast.patch("attention") puts these kernels
+    under "sdpa".
 
     Raises:
         ImportError: no transformers, or one that has no AttentionMaskInterface (before
@@ -44,6 +45,58 @@ def register(name: str = NAME) -> None:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    _names.add(name)
+    _look_after_tables()
+
+
+_names: set[str] = set()
+
+
+def _look_after_tables() -> None:
+    """Lets models that look their attention up in a table of their own be made with
+    these names: transformers knows the names, the tables do not."""
+    from transformers import PreTrainedModel
+
+    name = "get_correct_attn_implementation"  # is later than 4.53
+    check = getattr(PreTrainedModel, name, None)  # of what every model is asked for
+    if check is None or hasattr(check, "__wrapped__"):
+        return
+
+    @functools.wraps(check)
+    def check_with_tables(self: Any, requested: Any, *args: Any, **kwargs: Any) -> Any:
+        if requested in _names:
+            for module in {x.__module__ for x in type(self).__mro__}:
+                _complete_tables(sys.modules.get(module), requested)
+        return check(self, requested, *args, **kwargs)
+
+    setattr(PreTrainedModel, name, check_with_tables)
+
+
+def _complete_tables(module: Any, name: str) -> None:
+    for key, table in list(getattr(module, "__dict__", {}).items()):
+        if key.endswith("_ATTENTION_CLASSES") and isinstance(table, dict):
+            default = "sdpa" if "sdpa" in table else "eager"
+            if default in table:
+                table.setdefault(
+                    name, functools.partial(_by_table, key, table, default)
+                )
+
+
+def _by_table(
+    key: str,
+    table: dict[str, Any],
+    default: str,
+    config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The default's layer. Its model goes by the configuration, which says so then."""
+    config._attn_implementation_internal = default
+    reason = f"{key} of transformers has no such kernels: its {default!r} runs"
+    advice = '; trainfast.patch("attention") puts them there'
+    warnings.warn(reason + (advice if default == "sdpa" else ""), stacklevel=2)
+    count_once(reason)
+    return table[default](config, *args, **kwargs)
 
 
 def attention_mask(
