@@ -110,6 +110,45 @@ def test_derivatives_of_layout_are_right(layout):
     assert gradgradcheck(function, (q, k, v), fast_mode=True)
 
 
+EMPTY = {
+    "keys": ([0, 3, 7], [0, 0, 4]),
+    "queries": ([0, 0, 3], [0, 4, 6]),
+    "last": ([0, 3, 5], [0, 4, 4]),
+    "all keys": ([0, 3, 7], [0, 0, 0]),
+    "all queries": ([0, 0], [0, 5]),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("options", ["plain", "sinks", "all"])
+def test_items_without_queries_or_keys_have_derivatives(case, options):
+    ends_q, ends_k = (ends(x) for x in EMPTY[case])
+    given = dict(FEATURES[options], cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+    given.pop("bias", None)
+    function, learned = function_of_leaves(given)
+    inputs = (rows(7, 4, 3), rows(6, 2, 3), rows(6, 2, 2), *learned)
+    assert gradcheck(function, inputs, fast_mode=True)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_plain_operations_take_items_without_queries_or_keys(case, dtype):
+    ends_q, ends_k = (ends(x) for x in EMPTY[case])
+    q, k, v = (
+        rows(n, h, d, dtype=dtype) for n, h, d in [(7, 4, 3), (6, 2, 3), (6, 2, 2)]
+    )
+    q.data[ends_q[-1] :] = math.nan  # rows of no item
+    extras = Extras(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+    found = attention_math.attention(Inputs(q, k, v), extras, Options(0.5))
+    wanted = attention(
+        q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, scale=0.5, return_lse=True
+    )
+    for a, b in zip(found, wanted):
+        assert a.dtype == b.dtype and a.requires_grad
+        torch.testing.assert_close(a, b)
+
+
 def test_second_derivatives_of_one_tensor_in_all_places():
     def function(x):
         return scaled_dot_product_attention(x, x, x, is_causal=True)

@@ -189,7 +189,8 @@ def _allowed(
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
     """[b, kv_heads, queries of the group's heads, ...] of [b, heads, queries, ...]."""
-    return x.reshape(x.shape[0], heads, -1, x.shape[-1])
+    batch, n_heads, n, last = x.shape  # of which any may be 0, where -1 will not do
+    return x.reshape(batch, heads, n_heads // max(heads, 1) * n, last)
 
 
 def _tile_scores(
@@ -275,8 +276,9 @@ def attention(
         outs.append(out)
         lses.append(lse)
     if not outs:  # no query at all
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1])) * q.sum()
-        lse = out.sum(-1)
+        history = q[:0].sum()  # is 0
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1])) + history
+        lse = out.sum(-1).to(torch.promote_types(q.dtype, torch.float32)) - torch.inf
         heads_second = q.dim() == 3 or options.bnhd
         return out, lse.transpose(-1, -2) if heads_second else lse
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
