@@ -8,7 +8,7 @@ import reference_attention as reference
 import torch
 
 import trainfast
-from trainfast.torch import flash_attn
+from trainfast.torch import attention, flash_attn
 
 COMMON = [
     ("dropout_p", 0.0),
@@ -19,6 +19,19 @@ COMMON = [
     ("alibi_slopes", None),
     ("deterministic", False),
     ("return_attn_probs", False),
+]
+NONE = "k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad"
+CACHE = [
+    *((name, None) for name in NONE.split()),
+    ("block_table", None),
+    ("softmax_scale", None),
+    ("causal", False),
+    ("window_size", (-1, -1)),
+    ("softcap", 0.0),
+    ("rotary_interleaved", True),
+    ("alibi_slopes", None),
+    ("num_splits", 0),
+    ("return_softmax_lse", False),
 ]
 LENGTHS = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 # Of flash_attn/flash_attn_interface.py, version 2.8.
@@ -32,6 +45,7 @@ SIGNATURES = {
     ),
     "flash_attn_varlen_kvpacked_func": (["q", "kv", *LENGTHS], COMMON),
     "flash_attn_varlen_qkvpacked_func": (["qkv", "cu_seqlens", "max_seqlen"], COMMON),
+    "flash_attn_with_kvcache": (["q", "k_cache", "v_cache"], CACHE),
 }
 
 
@@ -203,3 +217,16 @@ def test_what_is_missing_is_named():
         flash_attn.flash_attn_varlen_func(
             q[0], q[0], q[0], ends, ends, 5, 5, block_table=ends
         )
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_with_kvcache is for"):
+        flash_attn.flash_attn_with_kvcache(q, q, q, causal=True)
+
+
+def test_cache_goes_in_with_its_lengths_as_the_message_says():
+    q, k, v = rows(2, 1, 4, 8), rows(2, 9, 2, 8), rows(2, 9, 2, 8)
+    lens = torch.tensor([9, 4])
+    options = {"layout": "bnhd", "is_causal": True, "causal_align": "bottom_right"}
+    out = attention(q, k, v, kv_lens=lens, **options)
+    for b, n in enumerate(lens):
+        one = slice(b, b + 1)
+        wanted = flash_attn.flash_attn_func(q[one], k[one, :n], v[one, :n], causal=True)
+        torch.testing.assert_close(out[one], wanted)

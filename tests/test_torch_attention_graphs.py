@@ -181,6 +181,20 @@ def test_compiled_function_takes_any_length_without_compiling_again():
     assert len(counts) == 1
 
 
+def test_compiled_function_takes_numbers_that_change():
+    """The compiler makes them symbols of its own at the second call."""
+
+    def function(q, n, x):
+        options = {"window": (n, 0), "softcap": x, "scale": x / 2, "dropout_p": x / 9}
+        return attention(q, q, q, seed=n, **options)
+
+    q = rows(1, 2, 20, 8, grad=False)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for n, x in ((1, 0.5), (4, 0.7), (9, 1.5)):
+        torch.testing.assert_close(compiled(q, n, x), function(q, n, x))
+    assert fallbacks() == {}
+
+
 def test_compiled_math_path_stays_torchs():
     def function(q):
         with sdpa_kernel(SDPBackend.MATH):

@@ -317,6 +317,11 @@ def _number(name: str, value: float) -> float:
         raise ValueError(f"{name} must fit into float64, got {value}") from None
 
 
+def _is_integer(value: object) -> bool:
+    """torch.compile knows what hasattr says of constants only."""
+    return isinstance(value, int) or hasattr(value, "__index__")
+
+
 def _check_words(causal_align: str, layout: str) -> None:
     if causal_align not in ("top_left", "bottom_right"):
         raise ValueError(
@@ -341,7 +346,7 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
         raise ValueError(f"window must be (left, right) or None, got {window!r}")
     left, right = (None, None) if window is None else window
     for side in (left, right):
-        if side is not None and (not hasattr(side, "__index__") or side < 0):
+        if side is not None and (not _is_integer(side) or side < 0):
             raise ValueError(f"window must be None or integers >= 0, got {window}")
     far = 2**62  # beyond any key, and within the core's integers
     return -1 if left is None else min(left, far), (
@@ -366,7 +371,7 @@ def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
         if seed.dtype != torch.int64:
             raise ValueError(f"seed must be int64, got {seed.dtype}")
         return seed
-    if not hasattr(seed, "__index__"):
+    if not _is_integer(seed):
         raise ValueError(f"seed must be an integer or a tensor, got {seed!r}")
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit into 64 bits with sign, got {seed}")

@@ -23,6 +23,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 
@@ -211,6 +212,38 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes,
         return_attn_probs,
         (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> _Result:
+    """Not here; its name is, for scripts that import it beside the others.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "flash_attn_with_kvcache is for inference and not here; a filled cache goes "
+        "into trainfast.torch.attention as k and v with kv_lens"
     )
 
 
