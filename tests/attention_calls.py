@@ -178,7 +178,9 @@ class Problem:
         products = to_float64(self.dout) * true_out
         row = np.sqrt(np.nansum(products**2, -1)).max(initial=0)
         weight = abs(self.options["scale"]) * max(largest(self.q), largest(self.k))
-        rows = self.q.size / self.q.shape[-1] / len(self.k) if self.q.size else 1
+        ends = self.options.get("cu_seqlens_q")
+        batch = len(self.k) if ends is None else len(ends) - 1
+        rows = self.q.size / self.q.shape[-1] / batch if self.q.size else 1
         return 2 * ROUNDING[self.dtype] * row * max(1.0, weight) * rows**0.5
 
     def check(self, factor=1.0, dlse=True):

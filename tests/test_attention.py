@@ -71,6 +71,12 @@ def test_without_a_row_the_output_is_empty_and_gradients_are_zero(rng, device, s
             assert not to_float64(gradient).any()
 
 
+def test_lengths_may_be_those_of_no_item(rng, device):
+    problem = Problem(rng, (0, 2, 3, 4, 8), device=device, kv_lens=np.zeros(0, int))
+    assert problem.forward()[0].shape == (0, 2, 3, 8)
+    assert problem.backward().dk.shape == (0, 2, 4, 8)
+
+
 def test_without_a_key_the_output_is_zero(rng, device):
     options = dict(bias=np.ones((1, 2, 3, 1), "f"), sinks=np.ones(2, "f"))
     problem = Problem(rng, (2, 2, 3, 0, 8), device=device, **options)

@@ -138,6 +138,7 @@ NUMBERS = [
     ({"window": (-1, 3)}, "window must be None or >= 0 on a side, got (-1, 3)"),
     ({"window": (1, -3)}, "window must be None or >= 0 on a side, got (1, -3)"),
     ({"window": (1, 2, 3)}, "window must be (left, right) or None, got (1, 2, 3)"),
+    ({"window": 3}, "window must be (left, right) or None, got 3"),
     ({"scale": np.nan}, "scale must be finite, got nan"),
     ({"scale": np.inf}, "scale must be finite, got inf"),
     ({"softcap": -1.0}, "softcap must be finite and >= 0, got -1"),
@@ -236,6 +237,7 @@ LENGTHS = [
     ([9, 10], "kv_lens[1] must be 0 to 9, its item's keys, got 10"),
     ([-1, 3], "kv_lens[0] must be 0 to 9, its item's keys, got -1"),
     ([3], "kv_lens must have shape (2,), got shape (1,)"),
+    ([[3], [4]], "kv_lens must have shape (2,), got shape (2, 1)"),
     ([3.0, 4.0], "kv_lens must be int32 or int64, got float64"),
 ]
 

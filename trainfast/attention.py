@@ -310,8 +310,8 @@ def _options(
 
 
 def _window(window: Window | None) -> tuple[int, int]:
-    sides = (None, None) if window is None else tuple(window)
-    if len(sides) != 2:
+    sides = (None, None) if window is None else window
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
         raise ValueError(f"window must be (left, right) or None, got {window!r}")
     far = 2**62  # beyond any key, and within the core's integers
     try:

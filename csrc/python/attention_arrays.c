@@ -177,7 +177,7 @@ take_lengths(py_attention_call *call, PyObject *object, const char *name, int64_
     if (array == NULL) {
         return NULL;
     }
-    if (array->ndim != 1 || array->shape[0] == 0) {
+    if (n < 0 && (array->ndim != 1 || array->shape[0] == 0)) {
         py_attention_wrong(PyExc_ValueError, name,
                            "must have one dimension of batch + 1 lengths", array);
         return NULL;
