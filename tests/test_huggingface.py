@@ -132,6 +132,44 @@ def test_training_reaches_the_same_loss(kind):
     torch.testing.assert_close(*map(torch.tensor, losses), atol=1e-3, rtol=1e-3)
 
 
+VIT = {"image_size": 16, "patch_size": 8, "num_labels": 3}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}
+GPT2 |= {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+SCRIPTS = {
+    "bert": ("BertConfig", "BertForMaskedLM", {**SMALL, **CHANGES["bert"]}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "vit": ("ViTConfig", "ViTForImageClassification", {**SMALL, **VIT}),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_patched_script_trains_to_the_same_loss(kind):
+    def train():
+        torch.manual_seed(0)
+        model = getattr(transformers, model_name)(config(**sizes)).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = {**batch("right"), "labels": batch("right")["input_ids"]}
+        if kind == "vit":
+            inputs = {"pixel_values": torch.randn(3, 3, 16, 16)}
+            inputs["labels"] = torch.arange(3)
+        losses = []
+        for _ in range(8):
+            losses.append(model(**inputs).loss)
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        return torch.stack(losses).detach()
+
+    config_name, model_name, sizes = SCRIPTS[kind]
+    config = getattr(transformers, config_name)
+    wanted = train()
+    assert calls() == 0 and (wanted[-1] - wanted[0]).abs() > 0.01
+    with trainfast.patched("attention"):
+        torch.testing.assert_close(train(), wanted, atol=1e-4, rtol=1e-4)
+    assert calls() == 2 * 2 * 8 and trainfast.stats().fallbacks == {}
+
+
 def test_position_bias_of_t5_has_its_gradient():
     sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
     found = []
