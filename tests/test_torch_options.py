@@ -285,6 +285,51 @@ def test_torchs_adamw_loads_every_layout_and_back(layout):
     assert float(ours.state[params[0]]["step"]) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_that_torch_has_left_behind_are_not_gone_back_to(
+    backend, device, dtype
+):
+    params = make_params(device, dtype)
+    ours = AdamW(params, lr=0.1, master_weights=True)
+    theirs = torch.optim.AdamW(params, lr=0.1)
+    set_grads(params, 1)
+    ours.step()
+    theirs.load_state_dict(reload(ours))
+    for step in range(5):
+        set_grads(params, step)
+        theirs.step()
+    before = [p.detach().float() for p in params]
+    ours = AdamW(params, lr=0.1, master_weights=True)
+    ours.load_state_dict(reload(theirs))
+    ours.param_groups[0]["lr"] = 0.0
+    ours.step()
+    for p, value in zip(params, before, strict=True):
+        assert torch.equal(ours.state[p]["master_param"], value)
+        assert torch.equal(p.float(), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_are_loaded_after_the_optimizer_are_stepped_from(dtype):
+    params = make_params(dtype=dtype)
+    first = AdamW(params, lr=0.1, master_weights=True)
+    set_grads(params, 1)
+    first.step()
+    masters = [first.state[p]["master_param"].clone() for p in params]
+    second = AdamW(params, lr=0.0, master_weights=True)
+    second.load_state_dict(reload(first))
+    second.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        params[-1].fill_(3.0)
+        params[2][2] = 3.0
+    second.step()
+    assert second.state[params[-1]]["master_param"].unique().tolist() == [3.0]
+    assert params[2][2] == 3.0
+    for i in range(len(params) - 1):  # others keep what a half cannot hold
+        kept = torch.arange(masters[i].numel()) != 2 if i == 2 else slice(None)
+        now = second.state[params[i]]["master_param"].flatten()
+        assert torch.equal(now[kept], masters[i].flatten()[kept])
+
+
 def test_copies_of_an_optimizer_keep_its_options():
     params = make_params()
     optimizer = AdamW(params, max_grad_norm=2.0, amp_scaling=False, ema_decay=0.9)

@@ -43,6 +43,7 @@ class _FusedStep(EmaWeights, _Mixin):
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
         self._before_ema = []
+        self._masters_loaded = True  # or copied; there may be none
 
     def __getstate__(self) -> dict[str, Any]:
         if self._before_ema:
@@ -111,6 +112,9 @@ class _FusedStep(EmaWeights, _Mixin):
         for group in groups:
             if "write_back_grads" not in group:  # it was put into the list by hand
                 adamw_state.complete(group, self.defaults)
+        if self._masters_loaded:
+            adamw_state.match_masters(groups, self.state)
+            self._masters_loaded = False
         if groups and self._has_flag(groups):
             self._step_groups(groups)
         return loss

@@ -161,6 +161,21 @@ def mend_state(params: list[Tensor], all_state: dict[Tensor, Any]) -> bool:
     return mended
 
 
+@torch.no_grad()
+def match_masters(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) -> None:
+    """Sets master weights that are not their parameter's to what the parameter is.
+
+    For those of a checkpoint: other weights may have been loaded since, or torch's
+    AdamW, which keeps masters but does not step them, has had the state in between.
+    """
+    for group in groups:
+        for param in group["params"]:
+            master = all_state.get(param, {}).get("master_param")
+            if has_master(param, group) and master is not None:
+                same = master.to(param.dtype) == param
+                master.copy_(torch.where(same, master, param))
+
+
 # ---- Loading it ----------------------------------------------------------------------
 
 
