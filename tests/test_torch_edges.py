@@ -246,27 +246,69 @@ def test_meta_tensors_run_torchs_step(backend):
     assert "meta" in reason
 
 
-def test_distributed_tensors_run_torchs_step(tmp_path):
+@pytest.fixture
+def distribute(tmp_path):
+    """Makes a DTensor of a tensor, in a world of this process alone."""
     distributed = torch.distributed
     if not distributed.is_available():
         pytest.skip("this torch is built without torch.distributed")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
-        p.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-        q = torch.nn.Parameter(torch.ones(4))
-        q.grad = torch.ones(4)
-        AdamW([p]).step()
-        AdamW([q]).step()
-        torch.testing.assert_close(p.full_tensor(), q)
+        yield lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
     finally:
         distributed.destroy_process_group()
+
+
+def test_distributed_tensors_run_torchs_step(distribute):
+    p = torch.nn.Parameter(distribute(torch.ones(4)))
+    p.grad = distribute(torch.ones(4))
+    q = torch.nn.Parameter(torch.ones(4))
+    q.grad = torch.ones(4)
+    AdamW([p]).step()
+    AdamW([q]).step()
+    torch.testing.assert_close(p.full_tensor(), q)
     assert "DTensor" in str(fallbacks())
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+@pytest.mark.parametrize("by", ["step", "torchs step", "unscale_", "max_grad_norm"])
+def test_distributed_tensors_beside_others_are_scaled_and_clipped(distribute, by, bad):
+    """As they are without being distributed; torch's scaler does it, too."""
+
+    def run(place):
+        grads = [torch.tensor([8.0, -16.0, 4.0]), torch.tensor([2.0, 6.0])]
+        if bad is not None:
+            grads[bad][-1] = float("nan")
+        params = [torch.nn.Parameter(place(torch.ones(3))), torch.ones(2)]
+        params[0].grad, params[1].grad = place(grads[0]), grads[1]
+        cls = torch.optim.AdamW if by == "torchs step" else AdamW
+        limit = {"max_grad_norm": 0.5} if by == "max_grad_norm" else {}
+        optimizer = cls(params, lr=0.1, eps=1.0, **limit)  # or scales are lost
+        scaler, norm = trainfast.torch.GradScaler("cpu", 4.0), None
+        scaler.scale(torch.ones(()))
+        if by == "unscale_":
+            scaler.unscale_(optimizer)
+            norm = trainfast.torch.clip_grad_norm_(params, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        norm = optimizer.grad_norm if limit else norm
+        values = [params[0].detach(), params[1], norm]
+        return [getattr(v, "full_tensor", lambda v=v: v)() for v in values], (
+            scaler.get_scale(),
+            scaler.step_was_skipped(),
+        )
+
+    (mine, end), (want, other) = run(distribute), run(lambda tensor: tensor)
+    for value, right in zip(mine, want, strict=True):
+        assert type(value) is type(right)
+        if value is not None:
+            torch.testing.assert_close(value, right, equal_nan=True)
+    assert end == other == ((4.0, False) if bad is None else (2.0, True))
 
 
 def test_a_fallback_does_not_run_hooks_twice():

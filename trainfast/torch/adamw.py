@@ -484,7 +484,8 @@ class AdamW(_FusedStep, torch.optim.AdamW):
             them; otherwise they stay as backward() left them.
         amp_scaling: False tells gradient scalers that this optimizer does not unscale:
             they then do it themselves, and wait for the GPU. For frameworks that refuse
-            to clip otherwise (Lightning).
+            to clip otherwise (Lightning), or else take every call of step() for a step
+            and advance the schedule (accelerate, transformers' Trainer).
 
     All but max_grad_norm and amp_scaling can be set for a param group alone, and work
     together, but for master_weights with weight_copy_dtype, and zero_grad with

@@ -19,6 +19,7 @@ from trainfast.torch.adamw import _FusedStep
 from trainfast.torch.adamw_state import bump_versions
 from trainfast.torch.clip import (
     Measured,
+    by_mesh,
     call_core,
     combine_flags,
     current_stream,
@@ -148,9 +149,11 @@ class GradScaler(torchs.GradScaler):
             device = part[0].device
             found = found_inf.to(device, copy=True)
             inverse = inv_scale.to(device)
-            for dtype in dict.fromkeys(grad.dtype for grad in part):
-                same = [grad for grad in part if grad.dtype == dtype]
-                torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
+            for there in by_mesh(part).values():
+                for dtype in dict.fromkeys(grad.dtype for grad in there):
+                    same = [grad for grad in there if grad.dtype == dtype]
+                    check = torch._amp_foreach_non_finite_check_and_unscale_
+                    check(same, found, inverse)
             return found
 
         flags = each_device("amp", grads, on_core, by_torch) if grads else []

@@ -91,7 +91,6 @@ class Measured(NamedTuple):
     clip_coef: Tensor | None  # float64
 
 
-@torch.no_grad()
 def measure(
     grads: Sequence[Tensor],
     *,
@@ -104,11 +103,13 @@ def measure(
     """Reads gradients once: for infinities, and with `max_norm` for the norm.
 
     The norm is that of the gradients divided by `grad_scale`. Results are on the first
-    gradient's device; there must be one. Waits for nothing.
+    gradient's device; there must be one. Waits for nothing. Of DTensors all processes
+    get the same, as plain tensors.
     """
     how = _Measuring(norm_type, max_norm, grad_scale, find_inf, capability)
-    found = each_device(capability, list(grads), how.on_core, how.by_torch)
-    return found[0] if len(found) == 1 else how.combine(found)
+    measured = how.over(list(grads))
+    is_spread = hasattr(measured.total_norm, "full_tensor")
+    return how.combine([measured]) if is_spread else measured
 
 
 class _Measuring(NamedTuple):
@@ -117,6 +118,11 @@ class _Measuring(NamedTuple):
     grad_scale: Tensor | None
     find_inf: bool
     capability: str
+
+    @torch.no_grad()
+    def over(self, grads: list[Tensor]) -> Measured:
+        found = each_device(self.capability, grads, self.on_core, self.by_torch)
+        return found[0] if len(found) == 1 else self.combine(found)
 
     def on_core(self, grads: list[Tensor]) -> Measured:
         device = grads[0].device
@@ -145,10 +151,13 @@ class _Measuring(NamedTuple):
         return Measured(found, norm, coef)
 
     def by_torch(self, grads: list[Tensor]) -> Measured:
+        parts = [self._by_torch(part, mesh) for mesh, part in by_mesh(grads).items()]
+        return parts[0] if len(parts) == 1 else self.combine(parts)
+
+    def _by_torch(self, grads: list[Tensor], mesh: Any) -> Measured:
         found = norm = None
         if self.find_inf:
-            finite = [torch.isfinite(_values(grad)).all() for grad in grads]
-            found = (~torch.stack(finite).all()).float()
+            found = _found_inf(grads, mesh)
         if self.max_norm is not None:
             norm = torchs._get_total_norm(grads, self.norm_type)
             if norm.dtype != torch.float64:
@@ -163,9 +172,11 @@ class _Measuring(NamedTuple):
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).double()
 
     def combine(self, parts: list[Measured]) -> Measured:
-        """Of several devices, on the first one."""
+        """Of several devices or meshes, plain tensors on the first one."""
         flags = [part.found_inf for part in parts if part.found_inf is not None]
-        norms = [part.total_norm for part in parts if part.total_norm is not None]
+        norms = [
+            _full(part.total_norm) for part in parts if part.total_norm is not None
+        ]
         found = norm = None
         if flags:
             found = combine_flags(flags)
@@ -180,6 +191,35 @@ def combine_flags(flags: Sequence[Tensor], device: Any = None) -> Tensor:
     device = flags[0].device if device is None else device
     here = [flag.to(device, non_blocking=True) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax()
+
+
+def _full(value: Tensor) -> Tensor:
+    """What a DTensor holds on all its processes together; another tensor as it is."""
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
+
+
+def by_mesh(grads: list[Tensor]) -> dict[Any, list[Tensor]]:
+    """The DTensors of each mesh, and under None the other tensors."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    return meshes
+
+
+def _found_inf(grads: list[Tensor], mesh: Any) -> Tensor:
+    """1 where an element is not finite, of DTensors on any process of their mesh."""
+    parts: list[Any] = grads
+    if mesh is not None:
+        parts = [grad.to_local() for grad in parts]
+    finite = [torch.isfinite(_values(part)).all() for part in parts]
+    found = (~torch.stack(finite).all()).float()
+    if mesh is None:
+        return found
+    from torch.distributed.tensor import DTensor, Partial
+
+    anywhere = [Partial("max")] * mesh.ndim
+    return DTensor.from_local(found, mesh, anywhere, run_check=False).full_tensor()
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -290,13 +330,7 @@ def _norm_of(
     grads: list[Tensor], norm_type: float, max_norm: float
 ) -> tuple[Tensor, Tensor]:
     """The norm, and what to multiply by."""
-    measured = measure(
-        grads,
-        norm_type=norm_type,
-        max_norm=max_norm,
-        find_inf=False,
-        capability="clip",
-    )
+    measured = _Measuring(norm_type, max_norm, None, False, "clip").over(grads)
     total, coef = measured.total_norm, measured.clip_coef
     assert total is not None and coef is not None  # asked for with max_norm
     return total, coef
