@@ -404,6 +404,10 @@ def test_ema_is_swapped_in_and_out():
             "zero_grad and write_back_grads must not be given together",
         ),
         (
+            {"zero_grad": True, "amp_scaling": False},
+            "zero_grad and amp_scaling=False must not be given together",
+        ),
+        (
             {"differentiable": True, "ema_decay": 0.9},
             "differentiable=True must not be given with ema_decay",
         ),
@@ -416,7 +420,9 @@ def test_contradictions_are_refused_at_construction(cls, options, message):
     if "max_grad_norm" in options or "differentiable" in options:
         return
     params = make_params()
-    optimizer = cls(params[:1])
+    options = dict(options)
+    whole = {n: options.pop(n) for n in ("amp_scaling",) if n in options}
+    optimizer = cls(params[:1], **whole)
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": params[1:], **options})
     assert len(optimizer.param_groups) == 1

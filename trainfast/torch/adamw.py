@@ -35,6 +35,16 @@ class _FusedStep(EmaWeights, _Mixin):
         self.max_grad_norm = max_grad_norm
         self._step_supports_amp_scaling = amp_scaling
         self._reset()
+        self._check_zeroing()
+
+    def _check_zeroing(self) -> None:
+        if not self._step_supports_amp_scaling and any(
+            group["zero_grad"] for group in self.param_groups
+        ):
+            raise ValueError(
+                "zero_grad and amp_scaling=False must not be given together: a scaler "
+                "that skips a step does not call it then, and infinities would stay"
+            )
 
     def _reset(self) -> None:
         """Completes the groups; forgets what is kept between steps."""
@@ -64,6 +74,7 @@ class _FusedStep(EmaWeights, _Mixin):
         if "_workspaces" in self.__dict__:  # else torch's constructor is running
             try:
                 adamw_state.check_options(self.param_groups[-1])
+                self._check_zeroing()
             except (TypeError, ValueError):
                 del self.param_groups[-1]
                 raise
@@ -489,7 +500,8 @@ class AdamW(_FusedStep, torch.optim.AdamW):
 
     All but max_grad_norm and amp_scaling can be set for a param group alone, and work
     together, but for master_weights with weight_copy_dtype, and zero_grad with
-    write_back_grads: ValueError. Both passes run without waiting for the GPU.
+    write_back_grads or amp_scaling=False: ValueError. Both passes run without waiting
+    for the GPU.
 
     The state is torch's (`step`, `exp_avg`, `exp_avg_sq`, with amsgrad
     `max_exp_avg_sq`), but `step` is always a float32 on the parameter's device.
