@@ -145,6 +145,22 @@ def test_float64_is_clipped_in_float64(backend, device):
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-15)
 
 
+def test_one_float64_makes_the_norm_a_float64(backend, device):
+    params = [torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)]
+    optimizer = AdamW(params, max_grad_norm=1.0)
+    for wide in (False, True):
+        if wide:
+            p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64, device=device))
+            optimizer.param_groups[0]["params"].append(p)
+            p.grad = torch.full_like(p, 1e100)
+        for q in params:
+            q.grad = torch.ones_like(q)
+        optimizer.step()
+        want = 2**0.5 * 1e100 if wide else 2.0
+        assert float(optimizer.grad_norm) == pytest.approx(want)
+        assert optimizer.grad_norm.dtype == (torch.float64 if wide else torch.float32)
+
+
 def test_norm_is_over_all_groups(backend, device):
     params = make_params(device)
     set_grads(params, 3)

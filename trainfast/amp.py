@@ -112,7 +112,9 @@ class LossScaler:
     def scale(self, outputs: Any) -> Any:
         """A loss times the scale: a number, an array, or a list or tuple of them.
 
-        Float16 and bfloat16 become float32, in which 65536 times a loss is finite.
+        Float16 and bfloat16 become float32, in which 65536 times a loss is finite. The
+        scale changes between steps, but inside of jax.jit it would be a constant: give
+        what you compile `get_scale()` as an argument.
         """
         if isinstance(outputs, (list, tuple)):
             return type(outputs)([self.scale(output) for output in outputs])

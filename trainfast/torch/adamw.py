@@ -52,6 +52,7 @@ class _FusedStep(EmaWeights, _Mixin):
             adamw_state.complete(group, self.defaults)
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
+        self._widths: dict[Any, tuple[Any, bool]] = {}
         self._before_ema = []
         self._masters_loaded = True  # or copied; there may be none
 
@@ -260,7 +261,8 @@ class _FusedStep(EmaWeights, _Mixin):
         if find_inf:
             found = torch.empty((), dtype=torch.float32, device=first.device)
         if find_norm:
-            clip, norm, norm_f64 = _norm_scalars(groups, first)
+            wide = any([self._is_wide((key, i), g) for i, g in enumerate(groups)])
+            clip, norm, norm_f64 = _norm_scalars(first, wide)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             done = _core.adamw_groups(
@@ -329,6 +331,16 @@ class _FusedStep(EmaWeights, _Mixin):
             group["zero_grad"],
             group["write_back_grads"],
         )
+
+    def _is_wide(self, key: Any, group: dict[str, Any]) -> bool:
+        """Whether there is a float64 among the parameters, as far as a look at their
+        number and the first one shows; to look at each takes a tenth of a step."""
+        params = group["params"]
+        seen = (len(params), params[0].dtype)
+        if self._widths.get(key, (None,))[0] != seen:
+            wide = any(param.dtype == torch.float64 for param in params)
+            self._widths[key] = seen, wide
+        return self._widths[key][1]
 
     def _workspace(self, key: Any) -> _core.Workspace:
         workspace = self._workspaces.get(key)
@@ -446,13 +458,10 @@ def _scalar_on(
     return value.to(device=param.device, dtype=dtype)
 
 
-def _norm_scalars(
-    groups: list[dict[str, Any]], first: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _norm_scalars(first: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Where pass 1 puts the coefficient to clip by, the norm, and its float64."""
     clip = torch.empty((), dtype=torch.float64, device=first.device)
     norm = torch.empty((), dtype=torch.float32, device=first.device)
-    wide = any(group["params"][0].dtype == torch.float64 for group in groups)
     return clip, norm, torch.empty_like(clip) if wide else None
 
 

@@ -357,7 +357,7 @@ class GradScaler(torchs.GradScaler):
         super().load_state_dict(state_dict)
         if self._enabled:
             self._min_scale, self._max_scale, self._hysteresis = options
-            self._init_hysteresis_tracker = int(left)
+            self._init_hysteresis_tracker = min(int(left), self._hysteresis)
             if self._scale is not None:
                 self._place_hysteresis_tracker()
 
