@@ -208,6 +208,52 @@ def test_pass_one_finds_infinities_when_asked(backend, device):
         assert unchanged == bad
 
 
+WHOLE = [
+    (torch.float32, {"weight_copy_dtype": torch.bfloat16, "zero_grad": True}),
+    (torch.bfloat16, {"master_weights": True, "write_back_grads": True}),
+    (torch.float16, {"amsgrad": True, "state_dtype": torch.bfloat16}),
+    (torch.float64, {}),
+]
+
+
+def scaled_steps(dtype, options, device, shapes):
+    """All that a few clipped steps of a scaler leave behind, one of them skipped."""
+    params = make_params(device, dtype, shapes)
+    optimizer = AdamW(params, max_grad_norm=0.5, ema_decay=0.9, **options)
+    scaler = trainfast.torch.GradScaler(device, 16.0)
+    scaler.scale(torch.ones((), device=device))
+    left = []
+    for step in range(3):
+        set_grads(params, step)
+        if step == 1:
+            params[-1].grad.view(-1)[-1] = float("nan")
+        scaler.step(optimizer)
+        scaler.update()
+        left += [optimizer.grad_norm, scaler._scale.clone()]
+    for p in params:
+        left += [p.detach(), p.grad, *optimizer.state[p].values()]
+    return [value.cpu() for value in left]
+
+
+@pytest.mark.parametrize("dtype, options", WHOLE, ids=lambda o: str(o)[:14])
+def test_scaled_steps_have_the_same_bits_everywhere(backend, device, dtype, options):
+    # several threads take part from 131,072 elements on
+    shapes = [(3,), (20_001,), (0,), (140_000 if backend != "simt" else 9_000,)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        mine = scaled_steps(dtype, options, device, shapes)
+        torch.set_num_threads(1)
+        trainfast.use_backend("scalar")
+        want = scaled_steps(dtype, options, "cpu", shapes)
+    finally:
+        trainfast.use_backend(None)
+        torch.set_num_threads(threads)
+    assert len(mine) == len(want)
+    for value, right in zip(mine, want, strict=True):
+        assert torch.equal(value.nan_to_num(7.0), right.nan_to_num(7.0))
+
+
 # ---- Checkpoints -------------------------------------------------------------------
 
 LAYOUTS = [
