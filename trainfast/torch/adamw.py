@@ -10,7 +10,7 @@ from trainfast import _core
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state
 from trainfast.torch.adamw_ema import EmaWeights
-from trainfast.torch.adamw_state import OPTIONS, bump_versions, relayout
+from trainfast.torch.adamw_state import OPTIONS, bump_versions, is_wide, relayout
 
 __all__ = ["Adam", "AdamW", "bump_versions", "relayout"]
 
@@ -35,16 +35,7 @@ class _FusedStep(EmaWeights, _Mixin):
         self.max_grad_norm = max_grad_norm
         self._step_supports_amp_scaling = amp_scaling
         self._reset()
-        self._check_zeroing()
-
-    def _check_zeroing(self) -> None:
-        if not self._step_supports_amp_scaling and any(
-            group["zero_grad"] for group in self.param_groups
-        ):
-            raise ValueError(
-                "zero_grad and amp_scaling=False must not be given together: a scaler "
-                "that skips a step does not call it then, and infinities would stay"
-            )
+        adamw_state.check_zeroing(self.param_groups, amp_scaling)
 
     def _reset(self) -> None:
         """Completes the groups; forgets what is kept between steps."""
@@ -75,7 +66,9 @@ class _FusedStep(EmaWeights, _Mixin):
         if "_workspaces" in self.__dict__:  # else torch's constructor is running
             try:
                 adamw_state.check_options(self.param_groups[-1])
-                self._check_zeroing()
+                adamw_state.check_zeroing(
+                    self.param_groups[-1:], self._step_supports_amp_scaling
+                )
             except (TypeError, ValueError):
                 del self.param_groups[-1]
                 raise
@@ -261,15 +254,14 @@ class _FusedStep(EmaWeights, _Mixin):
         if find_inf:
             found = torch.empty((), dtype=torch.float32, device=first.device)
         if find_norm:
-            wide = any([self._is_wide((key, i), g) for i, g in enumerate(groups)])
-            clip, norm, norm_f64 = _norm_scalars(first, wide)
+            clip, norm, norm_f64 = self._norm_scalars(key, groups, first)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             done = _core.adamw_groups(
                 [self._core_group(key, i, g, first) for i, g in enumerate(groups)],
                 self.state,
                 torch._C._increment_version,
-                _recording_relayout(copies),
+                adamw_state.recording_relayout(copies),
                 self._workspace((key, "grads")),
                 find_inf,
                 find_norm,
@@ -332,15 +324,15 @@ class _FusedStep(EmaWeights, _Mixin):
             group["write_back_grads"],
         )
 
-    def _is_wide(self, key: Any, group: dict[str, Any]) -> bool:
-        """Whether there is a float64 among the parameters, as far as a look at their
-        number and the first one shows; to look at each takes a tenth of a step."""
-        params = group["params"]
-        seen = (len(params), params[0].dtype)
-        if self._widths.get(key, (None,))[0] != seen:
-            wide = any(param.dtype == torch.float64 for param in params)
-            self._widths[key] = seen, wide
-        return self._widths[key][1]
+    def _norm_scalars(
+        self, key: Any, groups: list[dict[str, Any]], first: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where pass 1 puts the coefficient to clip by, the norm, and its float64."""
+        clip = torch.empty((), dtype=torch.float64, device=first.device)
+        norm = torch.empty((), dtype=torch.float32, device=first.device)
+        lists = [group["params"] for group in groups]
+        wide = [is_wide(self._widths, (key, i), ps) for i, ps in enumerate(lists)]
+        return clip, norm, torch.empty_like(clip) if any(wide) else None
 
     def _workspace(self, key: Any) -> _core.Workspace:
         workspace = self._workspaces.get(key)
@@ -456,26 +448,6 @@ def _scalar_on(
     if value is None or (value.device == param.device and value.dtype == dtype):
         return value
     return value.to(device=param.device, dtype=dtype)
-
-
-def _norm_scalars(first: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Where pass 1 puts the coefficient to clip by, the norm, and its float64."""
-    clip = torch.empty((), dtype=torch.float64, device=first.device)
-    norm = torch.empty((), dtype=torch.float32, device=first.device)
-    return clip, norm, torch.empty_like(clip) if wide else None
-
-
-def _recording_relayout(
-    copies: list[tuple[Tensor, Tensor]],
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """relayout() that remembers what it copied, so that it can be copied back."""
-
-    def record(like: Tensor, value: Tensor) -> Tensor:
-        copy = relayout(like, value)
-        copies.append((value, copy))
-        return copy
-
-    return record
 
 
 class AdamW(_FusedStep, torch.optim.AdamW):

@@ -38,6 +38,19 @@ def relayout(like: Tensor, value: Tensor) -> Tensor:
     return copy.copy_(value)
 
 
+def recording_relayout(
+    copies: list[tuple[Tensor, Tensor]],
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """relayout() that remembers what it copied, so that it can be copied back."""
+
+    def record(like: Tensor, value: Tensor) -> Tensor:
+        copy = relayout(like, value)
+        copies.append((value, copy))
+        return copy
+
+    return record
+
+
 # ---- Options -------------------------------------------------------------------------
 
 
@@ -81,6 +94,15 @@ def check_max_grad_norm(value: float | None) -> None:
         raise ValueError(f"max_grad_norm must be None or > 0, got {value}")
 
 
+def check_zeroing(groups: list[dict[str, Any]], amp_scaling: bool) -> None:
+    """Raises ValueError for zero_grad where a skipped step is not even called."""
+    if not amp_scaling and any(group["zero_grad"] for group in groups):
+        raise ValueError(
+            "zero_grad and amp_scaling=False must not be given together: a scaler that "
+            "skips a step does not call it then, and infinities would stay"
+        )
+
+
 def has_master(param: Tensor, group: dict[str, Any]) -> bool:
     """True where the parameter is a rounded copy of a float32 one in the state."""
     return group["master_weights"] and param.dtype in _HALF
@@ -101,6 +123,19 @@ def _extra_dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype
 
 def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
     return (*_MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else _MOMENTS
+
+
+def is_wide(seen: dict[Any, Any], key: Any, params: Any) -> bool:
+    """Whether there is a float64 among the parameters.
+
+    Kept in `seen` for as long as their number and the first one's dtype are the same:
+    to look at each takes a tenth of a step.
+    """
+    what = (len(params), params[0].dtype)
+    if seen.get(key, (None,))[0] != what:
+        seen[key] = what, any(param.dtype == torch.float64 for param in params)
+    wide: bool = seen[key][1]
+    return wide
 
 
 # ---- Making it -----------------------------------------------------------------------
