@@ -1,8 +1,7 @@
 /* Attention's host side: by tensor cores where there are kernels for the case,
  * otherwise by the plain ones, which do everything. */
 #include "attention_mma.cuh"
-#include "attention_plain_backward.cuh"
-#include "attention_plain_forward.cuh"
+#include "attention_plain_far.cuh"
 #include "attention_scratch.cuh"
 
 /* A grid's x has 31 bits; what is past it the blocks do after their first. */
@@ -72,6 +71,20 @@ tfast_cuda_attention(const tfast_attention_args *args)
 
 template <typename REAL>
 static tfast_status
+launch_shares(const tfast_attention_args *args)
+{
+    const int64_t works = tiles_of(args->n_q) * args->heads * args->batch;
+
+    if (args->scratch == nullptr || works == 0) {
+        return TFAST_OK;
+    }
+    LAUNCH(attention_plain_shares<REAL>, blocks_of(works), PLAIN_THREADS, 0,
+           (cudaStream_t)args->stream, *args, works);
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_plain_shares");
+}
+
+template <typename REAL>
+static tfast_status
 launch_dq(const tfast_attention_args *args)
 {
     const int64_t works = tiles_of(args->n_q) * args->heads * args->batch;
@@ -135,8 +148,11 @@ template <typename REAL>
 static tfast_status
 backward(const tfast_attention_args *args)
 {
-    tfast_status status = launch_dq<REAL>(args);
+    tfast_status status = launch_shares<REAL>(args);
 
+    if (status == TFAST_OK) {
+        status = launch_dq<REAL>(args);
+    }
     if (status == TFAST_OK) {
         status = launch_dkv<REAL>(args);
     }
@@ -162,5 +178,7 @@ tfast_cuda_attention_backward(const tfast_attention_args *args)
     if (status != TFAST_OK || taken) {
         return status;
     }
-    return args->dtype == TFAST_F64 ? backward<double>(args) : backward<float>(args);
+    tfast_attention_args own = *args;
+    own.scratch = may_be_far(args) ? args->scratch : nullptr;
+    return args->dtype == TFAST_F64 ? backward<double>(&own) : backward<float>(&own);
 }

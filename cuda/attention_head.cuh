@@ -138,6 +138,15 @@ lse_row(const tfast_attention_args &args, const attention_head &h)
     return batch + h.head * args.lse_head + h.first_q;
 }
 
+/* The first of this head's queries among all of the call's: [batch, heads, n_q], or
+ * [heads, total_q]. */
+DEVICE int64_t
+number_row(const tfast_attention_args &args, const attention_head &h)
+{
+    return args.cu_seqlens_q == nullptr ? (h.batch * args.heads + h.head) * args.n_q
+                                        : h.head * args.total_q + h.first_q;
+}
+
 /* Where this head's scores are in an array that broadcasts to them. */
 DEVICE int64_t
 term_head(const attention_head &h, const int64_t *stride)
@@ -282,6 +291,29 @@ score_of(REAL *slope, REAL product, const tfast_attention_args &args,
         score = with_term(score, args.bias, h, i, j);
     }
     return score;
+}
+
+/* ---- Far rows -------------------------------------------------------------------- */
+
+/* Whether lse is so far from 0 that its rounding matters: a weight exp(s - lse) is off
+ * by as much as lse is, in float32 at this bound by 2^-16 of itself, and with a mask of
+ * -1e9 on all of the row's keys by any factor up to how many there are. */
+template <typename REAL>
+DEVICE bool
+is_far(REAL lse)
+{
+    return fabs(lse) > 256 && fabs(lse) < (REAL)INFINITY;
+}
+
+/* What makes weights exp(s - lse) of a far row sum to 1, from their sum, the sink's
+ * included. What is no matter of rounding stays: lse may be that of more keys. */
+template <typename REAL>
+DEVICE REAL
+share_of(REAL sum, REAL lse)
+{
+    const REAL rounding = (REAL)(sizeof(REAL) == 4 ? 4.8e-7 : 8.9e-16); /* 8 units */
+
+    return fabs(logarithm(sum)) <= rounding * fabs(lse) ? 1 / sum : 1;
 }
 
 /* ---- Dropout --------------------------------------------------------------------- */

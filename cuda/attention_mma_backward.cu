@@ -1,6 +1,6 @@
 /* Attention's backward by tensor cores, but for the kernels of gradients themselves:
  * numbers of rows that these need, and which of them a call takes. */
-#include "attention_mma_backward_scale.cuh"
+#include "attention_mma_far.cuh"
 #include "attention_scratch.cuh"
 
 /* ---- Numbers of queries ---------------------------------------------------------- */
@@ -162,6 +162,7 @@ call_of(const tfast_attention_args *args, int version)
              tfast_mma_is_aligned(&args->dq, 2) && tfast_mma_is_aligned(&args->dk, 2) &&
                  tfast_mma_is_aligned(&args->dv, 2)},
             (float *)(at + scratch.delta),
+            may_be_far(args) ? (float *)(at + scratch.shares) : nullptr,
             scaled ? (int32_t *)(at + scratch.bounds) : nullptr,
             scaled ? (mma_head_powers *)(at + scratch.powers) : nullptr};
 }
@@ -193,14 +194,48 @@ launch_powers(const mma_backward_call &call)
     return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_powers");
 }
 
+template <typename PATH, typename T>
+static tfast_status
+launch_shares(const mma_backward_call &call)
+{
+    typedef mma_far_shape S;
+    const tfast_attention_args &args = call.args;
+    const int64_t works = (args.n_q + S::ROWS - 1) / S::ROWS * args.heads * args.batch;
+    constexpr auto kernel = attention_mma_shares<PATH, T>;
+
+    if (works == 0) {
+        return TFAST_OK;
+    }
+    LAUNCH(kernel, (unsigned)(works < 1 << 20 ? works : 1 << 20), S::BLOCK, 0,
+           (cudaStream_t)args.stream, call);
+    return tfast_cuda_status(cudaGetLastError(), "launch of attention_mma_shares");
+}
+
+static tfast_status
+find_shares(const mma_backward_call &call, int version)
+{
+    if (call.shares == nullptr) {
+        return TFAST_OK;
+    }
+    if (version < 80) {
+        return call.powers != nullptr ? launch_shares<path_75, mma_bf16_as_f16>(call)
+                                      : launch_shares<path_75, mma_f16>(call);
+    }
+    return call.args.dtype == TFAST_F16 ? launch_shares<path_80, mma_f16>(call)
+                                        : launch_shares<path_80, mma_bf16>(call);
+}
+
 /* What the kernels of gradients need to know. */
 static tfast_status
-prepare(const mma_backward_call &call)
+prepare(const mma_backward_call &call, int version)
 {
     tfast_status status = tfast_mma_find_exponents(call, EXPONENTS);
 
     if (status == TFAST_OK) {
         status = launch_delta(call);
+    }
+    if (status == TFAST_OK) {
+        status = find_shares(call, version);
     }
     return status == TFAST_OK ? launch_powers(call) : status;
 }
@@ -239,7 +274,7 @@ tfast_mma_attention_backward(bool *taken, const tfast_attention_args *args)
         return status;
     }
     const mma_backward_call call = call_of(args, version);
-    status = prepare(call);
+    status = prepare(call, version);
     if (status == TFAST_OK) {
         status = launch_gradients(call, version);
     }

@@ -186,6 +186,29 @@ weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &a
     }
 }
 
+/* Makes the weights of far rows sum to 1, in blocks that own keys: see share_of().
+ * Those that own queries have no need to before their sums are done. */
+template <typename PATH, typename S>
+DEVICE void
+share_step(mma_scores<S> *s, const mma_backward_call &call, const attention_head &h,
+           const mma_backward_thread<PATH, S> &own, int tile, int stage)
+{
+    const int fragment = (int)threadIdx.x / 4 % (S::STREAMED / 8);
+    const float2 two = numbers_of<S>(own.base, stage, fragment, 0);
+
+    if (call.shares == nullptr || !__any_sync(~0u, is_far(two.x) || is_far(two.y))) {
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < S::STREAMED / 4; i++) {
+        const int64_t query =
+            (int64_t)tile * S::STREAMED + fragment_column(i / 2, i % 2);
+        const float share = share_at(call, h, query);
+        s->at[i / 2][i % 2] *= share;
+        s->at[i / 2][i % 2 + 2] *= share;
+    }
+}
+
 /* Which of a thread's elements dropout keeps: bit 4 n + i for element i of fragment n.
  */
 template <typename S>
@@ -285,6 +308,9 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_backward_call &call,
     }
     weigh_step(&s, &slope, args, block, h, *own, step.tile, stage, bounded);
     if constexpr (S::KEYS) {
+        if constexpr (S::OPTIONS) {
+            share_step(&s, call, h, *own, step.tile, stage);
+        }
         mma_scores<S> w = s;
         if constexpr (S::OPTIONS || T::SCALED) {
 #pragma unroll
@@ -471,12 +497,17 @@ store_own(const mma_backward_thread<PATH, S> &own, const mma_backward_call &call
         }
     } else {
         const int64_t row = block.first + warp_row<S>() + (int)threadIdx.x % 32 / 4;
-        for (int r = 0; T::SCALED && r < 2; r++) {
+        for (int r = 0; r < 2; r++) {
             const int64_t query = row + r * 8;
-            const int bound = query <= block.last
-                                  ? call.bounds[number_row(args, block.h) + query]
-                                  : 0;
-            x[r] = scaled_by(scale, bound + block.exponent[EXPONENT_K] - 157);
+            if constexpr (S::OPTIONS) {
+                x[r].x *= share_at(call, block.h, query);
+            }
+            if constexpr (T::SCALED) {
+                const int bound = query <= block.last
+                                      ? call.bounds[number_row(args, block.h) + query]
+                                      : 0;
+                x[r] = scaled_by(x[r].x, bound + block.exponent[EXPONENT_K] - 157);
+            }
         }
         store_rows<T, S>(own_rows<S>(args, block, args.dq, args.dim), own.dx, x,
                          call.pairs);

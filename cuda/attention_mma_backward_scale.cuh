@@ -27,6 +27,7 @@ struct mma_head_powers {
 /* What a launch passes to its kernel; the pointers are to scratch. */
 struct mma_backward_call : mma_call {
     float *delta;            /* dout . out - dlse of each query: see number_row() */
+    float *shares;           /* of each query: see share_of(); NULL: all 1 */
     int32_t *bounds;         /* of each query: its exponent */
     mma_head_powers *powers; /* [batch, heads] */
 };
@@ -41,15 +42,6 @@ tfast_status tfast_mma_backward_of_dim(const mma_backward_call &call, int versio
 /* In attention_mma_term.cu: the gradients of the call's options, from what the kernels
  * before those of gradients have found; `version` is tfast_mma_path()'s. */
 tfast_status tfast_mma_option_gradients(const mma_backward_call &call, int version);
-
-/* The first of this head's queries among all of the call's: [batch, heads, n_q], or
- * [heads, total_q]. */
-DEVICE int64_t
-number_row(const tfast_attention_args &args, const attention_head &h)
-{
-    return args.cu_seqlens_q == nullptr ? (h.batch * args.heads + h.head) * args.n_q
-                                        : h.head * args.total_q + h.first_q;
-}
 
 /* 2^exponent, or 0 or the largest one where that is out of range. */
 DEVICE float

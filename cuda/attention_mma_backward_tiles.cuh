@@ -37,7 +37,9 @@ struct mma_backward_shape {
         PAIRS || (D == 128 && (OPTIONS || !PATH::ASYNC)) ? 16 : 32;
     static constexpr int STAGES = D == 256 && KEYS && !PATH::ASYNC ? 1 : 2;
     static constexpr bool X = D <= 64 || (PAIRS && !KEYS), Y = X;
-    static constexpr int BLOCKS = D <= 64 ? 2 : 1;
+    /* Whose registers suffice for another block. */
+    static constexpr bool SMALL = D == 32 || (D == 64 && !KEYS && PATH::ASYNC);
+    static constexpr int BLOCKS = OPTIONS && SMALL ? 3 : D <= 64 ? 2 : 1;
 
     static constexpr int SHARING = PAIRS ? 2 : 1; /* warps of the same rows */
     static constexpr int MADE = D / SHARING;      /* dims of results of a warp */
@@ -154,6 +156,15 @@ lse_of(const tfast_attention_args &args, const attention_head &h, int64_t query)
     const float lse = ((const float *)args.lse)[lse_row(args, h) + query];
 
     return lse == -INFINITY ? INFINITY : lse;
+}
+
+/* The share of a query that may be past the last one. */
+DEVICE float
+share_at(const mma_backward_call &call, const attention_head &h, int64_t query)
+{
+    return call.shares != nullptr && query < h.n_q
+               ? call.shares[number_row(call.args, h) + query]
+               : 1;
 }
 
 /* ---- Products -------------------------------------------------------------------- */

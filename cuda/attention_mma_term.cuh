@@ -143,8 +143,8 @@ land_piece(mma_backward_thread<PATH, S> *own, const mma_term_call &call,
                                power_in<T>(block, second ? EXPONENT_V : EXPONENT_K));
 }
 
-/* Adds a tile's gradients, which have a power of two in them where the type is scaled:
- * see attention_mma_backward_scale.cuh. */
+/* Adds a tile's gradients, without the shares of far rows so far, and with a power of
+ * two where the type is scaled: see attention_mma_backward_scale.cuh. */
 template <typename T, typename S>
 DEVICE void
 add_gradients(mma_scores<S> *sums, const mma_scores<S> &x, const mma_term_call &call,
@@ -156,10 +156,10 @@ add_gradients(mma_scores<S> *sums, const mma_scores<S> &x, const mma_term_call &
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int64_t query = row + r * 8;
-        float back = 1;
+        float back = share_at(call, block.h, query);
         if (T::SCALED && query <= block.last) {
             const int64_t first = number_row(call.args, block.h);
-            back = two_to(call.bounds[first + query] - 15);
+            back *= two_to(call.bounds[first + query] - 15);
         }
 #pragma unroll
         for (int c = 0; c < S::STREAMED / 4; c++) {
@@ -364,10 +364,11 @@ attention_mma_dsinks(const __grid_constant__ mma_backward_call call)
         for (int64_t b = 0; b < args.batch; b++) {
             const attention_head h = attention_head_of(args, b, head);
             const float *lse = (const float *)args.lse + lse_row(args, h);
-            const float *delta = call.delta + number_row(args, h);
+            const int64_t first = number_row(args, h);
             for (int64_t i = threadIdx.x; i < h.n_q; i += SINKS_THREADS) {
                 if (lse[i] != -INFINITY) {
-                    sum -= (double)(exponential(sink - lse[i]) * delta[i]);
+                    sum -= (double)(exponential(sink - lse[i]) * share_at(call, h, i) *
+                                    call.delta[first + i]);
                 }
             }
         }

@@ -2,7 +2,8 @@
  * adds it up alone, in a fixed order. Blocks that own queries make dq, blocks that own
  * keys make dk and dv (of all heads that share them), blocks that own a tile of a term
  * make its gradient, summed over the dimensions in which it is broadcast. Weights are
- * made anew by each from lse. */
+ * made anew by each from lse, and from the shares of far rows: in args.scratch, where
+ * NULL says that all are 1. */
 #ifndef TFAST_ATTENTION_PLAIN_BACKWARD_CUH
 #define TFAST_ATTENTION_PLAIN_BACKWARD_CUH
 
@@ -11,7 +12,7 @@
 
 /* ---- Rows' numbers --------------------------------------------------------------- */
 
-/* Of TILE queries from `first` on: lse into numbers[0 ..], delta behind. */
+/* Of TILE queries from `first` on: lse into numbers[0 ..], delta and shares behind. */
 template <typename REAL>
 DEVICE void
 load_numbers(REAL *numbers, const tfast_attention_args &args, const attention_head &h,
@@ -21,11 +22,14 @@ load_numbers(REAL *numbers, const tfast_attention_args &args, const attention_he
     const int row = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
     const int64_t query = first + row < h.n_q ? first + row : h.n_q - 1;
     const REAL delta = delta_of<REAL>(args, h, query, part, PARTS);
+    const REAL *shares = (const REAL *)args.scratch;
 
     __syncthreads(); /* nobody reads the last tile's any more */
     if (part == 0) {
         numbers[row] = ((const REAL *)args.lse)[lse_row(args, h) + query];
         numbers[TILE + row] = delta;
+        numbers[2 * TILE + row] =
+            shares == nullptr ? 1 : shares[number_row(args, h) + query];
     }
 }
 
@@ -53,7 +57,8 @@ finish_gradients(plain_gradients<REAL> *g, const REAL keep[4][4], const REAL *nu
         const int a = i / 4, b = i % 4, query = KEYS ? tile_column(b) : tile_row(a);
         const REAL s = g->weight[a][b];
         const bool none = s == -(REAL)INFINITY;
-        const REAL weight = none ? 0 : exponential(s - numbers[query]);
+        const REAL weight =
+            none ? 0 : exponential(s - numbers[query]) * numbers[2 * TILE + query];
         const REAL gradient = fused(g->score[a][b], keep[a][b], -numbers[TILE + query]);
         g->weight[a][b] = weight * keep[a][b];
         g->score[a][b] = weight == 0 ? 0 : weight * gradient;
@@ -144,7 +149,7 @@ attention_plain_dq(const tfast_attention_args args, int64_t n_works)
 {
     SHARED(REAL, weights, TILE * PITCH);
     SHARED(REAL, chunk, TILE * plain_sizes<REAL>::CHUNK_PITCH);
-    SHARED(REAL, numbers, 2 * TILE);
+    SHARED(REAL, numbers, 3 * TILE);
     const int64_t tiles = (args.n_q + TILE - 1) / TILE;
 
     for (int64_t i = blockIdx.x; i < n_works; i += gridDim.x) {
@@ -219,7 +224,7 @@ attention_plain_dkv(const tfast_attention_args args, int64_t n_works)
 {
     SHARED(REAL, weights, TILE * PITCH);
     SHARED(REAL, chunk, TILE * plain_sizes<REAL>::CHUNK_PITCH);
-    SHARED(REAL, numbers, 2 * TILE);
+    SHARED(REAL, numbers, 3 * TILE);
     const int64_t tiles = (args.n_k + TILE - 1) / TILE;
 
     for (int64_t i = blockIdx.x; i < n_works; i += gridDim.x) {
@@ -319,7 +324,7 @@ attention_plain_term(const tfast_attention_args args, const attention_term term,
 {
     SHARED(REAL, weights, TILE * PITCH);
     SHARED(REAL, chunk, TILE * plain_sizes<REAL>::CHUNK_PITCH);
-    SHARED(REAL, numbers, 2 * TILE);
+    SHARED(REAL, numbers, 3 * TILE);
 
     for (int64_t i = blockIdx.x; i < n_works; i += gridDim.x) {
         const int64_t key = i % grid.n[3], above = i / grid.n[3];
@@ -345,10 +350,13 @@ plain_dsinks_head(const tfast_attention_args &args, int64_t head, double *parts)
     for (int64_t b = 0; b < args.batch; b++) {
         const attention_head h = attention_head_of(args, b, head);
         const REAL *lse = (const REAL *)args.lse + lse_row(args, h);
+        const REAL *shares = (const REAL *)args.scratch;
         for (int64_t query = warp; query < h.n_q; query += WARPS) {
             const REAL delta = delta_of<REAL>(args, h, query, lane, 32);
+            const REAL share =
+                shares == nullptr ? 1 : shares[number_row(args, h) + query];
             if (lse[query] != -(REAL)INFINITY) {
-                sum -= (double)(exponential(sink - lse[query]) * delta);
+                sum -= (double)(exponential(sink - lse[query]) * share * delta);
             }
         }
     }

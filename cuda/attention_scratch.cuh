@@ -13,6 +13,7 @@ struct attention_scratch {
     int64_t results;   /* of splits of the keys: see attention_decode.cuh */
     int64_t delta;     /* float [batch, heads, n_q] or [heads, total_q]: the backward's
                           dout . out - dlse */
+    int64_t shares;    /* float or, in float64, double, as delta: see share_of() */
     int64_t bounds;    /* int32, as delta: see attention_mma_backward_scale.cuh */
     int64_t powers;    /* mma_head_powers [batch, heads]: the same */
     int64_t parts;     /* of sums of terms: see attention_mma_term.cuh */
@@ -42,6 +43,15 @@ is_scaled(const tfast_attention_args *args, int version)
     return version != 0 && version < 80 && args->dtype == TFAST_BF16;
 }
 
+/* Whether rows may be far (see is_far()) by more than their products: only then are
+ * there shares. */
+static inline bool
+may_be_far(const tfast_attention_args *args)
+{
+    return (args->mask.data != nullptr && args->mask.dtype != TFAST_BOOL) ||
+           args->bias.data != nullptr || args->alibi_slopes != nullptr;
+}
+
 static inline attention_scratch
 attention_scratch_of(const tfast_attention_args *args, int version, bool backward)
 {
@@ -57,6 +67,10 @@ attention_scratch_of(const tfast_attention_args *args, int version, bool backwar
         place_scratch(&scratch, backward ? 0 : tfast_decode_results(args, version));
     scratch.delta =
         place_scratch(&scratch, backward && version != 0 ? rows * args->heads * 4 : 0);
+    scratch.shares = place_scratch(
+        &scratch, backward && may_be_far(args)
+                      ? rows * args->heads * (args->dtype == TFAST_F64 ? 8 : 4)
+                      : 0);
     if (backward && is_scaled(args, version)) {
         scratch.bounds = place_scratch(&scratch, rows * args->heads * 4);
         scratch.powers = place_scratch(&scratch, heads * 16);
