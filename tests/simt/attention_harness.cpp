@@ -128,13 +128,12 @@ add_wide(problem *p, int64_t n)
 
 /* Makes half of the bias's rows far from all others, or all where they are one. */
 void
-make_far(const tfast_attention_args &a, int64_t n)
+make_far(const tfast_attention_args &a, void *bias, int64_t n)
 {
     for (int64_t at = 0; at < n; at++) {
         const int64_t row = a.bias.stride[2] == 0 ? 0 : at / a.bias.stride[2] % a.n_q;
         if (row % 8 < 4) {
-            set(a.bias.data, a.bias.dtype, at,
-                get(a.bias.data, a.bias.dtype, at) + 300);
+            set(bias, a.bias.dtype, at, get(bias, a.bias.dtype, at) + 300);
         }
     }
 }
@@ -151,11 +150,12 @@ add_terms(problem *p, bool simple)
         a->bias.stride[d] = a->dbias_stride[d] = whole ? step : 0;
         step *= whole ? full[d] : 1;
     }
-    a->bias.data = add_wide(p, step);
+    void *bias = add_wide(p, step);
+    a->bias.data = bias;
     a->bias.dtype = a->dtype == TFAST_F64 ? TFAST_F64 : TFAST_F32;
     a->dbias = add_wide(p, step);
     if (a->n_q % 3 == 0) {
-        make_far(*a, step);
+        make_far(*a, bias, step);
     }
     if (simple || once_in(2)) {
         a->bias.data = a->dbias = nullptr;
