@@ -12,7 +12,9 @@
 
 typedef struct {
     const REAL *k, *v; /* rows of the block */
-    int64_t k_stride, v_stride, dim, dim_v;
+    int64_t k_stride, v_stride, depth, depth_v; /* of products */
+    bool pairs;
+    REAL scale; /* of products of q and k, with pairs */
     const REAL *queries, *douts, *lse, *delta, *share; /* of the panel */
     const R(panel) * panel;
     const REAL *terms;   /* NULL: none; bounds are among them */
@@ -53,8 +55,9 @@ R(finish_strip)(const int rows, const int vectors, const R(backward_call) * call
 /* Weights and their gradients for `rows` keys and `vectors` of a panel from `first` on,
  * in registers. `general`: there may be terms and dropout. */
 static inline __attribute__((always_inline)) void
-R(backward_strip)(const int rows, const int vectors, const bool general,
-                  const R(backward_call) * call, int key, int first, int64_t at)
+R(backward_strip)(const int rows, const int vectors, const bool pairs,
+                  const bool general, const R(backward_call) * call, int key, int first,
+                  int64_t at)
 {
     const bool border = (!general || call->terms == NULL) &&
                         R(has_border)(call->panel, key, key + rows);
@@ -70,8 +73,11 @@ R(backward_strip)(const int rows, const int vectors, const bool general,
         }
     }
     R(multiply)
-    (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries + lane, PANEL, call->dim, c);
+    (rows, vectors, pairs, false, call->k + key * call->k_stride, call->k_stride,
+     call->queries + lane, PANEL, call->depth, c);
+    if (pairs) {
+        R(scale_strip)(rows, vectors, c, call->scale);
+    }
     if (general && call->slope != NULL) {
         R(bend_strip)(rows, vectors, c, weights, call->slope + at, call->softcap);
     }
@@ -96,8 +102,8 @@ R(backward_strip)(const int rows, const int vectors, const bool general,
         }
     }
     R(multiply)
-    (rows, vectors, false, call->v + key * call->v_stride, call->v_stride,
-     call->douts + lane, PANEL, call->dim_v, c);
+    (rows, vectors, pairs, false, call->v + key * call->v_stride, call->v_stride,
+     call->douts + lane, PANEL, call->depth_v, c);
     if (general) {
         R(finish_strip)
         (rows, vectors, call, dropped ? call->dropout + at : NULL, lane, c, weights,
@@ -121,13 +127,15 @@ R(backward_strip)(const int rows, const int vectors, const bool general,
 static __attribute__((noinline)) void
 R(plain_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
 {
-    ATTENTION_STRIP(R(backward_strip), s.rows, s.vectors, false, call, key, s.first, at)
+    ATTENTION_PAIRED(R(backward_strip), s.rows, s.vectors, call->pairs, false, call,
+                     key, s.first, at)
 }
 
 static __attribute__((noinline)) void
 R(general_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
 {
-    ATTENTION_STRIP(R(backward_strip), s.rows, s.vectors, true, call, key, s.first, at)
+    ATTENTION_PAIRED(R(backward_strip), s.rows, s.vectors, call->pairs, true, call,
+                     key, s.first, at)
 }
 
 static void
@@ -203,6 +211,20 @@ R(plan_general)(attention_ahead *ahead, const R(backward_work) * work,
     R(plan_terms)(ahead, h, next, h->n_q - next, p->key, n_k);
 }
 
+/* `width` columns of weights and gradients as pairs: of queries for the products with
+ * rows of queries, of keys in `paired` for those with rows of keys. */
+static void
+R(pair_tile)(const R(backward_room) * room, int64_t at, int64_t n_k, int64_t width)
+{
+    R(pair_rows)
+    (room->paired + at, ATTENTION_QUERIES, room->scores + at, ATTENTION_QUERIES, n_k,
+     width);
+    R(pair_columns)
+    (room->paired_weights + at / 2, room->weights + at, ATTENTION_QUERIES, n_k, width);
+    R(pair_columns)
+    (room->paired_scores + at / 2, room->scores + at, ATTENTION_QUERIES, n_k, width);
+}
+
 /* Weights and gradients of a tile: n_q queries from `query` on, n_k keys from `key`. */
 static void
 R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
@@ -213,6 +235,8 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
     const tfast_attention_args *args = h->args;
     const R(backward_room) *room = work->room;
     const bool terms = attention_head_has_terms(h), dropped = args->dropout_p > 0;
+    const int64_t depth = R(depth)(work->pairs, args->dim);
+    const int64_t depth_v = R(depth)(work->pairs, args->dim_v);
 
     if (dropped) {
         R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
@@ -227,10 +251,12 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
             .v = v,
             .k_stride = k_stride,
             .v_stride = v_stride,
-            .dim = args->dim,
-            .dim_v = args->dim_v,
-            .queries = room->queries + at * args->dim,
-            .douts = room->douts + at * args->dim_v,
+            .depth = depth,
+            .depth_v = depth_v,
+            .pairs = work->pairs,
+            .scale = (REAL)attention_query_scale(h),
+            .queries = room->queries + at * depth,
+            .douts = room->douts + at * depth_v,
             .lse = room->lse + at,
             .delta = room->delta + at,
             .share = room->share + at,
@@ -258,6 +284,9 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         }
         R(clear_outside)(call.weights, &p, (int)n_k);
         R(clear_outside)(call.scores, &p, (int)n_k);
+        if (work->pairs) {
+            R(pair_tile)(room, i, n_k, p.vectors * VR_WIDTH);
+        }
     }
 }
 
@@ -266,7 +295,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
 static __attribute__((noinline)) void
 R(accumulate_rows)(int rows, int vectors, const R(product) * p)
 {
-    ATTENTION_STRIP(R(accumulate_strip), rows, vectors, false, p)
+    ATTENTION_PAIRED(R(accumulate_strip), rows, vectors, p->pairs, false, p)
 }
 
 /* to += tile . rows, for the keys of the tile: dv and dk. */
@@ -277,9 +306,10 @@ R(add_to_keys)(const R(backward_work) * work, R(sums) to, const REAL *tile,
 {
     const attention_head *h = work->head;
     R(product)
-    p = {.a_stride = ATTENTION_QUERIES,
+    p = {.a_stride = R(depth)(work->pairs, ATTENTION_QUERIES),
          .b_stride = stride,
          .careful = work->careful,
+         .pairs = work->pairs,
          .first = first,
          .c_stride = to.stride};
 
@@ -293,9 +323,9 @@ R(add_to_keys)(const R(backward_work) * work, R(sums) to, const REAL *tile,
             const int64_t end =
                 attention_min(n_q, attention_end_query(h, key + j + n - 1) - query);
 
-            p.depth = attention_max(0, end - begin);
-            p.a = tile + j * ATTENTION_QUERIES + begin;
-            p.b = rows + (query + begin) * stride + d;
+            R(set_depth)(&p, begin, end);
+            p.a = tile + j * p.a_stride + p.skipped;
+            p.b = rows + (R(depth)(work->pairs, query) + p.skipped) * stride + d;
             p.c = to.rows + (key + j) * to.stride + d;
             if (p.depth > 0 || first) {
                 attention_look_ahead(work->ahead);
@@ -317,6 +347,7 @@ R(add_to_queries)(const R(backward_work) * work, const REAL *k, int64_t k_stride
     p = {.a_stride = ATTENTION_QUERIES,
          .b_stride = k_stride,
          .careful = work->careful,
+         .pairs = work->pairs,
          .c_stride = work->dq.stride};
 
     for (int64_t d = 0; d < width; d += PANEL) {
@@ -329,9 +360,10 @@ R(add_to_queries)(const R(backward_work) * work, const REAL *k, int64_t k_stride
             const int64_t end =
                 attention_min(n_k, attention_end_key(h, query + i + n - 1) - key);
 
-            p.depth = attention_max(0, end - begin);
-            p.a = work->room->scores + begin * ATTENTION_QUERIES + i;
-            p.b = k + begin * k_stride + d;
+            R(set_depth)(&p, begin, end);
+            p.a = (work->pairs ? work->room->paired : work->room->scores) +
+                  p.skipped * ATTENTION_QUERIES + i;
+            p.b = k + p.skipped * k_stride + d;
             p.c = work->dq.rows + (query + i) * work->dq.stride + d;
             if (p.depth > 0) {
                 attention_look_ahead(work->ahead);
@@ -357,28 +389,36 @@ R(backward_keys)(const R(backward_work) * work, int64_t key, bool first)
     const bool padding = key >= h->end_k || key + n_k <= h->begin_k;
     const int64_t end = padding ? 0 : attention_end_query(h, key + n_k - 1);
     int64_t query = attention_first_query(h, key) / ALIGN * ALIGN, k_stride, v_stride;
+    const int64_t first_k = attention_key_row(h, &args->k, key);
+    const int64_t copy_stride = attention_copy_stride(args->dim);
     const REAL *k =
-        R(open_rows)(room->k, attention_copy_stride(args->dim), args->k.data,
-                     args->dtype, attention_key_row(h, &args->k, key), args->k.row, n_k,
-                     args->dim, false, &k_stride);
+        R(open_lanes)(work->pairs, room->k, copy_stride, room->stage, args->k.data,
+                      args->dtype, first_k, args->k.row, n_k, args->dim, &k_stride);
     const REAL *v =
-        R(open_rows)(room->v, attention_copy_stride(args->dim_v), args->v.data,
-                     args->dtype, attention_key_row(h, &args->v, key), args->v.row, n_k,
-                     args->dim_v, true, &v_stride);
+        R(open_factor)(work->pairs, room->v, attention_copy_stride(args->dim_v),
+                       args->v.data, args->dtype, attention_key_row(h, &args->v, key),
+                       args->v.row, n_k, args->dim_v, &v_stride);
+    const REAL *k_factor = k;
+    int64_t k_factor_stride = k_stride;
 
+    if (work->pairs) {
+        k_factor = R(open_pairs)(room->k_factor, copy_stride, args->k.data, first_k,
+                                 args->k.row, n_k, args->dim, &k_factor_stride);
+    }
     for (; query < end || first; query += ATTENTION_QUERIES, first = false) {
         const int64_t n_q =
             attention_max(0, attention_min(ATTENTION_QUERIES, end - query));
 
-        R(backward_tile)(work, k, k_stride, v, v_stride, query, n_q, key, n_k);
+        R(backward_tile)
+        (work, k_factor, k_factor_stride, v, v_stride, query, n_q, key, n_k);
         if (work->dv.rows != NULL) {
             R(add_to_keys)
-            (work, work->dv, room->weights, work->dout, work->dout_stride,
+            (work, work->dv, work->pairs ? room->paired_weights : room->weights, work->dout, work->dout_stride,
              room->v_width, query, n_q, key, n_k, first);
         }
         if (work->dk.rows != NULL) {
             R(add_to_keys)
-            (work, work->dk, room->scores, work->q, work->q_stride, room->q_width,
+            (work, work->dk, work->pairs ? room->paired_scores : room->scores, work->q, work->q_stride, room->q_width,
              query, n_q, key, n_k, first);
         }
         if (work->dq.rows != NULL) {

@@ -14,7 +14,9 @@ typedef struct {
     REAL *weights, *scores; /* [ATTENTION_BACK_KEYS][ATTENTION_QUERIES]: p and ds */
     REAL *dropout, *slope;  /* the same; slope: 1 - tanh^2 */
     REAL *terms;            /* [ATTENTION_BACK_KEYS][PANEL] */
+    REAL *paired, *paired_weights, *paired_scores; /* see pair_tile */
     REAL *k, *v;            /* copies of a block's rows */
+    REAL *k_factor;         /* with pairs: k's, to be broadcast */
     REAL *dq, *dk, *dv;     /* sums that the outputs cannot hold */
     REAL *stage;            /* VR_WIDTH rows */
     int64_t q_width, v_width; /* of copied rows and of sums */
@@ -28,7 +30,7 @@ typedef struct {
     int64_t q_stride, dout_stride;
     R(sums) dq, dk, dv;
     bool general; /* there are terms, dropout or gradients of terms */
-    bool careful;
+    bool careful, pairs;
     bool writes_dbias;      /* the first to visit it */
     bool shared;            /* there are rows whose lse says too little */
     double *dalibi;         /* NULL: not wanted */
@@ -53,6 +55,7 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
     const int64_t v_width = attention_round_up(args->dim_v, VR_WIDTH);
     const bool q_held = R(holds_sums)(args, args->dim);
     const bool v_held = R(holds_sums)(args, args->dim_v);
+    const bool pairs = R(has_pairs)(args);
     int64_t used = 0;
     const struct {
         REAL **part;
@@ -70,6 +73,11 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
         {&room->slope, args->softcap != 0 ? tile : 0},
         {&room->terms, ATTENTION_BACK_KEYS * PANEL},
+        {&room->paired, pairs ? tile / 2 : 0},
+        {&room->paired_weights, pairs ? tile / 2 : 0},
+        {&room->paired_scores, pairs ? tile / 2 : 0},
+        {&room->k_factor,
+         pairs ? ATTENTION_BACK_KEYS * attention_copy_stride(args->dim) : 0},
         {&room->k, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim)},
         {&room->v, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim_v)},
         {&room->dq, q_held || split ? 0 : args->n_q * q_width},
@@ -89,6 +97,19 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
 
 /* ---- Opening a head -------------------------------------------------------------- */
 
+/* What dout is multiplied by before its products, and what is left for the sums. */
+static inline double
+R(early_scale)(const R(backward_work) * work)
+{
+    return work->general || work->pairs ? 1 : work->head->args->scale;
+}
+
+static inline double
+R(late_scale)(const R(backward_work) * work)
+{
+    return work->general || work->pairs ? work->head->args->scale : 1;
+}
+
 /* lse and delta of each query, negated. With an lse of -infinity all scores are, and
  * any other number keeps the weights 0. */
 static void
@@ -99,18 +120,25 @@ R(open_sums)(const R(backward_work) * work)
     const R(backward_room) *room = work->room;
     const REAL *lse = (const REAL *)args->lse + attention_lse_row(h);
     const REAL *dlse = (const REAL *)args->dlse + attention_lse_row(h);
-    const REAL scale = work->general ? 1 : (REAL)args->scale;
+    const REAL scale = (REAL)R(early_scale)(work);
     const REAL unit = (REAL)attention_unit(h);
     const int64_t first = attention_query_row(h, &args->out, 0);
+    const int64_t first_dout = attention_query_row(h, &args->dout, 0);
 
     for (int64_t i = 0; i < h->n_q; i++) {
-        const REAL *dout = work->dout + i * work->dout_stride;
         int64_t stride;
+        const REAL *dout = work->dout + i * work->dout_stride;
         const REAL *out =
             R(open_rows)(room->stage, 0, args->out.data, args->dtype,
                          first + i * args->out.row, 0, 1, args->dim_v, false, &stride);
         vr sum = vr_set1(0);
 
+        if (work->pairs) {
+            dout = room->stage + room->v_width;
+            R(read_rows)
+            (room->stage + room->v_width, 0, args->dout.data, args->dtype,
+             first_dout + i * args->dout.row, 0, 1, args->dim_v);
+        }
         for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
             sum = vr_madd(vr_load(dout + d), vr_load(out + d), sum);
         }
@@ -139,7 +167,9 @@ R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
     const int64_t n = attention_min(PANEL, h->n_q - query);
     const int64_t end = attention_end_key(h, query + n - 1);
     REAL fade[PANEL];
-    const R(forward_room) room = {.queries = work->room->queries + query * args->dim,
+    const R(forward_room) room = {.queries = work->room->queries +
+                                             query * R(depth)(work->pairs, args->dim),
+                                  .pairs = work->pairs,
                                   .scores = work->room->weights,
                                   .terms = work->room->terms,
                                   .top = top,
@@ -155,9 +185,10 @@ R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
         const int64_t n_k = attention_min(ATTENTION_BACK_KEYS, end - key);
         int64_t stride;
         const REAL *k =
-            R(open_rows)(work->room->k, attention_copy_stride(args->dim), args->k.data,
-                         args->dtype, attention_key_row(h, &args->k, key), args->k.row,
-                         n_k, args->dim, true, &stride);
+            R(open_factor)(work->pairs, work->room->k, attention_copy_stride(args->dim),
+                           args->k.data, args->dtype,
+                           attention_key_row(h, &args->k, key), args->k.row, n_k,
+                           args->dim, &stride);
         const R(panel) p =
             R(panel_of)(h, query, n, key, n_k, attention_head_has_terms(h));
 
@@ -214,17 +245,18 @@ R(open_head)(R(backward_work) * work)
     const int64_t q = attention_query_row(h, &args->q, 0);
     const int64_t dout = attention_query_row(h, &args->dout, 0);
 
-    work->q = R(open_rows)(room->q, room->q_width, args->q.data, args->dtype, q,
-                           args->q.row, h->n_q, args->dim, false, &work->q_stride);
-    work->dout =
-        R(open_rows)(room->dout, room->v_width, args->dout.data, args->dtype, dout,
-                     args->dout.row, h->n_q, args->dim_v, false, &work->dout_stride);
+    work->q = R(open_lanes)(work->pairs, room->q, room->q_width, room->stage,
+                            args->q.data, args->dtype, q, args->q.row, h->n_q, args->dim,
+                            &work->q_stride);
+    work->dout = R(open_lanes)(work->pairs, room->dout, room->v_width, room->stage,
+                               args->dout.data, args->dtype, dout, args->dout.row,
+                               h->n_q, args->dim_v, &work->dout_stride);
     R(pack_panels)
-    (room->queries, room->stage, args->q.data, args->dtype, q, args->q.row, h->n_q,
+    (room->queries, room->stage, work->pairs, args->q.data, args->dtype, q, args->q.row, h->n_q,
      args->dim, (REAL)attention_query_scale(h));
     R(pack_panels)
-    (room->douts, room->stage, args->dout.data, args->dtype, dout, args->dout.row,
-     h->n_q, args->dim_v, work->general ? 1 : (REAL)args->scale);
+    (room->douts, room->stage, work->pairs, args->dout.data, args->dtype, dout, args->dout.row,
+     h->n_q, args->dim_v, (REAL)R(early_scale)(work));
     R(open_sums)(work);
     R(open_shares)(work);
 }
@@ -236,7 +268,7 @@ R(sink_gradient)(const R(backward_work) * work)
     const attention_head *h = work->head;
     const R(backward_room) *room = work->room;
     const REAL *lse = (const REAL *)h->args->lse + attention_lse_row(h);
-    const double scale = work->general ? 1 : h->args->scale;
+    const double scale = R(early_scale)(work);
     const double sink = attention_sink(h), unit = attention_unit(h);
     double sum = 0;
 

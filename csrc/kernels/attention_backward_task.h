@@ -109,7 +109,7 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
         job->dsinks[h->batch * args->heads + h->head] = R(sink_gradient)(work);
     }
     finite = R(close_sums)(work->dq, 0, h->n_q, room->q_width,
-                           work->general ? args->scale : 1);
+                           R(late_scale)(work));
     if (job->parts == 1) {
         R(write_sums)(args, &args->dq, at, work->dq, 0, h->n_q, args->dim);
     }
@@ -136,6 +136,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         .dv = R(sums_of)(args, &args->dv, dv, args->dim_v, room->dv, room->v_width),
         .general = attention_is_general(&h),
         .careful = careful,
+        .pairs = R(has_pairs)(args) && !careful,
         .ahead = ahead,
     };
     bool finite = true;
@@ -150,7 +151,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
 
         if (attention_part_of(block, job->parts) == part) {
             finite &= R(close_sums)(work.dk, key, n, room->q_width,
-                                    work.general ? args->scale : 1);
+                                    R(late_scale)(&work));
             finite &= R(close_sums)(work.dv, key, n, room->v_width, 1);
             R(write_sums)(args, &args->dk, dk, work.dk, key, n, args->dim);
             R(write_sums)(args, &args->dv, dv, work.dv, key, n, args->dim_v);

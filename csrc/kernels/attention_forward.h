@@ -6,12 +6,14 @@ typedef struct {
     REAL *queries; /* panels, or with `few` rows of whole vectors */
     REAL *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
     REAL *dropout; /* the same */
+    REAL *paired;  /* [ATTENTION_KEYS / 2][ATTENTION_QUERIES]: weights */
     REAL *terms;   /* [ATTENTION_KEYS][PANEL] */
     REAL *out;     /* [ATTENTION_QUERIES][width of a value] */
     REAL *k, *v;   /* copies of rows; their strides: */
     int64_t k_stride, v_stride, out_stride;
     REAL *stage;            /* VR_WIDTH rows */
     bool few;               /* queries: rows, not panels */
+    bool pairs;             /* products are of pairs */
     attention_ahead *ahead; /* NULL: nothing to look ahead for */
     /* of each query: maximum so far, sum so far, what the last maximum is worth */
     REAL *top, *sum, *fade;
@@ -34,6 +36,7 @@ R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t
         {&room->queries, n_q * q_width},
         {&room->scores, tile},
         {&room->dropout, args->dropout_p > 0 ? tile : 0},
+        {&room->paired, R(has_pairs)(args) ? tile / 2 : 0},
         {&room->terms, ATTENTION_KEYS * PANEL},
         {&room->out, n_q * v_width},
         {&room->k, ATTENTION_KEYS * attention_copy_stride(args->dim)},
@@ -48,6 +51,7 @@ R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t
     room->v_stride = attention_copy_stride(args->dim_v);
     room->out_stride = v_width;
     room->few = false;
+    room->pairs = false;
     room->ahead = NULL;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         *parts[i].part = base == NULL ? NULL : base + used;
@@ -60,9 +64,11 @@ R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t
 
 typedef struct {
     const REAL *k;
-    int64_t k_stride, dim;
+    int64_t k_stride, depth;
     const REAL *queries;
     const R(panel) * panel;
+    bool pairs;
+    REAL scale;        /* of products of pairs */
     const REAL *terms; /* NULL: none; bounds are among them */
     REAL softcap;      /* 0: none */
     attention_ahead *ahead;
@@ -70,8 +76,8 @@ typedef struct {
 
 /* Keys key .. key + rows - 1 of the tile, for `vectors` from `first` on. */
 static inline __attribute__((always_inline)) void
-R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, int key,
-                int first, REAL *to, vr *top)
+R(scores_strip)(const int rows, const int vectors, const bool pairs,
+                const R(scores_call) * call, int key, int first, REAL *to, vr *top)
 {
     vr c[V_ROWS][2], most[2] = {top[0], top[vectors - 1]};
 
@@ -79,8 +85,11 @@ R(scores_strip)(const int rows, const int vectors, const R(scores_call) * call, 
         c[r][0] = c[r][1] = vr_set1(0);
     }
     R(multiply)
-    (rows, vectors, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries + first * VR_WIDTH, PANEL, call->dim, c);
+    (rows, vectors, pairs, false, call->k + key * call->k_stride, call->k_stride,
+     call->queries + first * VR_WIDTH, PANEL, call->depth, c);
+    if (pairs) {
+        R(scale_strip)(rows, vectors, c, call->scale);
+    }
     if (call->softcap != 0) {
         R(bend_strip)(rows, vectors, c, to, NULL, call->softcap);
     }
@@ -125,8 +134,8 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
         REAL *to = scores + key * ATTENTION_QUERIES + s.first * VR_WIDTH;
 
         attention_look_ahead(call->ahead);
-        ATTENTION_STRIP(R(scores_strip), s.rows, s.vectors, call, key, s.first, to,
-                        most + s.first)
+        ATTENTION_PAIRED(R(scores_strip), s.rows, s.vectors, call->pairs, call, key,
+                         s.first, to, most + s.first)
         key += s.rows;
     }
     for (int v = 0; v < p->vectors; v++) {
@@ -175,7 +184,7 @@ static void
 R(few_panel)(const R(scores_call) * call, REAL *scores)
 {
     const R(panel) *p = call->panel;
-    const int64_t width = attention_round_up(call->dim, VR_WIDTH);
+    const int64_t width = attention_round_up(call->depth, VR_WIDTH);
 
     for (int key = p->begin; key < p->end; key += VR_WIDTH) {
         const int n = (int)attention_min(VR_WIDTH, p->end - key);
@@ -250,11 +259,14 @@ R(weigh_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
     const tfast_attention_args *args = p->head->args;
     const bool terms = attention_head_has_terms(p->head);
     const bool general = attention_is_general(p->head);
+    const int64_t depth = R(depth)(room->pairs, args->dim);
     const R(scores_call) call = {.k = k,
                                  .k_stride = k_stride,
-                                 .dim = args->dim,
-                                 .queries = room->queries + at * args->dim,
+                                 .depth = depth,
+                                 .queries = room->queries + at * depth,
                                  .panel = p,
+                                 .pairs = room->pairs,
+                                 .scale = (REAL)attention_query_scale(p->head),
                                  .terms = terms ? room->terms : NULL,
                                  .softcap = (REAL)args->softcap,
                                  .ahead = room->ahead};
@@ -296,11 +308,17 @@ R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k
     if (p->head->args->dropout_p > 0) {
         R(drop)(room->scores + at, room->dropout + at, p);
     }
+    if (room->pairs) {
+        R(pair_rows)
+        (room->paired + at, ATTENTION_QUERIES, room->scores + at, ATTENTION_QUERIES,
+         n_k, p->vectors * VR_WIDTH);
+    }
 }
 
 /* ---- A block --------------------------------------------------------------------- */
 
-/* out = fade * out + weights . v, for n_q queries from `query` on. */
+/* out = fade * out + weights . v, for n_q queries from `query` on. Pairs at the ends of
+ * their keys have weights of 0 in them. */
 static void
 R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t query,
                   int64_t n_q, int64_t key, int64_t n_k, const REAL *v,
@@ -311,6 +329,7 @@ R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t
          .b_stride = v_stride,
          .first = first,
          .careful = careful,
+         .pairs = room->pairs,
          .c_stride = room->out_stride};
 
     for (int64_t d = 0; d < room->out_stride; d += PANEL) {
@@ -323,9 +342,10 @@ R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t
             const int64_t end =
                 attention_min(n_k, attention_end_key(h, query + i + rows - 1) - key);
 
-            p.depth = attention_max(0, end - begin);
-            p.a = room->scores + begin * ATTENTION_QUERIES + i;
-            p.b = v + begin * v_stride + d;
+            R(set_depth)(&p, begin, end);
+            p.a = (room->pairs ? room->paired : room->scores) +
+                  p.skipped * ATTENTION_QUERIES + i;
+            p.b = v + p.skipped * v_stride + d;
             p.factor = room->fade + i;
             attention_look_ahead(room->ahead);
             p.c = room->out + i * room->out_stride + d;
@@ -413,7 +433,7 @@ R(forward_open)(const R(forward_room) * room, const attention_head *h, int64_t q
     const tfast_attention_args *args = h->args;
 
     R(pack_panels)
-    (room->queries, room->stage, args->q.data, args->dtype,
+    (room->queries, room->stage, room->pairs, args->q.data, args->dtype,
      attention_query_row(h, &args->q, query), args->q.row, n_q, args->dim,
      (REAL)attention_query_scale(h));
     for (int i = 0; i < ATTENTION_QUERIES; i++) {
@@ -449,6 +469,7 @@ R(forward_try)(R(forward_room) * room, const attention_head *h, int64_t query,
     int64_t key = attention_first_key(h, query) / DROPOUT_BLOCK * DROPOUT_BLOCK;
     bool first = true;
 
+    room->pairs = R(has_pairs)(args) && !careful;
     R(forward_open)(room, h, query, n_q);
     if (key >= end) {
         memset(room->out, 0, sizeof(REAL) * (size_t)(n_q * room->out_stride));
@@ -456,12 +477,13 @@ R(forward_try)(R(forward_room) * room, const attention_head *h, int64_t query,
     for (; key < end; key += ATTENTION_KEYS, first = false) {
         const int64_t n_k = attention_min(ATTENTION_KEYS, end - key);
         int64_t k_stride, v_stride;
-        const REAL *k = R(open_rows)(room->k, room->k_stride, args->k.data, args->dtype,
-                                     attention_key_row(h, &args->k, key), args->k.row,
-                                     n_k, args->dim, true, &k_stride);
-        const REAL *v = R(open_rows)(room->v, room->v_stride, args->v.data, args->dtype,
-                                     attention_key_row(h, &args->v, key), args->v.row,
-                                     n_k, args->dim_v, false, &v_stride);
+        const REAL *k = R(open_factor)(
+            room->pairs, room->k, room->k_stride, args->k.data, args->dtype,
+            attention_key_row(h, &args->k, key), args->k.row, n_k, args->dim, &k_stride);
+        const REAL *v = R(open_lanes)(room->pairs, room->v, room->v_stride, room->stage,
+                                      args->v.data, args->dtype,
+                                      attention_key_row(h, &args->v, key), args->v.row,
+                                      n_k, args->dim_v, &v_stride);
 
         if (args->dropout_p > 0) {
             R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);

@@ -41,3 +41,10 @@
     } else {                                                                           \
         ATTENTION_ROWS(f, rows, 1, __VA_ARGS__)                                        \
     }
+/* The same with `pairs` constant, too, and left out where there are none. */
+#define ATTENTION_PAIRED(f, rows, vectors, pairs, ...)                                 \
+    if (REAL_IS_F32 && V_PAIRS && (pairs)) {                                           \
+        ATTENTION_STRIP(f, rows, vectors, true, __VA_ARGS__)                           \
+    } else {                                                                           \
+        ATTENTION_STRIP(f, rows, vectors, false, __VA_ARGS__)                          \
+    }

@@ -7,6 +7,7 @@
 #define VF_WIDTH 8
 #define VD_WIDTH 4
 #define V_ROWS 6
+#define V_PAIRS 0
 typedef __m256 vf;
 typedef __m256d vd;
 

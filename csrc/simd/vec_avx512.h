@@ -1,13 +1,18 @@
 /* The vector vocabulary (see vec_scalar.h) on AVX-512 F, BW, DQ, VL: 16 float32, 8 float64.
- * Not AVX512-BF16: its conversion flushes subnormals to zero. */
+ * AVX512-BF16 only for products of pairs: its conversion flushes subnormals to zero. As
+ * assembly, because compilers older than GCC 10 do not know it. */
 // clang-format off
+#include "../cpuid.h"
 #include "../half.h"
 
 #include <immintrin.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 
 #define VF_WIDTH 16
 #define VD_WIDTH 8
 #define V_ROWS 12
+#define V_PAIRS 1
 typedef __m512 vf;
 typedef __m512d vd;
 
@@ -80,6 +85,30 @@ static inline void vf_store_bf16(uint16_t *p, vf a)
     const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
     const __m512i half = _mm512_mask_set1_epi32(rounded, nan, 0x7FC0);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
+}
+/* CPUID is slow, most of all in a virtual machine: it is asked once. */
+static inline bool v_has_pairs(void)
+{
+    static _Atomic(int) known;
+    int has = atomic_load_explicit(&known, memory_order_relaxed);
+    if (has == 0) {
+        has = tfast_cpu_features() & TFAST_CPU_BF16 ? 1 : -1;
+        atomic_store_explicit(&known, has, memory_order_relaxed);
+    }
+    return has > 0;
+}
+static inline vf vf_pair(vf first, vf second)
+{
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i both;
+    __asm__("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(second), "v"(first));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both));
+}
+static inline vf vf_dot(vf a, vf b, vf c)
+{
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
 }
 static inline float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }
 

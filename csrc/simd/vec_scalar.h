@@ -6,7 +6,10 @@
  * many rows as there are lanes; vX_sum adds up the lanes. V_ROWS by two vectors are the
  * accumulators that the registers hold beside two factors and a broadcast. v8 is eight
  * words of 64 bits: v8_count(x) is x, x + 1 .. x + 7, v8_mul(a, x) multiplies the low
- * halves, v8_high moves the high halves down, v8_store stores the low halves. */
+ * halves, v8_high moves the high halves down, v8_store stores the low halves.
+ * Where V_PAIRS is 1 a lane may hold a pair of bfloat16, the first in its low half:
+ * vf_pair(a, b) rounds a and b, vf_dot(a, b, c) is c + the second product + the first,
+ * both may take subnormals for 0, and v_has_pairs() is whether the processor can. */
 // clang-format off
 #include "../half.h"
 
@@ -15,6 +18,7 @@
 #define VF_WIDTH 1
 #define VD_WIDTH 1
 #define V_ROWS 6
+#define V_PAIRS 0
 typedef float vf;
 typedef double vd;
 

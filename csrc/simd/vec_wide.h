@@ -4,6 +4,7 @@
 #include "../half.h"
 
 #include <math.h>
+#include <stdbool.h>
 
 /* These functions are all inlined; how they would pass vectors does not matter. */
 #pragma GCC diagnostic ignored "-Wpsabi"
@@ -11,6 +12,7 @@
 #define VF_WIDTH 16
 #define VD_WIDTH 8
 #define V_ROWS 12
+#define V_PAIRS 1
 typedef float vf __attribute__((vector_size(64)));
 typedef double vd __attribute__((vector_size(64)));
 
@@ -57,6 +59,24 @@ static inline void vf_store_f16(uint16_t *p, vf a)
 static inline void vf_store_bf16(uint16_t *p, vf a)
 {
     for (int i = 0; i < 16; i++) { p[i] = tfast_to_bf16(a[i]); }
+}
+
+static inline bool v_has_pairs(void) { return true; }
+static inline vf vf_pair(vf first, vf second)
+{
+    uint32_t bits[16];
+    for (int i = 0; i < 16; i++) {
+        bits[i] = (uint32_t)tfast_to_bf16(second[i]) << 16 | tfast_to_bf16(first[i]);
+    }
+    memcpy(&first, bits, sizeof bits);
+    return first;
+}
+static inline vf vf_dot(vf a, vf b, vf c)
+{
+    typedef uint32_t words __attribute__((vector_size(64)));
+    const words high = 0xFFFF0000 - (words){0}, x = (words)a, y = (words)b;
+    c += (vf)(x & high) * (vf)(y & high);
+    return c + (vf)(x << 16) * (vf)(y << 16);
 }
 
 static inline float vf_sum(vf a)
