@@ -45,7 +45,8 @@ tfast_cpu_features(void)
     const uint32_t ymm = 0x06; /* xmm and the upper halves of ymm */
     const uint32_t zmm = 0xe6; /* and masks, upper halves of zmm, zmm16 to zmm31 */
 
-    if (cpuid(0, 0).eax < 7 || !has_all(cpuid(1, 0).ecx, pclmul | fma | osxsave | avx | f16c))
+    if (cpuid(0, 0).eax < 7 ||
+        !has_all(cpuid(1, 0).ecx, pclmul | fma | osxsave | avx | f16c))
         return 0;
     uint32_t saved = saved_state();
     struct registers extended = cpuid(7, 0);

@@ -130,10 +130,13 @@ class Problem:
     # ---- Checks ----------------------------------------------------------------------
 
     def noise_of_rounded_weights(self):
-        """Tensor cores take weights in the dtype of the values."""
-        on_tensor_cores = "cuda" in (self.device, _core.backend_in_use())
-        on_tensor_cores |= _core.backend_in_use() == "simt"
-        if not on_tensor_cores or self.dtype not in ("float16", "bfloat16"):
+        """Tensor cores take weights in the dtype of the values; so do processors that
+        multiply pairs of bfloat16."""
+        rounds = "cuda" in (self.device, _core.backend_in_use())
+        rounds |= _core.backend_in_use() == "simt"
+        halves = ("float16", "bfloat16") if rounds else ("bfloat16",)
+        rounds |= _core.backend_in_use() in ("avx512", "wide")
+        if not rounds or self.dtype not in halves:
             return 0
         return ROUNDING[self.dtype] / 4 / (1 - self.options.get("dropout_p", 0))
 

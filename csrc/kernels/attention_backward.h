@@ -11,7 +11,7 @@
 /* ---- A tile ---------------------------------------------------------------------- */
 
 typedef struct {
-    const REAL *k, *v; /* rows of the block */
+    const REAL *k, *v;                          /* rows of the block */
     int64_t k_stride, v_stride, depth, depth_v; /* of products */
     bool pairs;
     REAL scale; /* of products of q and k, with pairs */
@@ -134,8 +134,8 @@ R(plain_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
 static __attribute__((noinline)) void
 R(general_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
 {
-    ATTENTION_PAIRED(R(backward_strip), s.rows, s.vectors, call->pairs, true, call,
-                     key, s.first, at)
+    ATTENTION_PAIRED(R(backward_strip), s.rows, s.vectors, call->pairs, true, call, key,
+                     s.first, at)
 }
 
 static void
@@ -413,13 +413,13 @@ R(backward_keys)(const R(backward_work) * work, int64_t key, bool first)
         (work, k_factor, k_factor_stride, v, v_stride, query, n_q, key, n_k);
         if (work->dv.rows != NULL) {
             R(add_to_keys)
-            (work, work->dv, work->pairs ? room->paired_weights : room->weights, work->dout, work->dout_stride,
-             room->v_width, query, n_q, key, n_k, first);
+            (work, work->dv, work->pairs ? room->paired_weights : room->weights,
+             work->dout, work->dout_stride, room->v_width, query, n_q, key, n_k, first);
         }
         if (work->dk.rows != NULL) {
             R(add_to_keys)
-            (work, work->dk, work->pairs ? room->paired_scores : room->scores, work->q, work->q_stride, room->q_width,
-             query, n_q, key, n_k, first);
+            (work, work->dk, work->pairs ? room->paired_scores : room->scores, work->q,
+             work->q_stride, room->q_width, query, n_q, key, n_k, first);
         }
         if (work->dq.rows != NULL) {
             R(add_to_queries)(work, k, k_stride, query, n_q, key, n_k);

@@ -15,10 +15,10 @@ typedef struct {
     REAL *dropout, *slope;  /* the same; slope: 1 - tanh^2 */
     REAL *terms;            /* [ATTENTION_BACK_KEYS][PANEL] */
     REAL *paired, *paired_weights, *paired_scores; /* see pair_tile */
-    REAL *k, *v;            /* copies of a block's rows */
-    REAL *k_factor;         /* with pairs: k's, to be broadcast */
-    REAL *dq, *dk, *dv;     /* sums that the outputs cannot hold */
-    REAL *stage;            /* VR_WIDTH rows */
+    REAL *k, *v;                                   /* copies of a block's rows */
+    REAL *k_factor;           /* with pairs: k's, to be broadcast */
+    REAL *dq, *dk, *dv;       /* sums that the outputs cannot hold */
+    REAL *stage;              /* VR_WIDTH rows */
     int64_t q_width, v_width; /* of copied rows and of sums */
 } R(backward_room);
 
@@ -184,11 +184,10 @@ R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
          key += ATTENTION_BACK_KEYS) {
         const int64_t n_k = attention_min(ATTENTION_BACK_KEYS, end - key);
         int64_t stride;
-        const REAL *k =
-            R(open_factor)(work->pairs, work->room->k, attention_copy_stride(args->dim),
-                           args->k.data, args->dtype,
-                           attention_key_row(h, &args->k, key), args->k.row, n_k,
-                           args->dim, &stride);
+        const REAL *k = R(open_factor)(work->pairs, work->room->k,
+                                       attention_copy_stride(args->dim), args->k.data,
+                                       args->dtype, attention_key_row(h, &args->k, key),
+                                       args->k.row, n_k, args->dim, &stride);
         const R(panel) p =
             R(panel_of)(h, query, n, key, n_k, attention_head_has_terms(h));
 
@@ -245,18 +244,18 @@ R(open_head)(R(backward_work) * work)
     const int64_t q = attention_query_row(h, &args->q, 0);
     const int64_t dout = attention_query_row(h, &args->dout, 0);
 
-    work->q = R(open_lanes)(work->pairs, room->q, room->q_width, room->stage,
-                            args->q.data, args->dtype, q, args->q.row, h->n_q, args->dim,
-                            &work->q_stride);
+    work->q =
+        R(open_lanes)(work->pairs, room->q, room->q_width, room->stage, args->q.data,
+                      args->dtype, q, args->q.row, h->n_q, args->dim, &work->q_stride);
     work->dout = R(open_lanes)(work->pairs, room->dout, room->v_width, room->stage,
                                args->dout.data, args->dtype, dout, args->dout.row,
                                h->n_q, args->dim_v, &work->dout_stride);
     R(pack_panels)
-    (room->queries, room->stage, work->pairs, args->q.data, args->dtype, q, args->q.row, h->n_q,
-     args->dim, (REAL)attention_query_scale(h));
+    (room->queries, room->stage, work->pairs, args->q.data, args->dtype, q, args->q.row,
+     h->n_q, args->dim, (REAL)attention_query_scale(h));
     R(pack_panels)
-    (room->douts, room->stage, work->pairs, args->dout.data, args->dtype, dout, args->dout.row,
-     h->n_q, args->dim_v, (REAL)R(early_scale)(work));
+    (room->douts, room->stage, work->pairs, args->dout.data, args->dtype, dout,
+     args->dout.row, h->n_q, args->dim_v, (REAL)R(early_scale)(work));
     R(open_sums)(work);
     R(open_shares)(work);
 }

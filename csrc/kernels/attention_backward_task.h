@@ -108,8 +108,7 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
     if (job->dsinks != NULL && part == 0) {
         job->dsinks[h->batch * args->heads + h->head] = R(sink_gradient)(work);
     }
-    finite = R(close_sums)(work->dq, 0, h->n_q, room->q_width,
-                           R(late_scale)(work));
+    finite = R(close_sums)(work->dq, 0, h->n_q, room->q_width, R(late_scale)(work));
     if (job->parts == 1) {
         R(write_sums)(args, &args->dq, at, work->dq, 0, h->n_q, args->dim);
     }
@@ -150,8 +149,8 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         const int64_t n = attention_min(ATTENTION_BACK_KEYS, h.n_k - key);
 
         if (attention_part_of(block, job->parts) == part) {
-            finite &= R(close_sums)(work.dk, key, n, room->q_width,
-                                    R(late_scale)(&work));
+            finite &=
+                R(close_sums)(work.dk, key, n, room->q_width, R(late_scale)(&work));
             finite &= R(close_sums)(work.dv, key, n, room->v_width, 1);
             R(write_sums)(args, &args->dk, dk, work.dk, key, n, args->dim);
             R(write_sums)(args, &args->dv, dv, work.dv, key, n, args->dim_v);

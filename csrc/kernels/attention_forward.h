@@ -477,9 +477,10 @@ R(forward_try)(R(forward_room) * room, const attention_head *h, int64_t query,
     for (; key < end; key += ATTENTION_KEYS, first = false) {
         const int64_t n_k = attention_min(ATTENTION_KEYS, end - key);
         int64_t k_stride, v_stride;
-        const REAL *k = R(open_factor)(
-            room->pairs, room->k, room->k_stride, args->k.data, args->dtype,
-            attention_key_row(h, &args->k, key), args->k.row, n_k, args->dim, &k_stride);
+        const REAL *k =
+            R(open_factor)(room->pairs, room->k, room->k_stride, args->k.data,
+                           args->dtype, attention_key_row(h, &args->k, key),
+                           args->k.row, n_k, args->dim, &k_stride);
         const REAL *v = R(open_lanes)(room->pairs, room->v, room->v_stride, room->stage,
                                       args->v.data, args->dtype,
                                       attention_key_row(h, &args->v, key), args->v.row,

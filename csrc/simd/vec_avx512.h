@@ -105,6 +105,12 @@ static inline vf vf_pair(vf first, vf second)
     __asm__("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(second), "v"(first));
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both));
 }
+static inline void vf_store_pairs(float *p, vf a)
+{
+    __m256i half;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(a));
+    _mm256_storeu_si256((__m256i *)p, half);
+}
 static inline vf vf_dot(vf a, vf b, vf c)
 {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));

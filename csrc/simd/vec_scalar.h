@@ -8,8 +8,9 @@
  * words of 64 bits: v8_count(x) is x, x + 1 .. x + 7, v8_mul(a, x) multiplies the low
  * halves, v8_high moves the high halves down, v8_store stores the low halves.
  * Where V_PAIRS is 1 a lane may hold a pair of bfloat16, the first in its low half:
- * vf_pair(a, b) rounds a and b, vf_dot(a, b, c) is c + the second product + the first,
- * both may take subnormals for 0, and v_has_pairs() is whether the processor can. */
+ * vf_pair(a, b) rounds a and b, vf_store_pairs rounds and stores neighbours, vf_dot(a, b, c)
+ * is c + the second product + the first. All may take subnormals for 0. v_has_pairs() is
+ * whether the processor can. */
 // clang-format off
 #include "../half.h"
 

@@ -71,6 +71,12 @@ static inline vf vf_pair(vf first, vf second)
     memcpy(&first, bits, sizeof bits);
     return first;
 }
+static inline void vf_store_pairs(float *p, vf a)
+{
+    uint16_t half[16];
+    vf_store_bf16(half, a);
+    memcpy(p, half, sizeof half);
+}
 static inline vf vf_dot(vf a, vf b, vf c)
 {
     typedef uint32_t words __attribute__((vector_size(64)));
