@@ -75,9 +75,7 @@ R(backward_strip)(const int rows, const int vectors, const bool pairs,
     R(multiply)
     (rows, vectors, pairs, false, call->k + key * call->k_stride, call->k_stride,
      call->queries + lane, PANEL, call->depth, c);
-    if (pairs) {
-        R(scale_strip)(rows, vectors, c, call->scale);
-    }
+    R(scale_strip)(rows, vectors, pairs, c, call->scale);
     if (general && call->slope != NULL) {
         R(bend_strip)(rows, vectors, c, weights, call->slope + at, call->softcap);
     }

@@ -87,9 +87,7 @@ R(scores_strip)(const int rows, const int vectors, const bool pairs,
     R(multiply)
     (rows, vectors, pairs, false, call->k + key * call->k_stride, call->k_stride,
      call->queries + first * VR_WIDTH, PANEL, call->depth, c);
-    if (pairs) {
-        R(scale_strip)(rows, vectors, c, call->scale);
-    }
+    R(scale_strip)(rows, vectors, pairs, c, call->scale);
     if (call->softcap != 0) {
         R(bend_strip)(rows, vectors, c, to, NULL, call->softcap);
     }

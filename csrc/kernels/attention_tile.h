@@ -138,9 +138,9 @@ R(vector_tanh)(vr x)
  * a product of matrices lie as pairs along its inner dimension: a pair is moved like a
  * REAL, and there are half as many. Factors that are inputs stay as they are, weights
  * and their gradients are rounded as torch does it, scale comes after the product, and
- * the way of `careful` does without. On a Zen 4, whose peak doubles, forward and backward
- * became 1.9 and 1.7 times as fast with 2,048 rows of 64, 1.4 and 1.35 times with 128
- * causal ones, of which half the time goes elsewhere. */
+ * the way of `careful` does without. On a Zen 4, whose peak doubles, forward and
+ * backward became 1.9 and 1.8 times as fast with 2,048 rows of 64 elements, and 1.5 and
+ * 1.6 times with 128 causal ones, of which half the time goes elsewhere. */
 
 static inline bool
 R(has_pairs)(const tfast_attention_args *args)
@@ -238,9 +238,10 @@ R(strip_rows)(int64_t n)
 #endif
 }
 
-/* c[r][v] += sum over k < depth of a[r][k] * b[k][v], of pairs or REAL. Row k of b is `vectors` vectors
- * at b + k * b_stride. a[r][k] is at r * a_stride + k, or with `columns` at
- * k * a_stride + r. Everything but a, b, their strides and depth is constant. */
+/* c[r][v] += sum over k < depth of a[r][k] * b[k][v], of REAL or `pairs`. Row k of b is
+ * `vectors` vectors at b + k * b_stride. a[r][k] is at r * a_stride + k, or with
+ * `columns` at k * a_stride + r. Everything but a, b, their strides and depth is
+ * constant. */
 static inline __attribute__((always_inline)) void
 R(multiply)(const int rows, const int vectors, const bool pairs, const bool columns,
             const REAL *a, int64_t a_stride, const REAL *b, int64_t b_stride,
@@ -311,11 +312,13 @@ R(set_depth)(R(product) * p, int64_t begin, int64_t end)
     p->depth = end > begin ? R(depth)(p->pairs, end) - p->skipped : 0;
 }
 
+/* The scale that factors of pairs did not get. */
 static inline __attribute__((always_inline)) void
-R(scale_strip)(const int rows, const int vectors, vr c[V_ROWS][2], REAL scale)
+R(scale_strip)(const int rows, const int vectors, const bool pairs, vr c[V_ROWS][2],
+               REAL scale)
 {
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows && pairs; r++) {
         for (int v = 0; v < vectors; v++) {
             c[r][v] = vr_mul(c[r][v], vr_set1(scale));
         }
