@@ -317,8 +317,11 @@ static inline __attribute__((always_inline)) void
 R(scale_strip)(const int rows, const int vectors, const bool pairs, vr c[V_ROWS][2],
                REAL scale)
 {
+    if (!pairs) {
+        return;
+    }
 #pragma GCC unroll 12
-    for (int r = 0; r < rows && pairs; r++) {
+    for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
             c[r][v] = vr_mul(c[r][v], vr_set1(scale));
         }
