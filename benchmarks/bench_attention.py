@@ -122,9 +122,10 @@ def make_bound(setup: Setup) -> Contender:
         run = peak.make_read(setup.inputs.leaves[1:], threads)
         note = "k and v read once in C, same threads"
         return Contender("read", run, "bound", prepare=setup.inputs.warm, note=note)
-    lanes = peak.LANES.get(setup.backend) or peak.widest()
+    lanes = peak.products(setup.backend, str(problem.dtype).removeprefix("torch."))
     run = peak.make_multiply_adds(problem.flops(setup.which), lanes, threads)
-    note = f"as many float32 multiply-adds in C, {lanes} lanes, same threads"
+    of = "of pairs of bfloat16" if lanes == peak.PAIRS else f"float32, {lanes} lanes"
+    note = f"as many multiply-adds in C, {of}, same threads"
     return Contender("multiply-adds", run, "bound", note=note)
 
 

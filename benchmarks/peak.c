@@ -37,6 +37,11 @@ enum { CHAINS = 12 };
 DEFINE_CHAINS(chains_16, 16, __attribute__((target("avx512f"))))
 DEFINE_CHAINS(chains_8, 8, __attribute__((target("avx2,fma"))))
 #undef MULTIPLY_ADD
+/* Of pairs of bfloat16, as which the factors' halves are taken: two in each lane. */
+#define MULTIPLY_ADD(a, b, c)                                                          \
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(a) : "v"(b), "v"(c))
+DEFINE_CHAINS(chains_pairs, 16, __attribute__((target("avx512f"))))
+#undef MULTIPLY_ADD
 #define PIN(a) __asm__("" : "+x"(a))
 #elif defined(__aarch64__)
 #define PIN(a) __asm__("" : "+w"(a))
@@ -54,6 +59,9 @@ static chains_function
 choose(int lanes)
 {
 #ifdef __x86_64__
+    if (lanes == 32 && __builtin_cpu_supports("avx512bf16")) {
+        return chains_pairs;
+    }
     if (lanes == 16 && __builtin_cpu_supports("avx512f")) {
         return chains_16;
     }
@@ -64,7 +72,7 @@ choose(int lanes)
     return lanes == 4 ? chains_4 : 0;
 }
 
-/* At least `multiply_adds` of them on `lanes` lanes. Returns how many threads took
+/* At least `multiply_adds` of them on `lanes` lanes, 32 of them in pairs. Returns how many threads took
  * part, or -1 for lanes that this machine lacks. */
 int
 peak_multiply_adds(int64_t multiply_adds, int lanes, int threads, float *sink)

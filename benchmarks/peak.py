@@ -17,6 +17,7 @@ SOURCE = Path(__file__).with_name("peak.c")
 # How many float32 numbers an instruction of a backend holds: `wide` is 16 lanes on what
 # the compiler's vector extensions make of them, which is AVX2.
 LANES = {"avx512": 16, "avx2": 8, "wide": 8, "scalar": 4}
+PAIRS = 32  # how many products one of AVX512_BF16's multiply-adds has
 
 
 @functools.cache
@@ -40,14 +41,25 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def has(lanes: int) -> bool:
+    """Return whether this machine has multiply-adds of so many lanes, or PAIRS."""
+    sink = ctypes.c_float()
+    return library().peak_multiply_adds(0, lanes, 1, ctypes.byref(sink)) == 1
+
+
 def widest() -> int:
-    """Return how many lanes this machine's widest multiply-add has."""
-    run, sink = library().peak_multiply_adds, ctypes.c_float()
-    return next(n for n in (16, 8, 4) if run(0, n, 1, ctypes.byref(sink)) == 1)
+    """Return how many lanes this machine's widest float32 multiply-add has."""
+    return next(filter(has, (16, 8, 4)))
+
+
+def products(backend: str, dtype: str) -> int:
+    """Return how many products a backend's instruction has for a dtype."""
+    lanes = LANES.get(backend) or widest()
+    return PAIRS if dtype == "bfloat16" and lanes == 16 and has(PAIRS) else lanes
 
 
 def make_multiply_adds(flops: int, lanes: int, threads: int) -> Callable[[], None]:
-    """Return a call that computes `flops` float32 operations, two a multiply-add."""
+    """Return a call that computes `flops` operations, two a multiply-add."""
     run, sink = library().peak_multiply_adds, ctypes.c_float()
 
     def peak() -> None:

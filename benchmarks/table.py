@@ -29,7 +29,8 @@ TITLES = {
 NOTES = {
     "attention": "A causal pair of passes counts as half the work, a backward as 2.5 "
     "forwards. The bound is as many float32 multiply-adds in registers, of the "
-    "backend's width; for one query, a read of k and v.",
+    "backend's width, for bf16 of pairs where the CPU has AVX512_BF16; for one query, "
+    "a read of k and v.",
     "attention-cuda": "TFLOP/s, a causal pair counting as half the work, a backward as "
     "2.5 forwards; in brackets how many times longer than trainfast. The roof is "
     "cuBLAS's rate for a product of 8,192 x 8,192 matrices.",

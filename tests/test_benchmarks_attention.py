@@ -154,6 +154,26 @@ def test_multiply_adds_are_done_by_every_lane(lanes, threads):
     peak.make_multiply_adds(2 * count, lanes, threads)()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_multiply_adds_of_pairs_are_done_by_every_lane(threads):
+    if not peak.has(peak.PAIRS):
+        pytest.skip("no AVX512_BF16")
+    rounds, sink = 7, ctypes.c_float()
+    count = rounds * 12 * peak.PAIRS * threads
+    peak.library().peak_multiply_adds(count, peak.PAIRS, threads, ctypes.byref(sink))
+    factors = torch.tensor([0.999, 0.001]).view(torch.bfloat16).double().view(2, 2)
+    step = (factors[0] * factors[1]).sum().item()
+    chains = sum(i + 0.999 + rounds * step for i in range(12))
+    assert sink.value == pytest.approx(threads * chains, rel=1e-5)
+
+
+def test_bound_of_bfloat16_is_of_pairs_where_there_are_some():
+    assert peak.products("avx2", "bfloat16") == peak.products("avx2", "float32") == 8
+    assert peak.products("avx512", "float32") == 16
+    pairs = peak.products("avx512", "bfloat16") == peak.PAIRS
+    assert pairs == peak.has(peak.PAIRS)
+
+
 @pytest.mark.parametrize("words", [0, 1, 31, 32, 33, 1000])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_read_sees_every_word(words, threads):
