@@ -52,6 +52,12 @@ def test_weights_are_rounded_where_pairs_are_multiplied(backend):
         {"shape": (1, 1, 130, 129, 65), "is_causal": True},
         {"shape": (1, 1, 45, 99, 7), "window": (5, 3)},
         {"shape": (1, 2, 65, 65, 33), "window": (0, 0), "layout": "bnhd"},
+        # The last query that looks at a block of keys has an even number.
+        {"shape": (1, 1, 150, 150, 16), "window": (5, 3)},
+        {"shape": (1, 1, 150, 150, 16), "window": (5, 0), "softcap": 2.0},
+        {"shape": (1, 1, 45, 24, 7), "window": (5, 3), "dropout_p": 0.2, "seed": 1},
+        {"shape": (1, 2, 400, 100, 24), "window": (31, 0)},
+        {"shape": (1, 2, 260, 260, 24), "window": (127, 0), "kv_heads": 1},
         {"shape": (1, 4, 35, 41, 16), "kv_heads": 2, "softcap": 3.0},
         {"shape": (1, 1, 99, 97, 8), "dropout_p": 0.25, "seed": 3},
     ],

@@ -209,11 +209,18 @@ R(plan_general)(attention_ahead *ahead, const R(backward_work) * work,
     R(plan_terms)(ahead, h, next, h->n_q - next, p->key, n_k);
 }
 
-/* `width` columns of weights and gradients as pairs: of queries for the products with
- * rows of queries, of keys in `paired` for those with rows of keys. */
+/* Columns of a panel's weights and gradients as pairs: of queries for the products with
+ * rows of queries, of keys in `paired` for those with rows of keys. An odd last query's
+ * neighbour may be one of the head's that has none of these keys. */
 static void
-R(pair_tile)(const R(backward_room) * room, int64_t at, int64_t n_k, int64_t width)
+R(pair_tile)(const R(backward_room) * room, int64_t at, int64_t n_k, const R(panel) * p)
 {
+    const int64_t width = p->vectors * VR_WIDTH;
+
+    for (int64_t j = 0; j < n_k && p->n % 2 != 0; j++) {
+        room->weights[at + j * ATTENTION_QUERIES + p->n] = 0;
+        room->scores[at + j * ATTENTION_QUERIES + p->n] = 0;
+    }
     R(pair_rows)
     (room->paired + at, ATTENTION_QUERIES, room->scores + at, ATTENTION_QUERIES, n_k,
      width);
@@ -283,7 +290,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         R(clear_outside)(call.weights, &p, (int)n_k);
         R(clear_outside)(call.scores, &p, (int)n_k);
         if (work->pairs) {
-            R(pair_tile)(room, i, n_k, p.vectors * VR_WIDTH);
+            R(pair_tile)(room, i, n_k, &p);
         }
     }
 }
