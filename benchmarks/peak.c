@@ -72,8 +72,8 @@ choose(int lanes)
     return lanes == 4 ? chains_4 : 0;
 }
 
-/* At least `multiply_adds` of them on `lanes` lanes, 32 of them in pairs. Returns how many threads took
- * part, or -1 for lanes that this machine lacks. */
+/* At least `multiply_adds` of them on `lanes` lanes, 32 of them in pairs. Returns how
+ * many threads took part, or -1 for lanes that this machine lacks. */
 int
 peak_multiply_adds(int64_t multiply_adds, int lanes, int threads, float *sink)
 {

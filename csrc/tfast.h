@@ -335,8 +335,8 @@ enum { TFAST_ATTENTION_MAX_DIM = 256 };
  * lse -infinity. Keys with a score, mask or bias of -infinity are forbidden; NaN or
  * infinity in a key or value reaches only queries that may look at it. Arithmetic is
  * float32 (float64 where dtype is), but for the weights and gradients of scores that
- * tensor cores multiply, which are of dtype; same inputs give the same bits for any
- * number of threads.
+ * tensor cores, or a CPU's AVX512_BF16, multiply, which are of dtype; same inputs give
+ * the same bits for any number of threads.
  *
  * Dropout drops element (b, h, i, j) where a 16-bit number is below
  * round(dropout_p * 65536): with r = i / 16 * 8 + i % 8 and c = j / 16 * 4 + j % 8 / 2,

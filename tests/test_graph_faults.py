@@ -502,10 +502,12 @@ def read_only(write):
         file.chmod(0o444)
     for each in (path, folder):
         each.chmod(0o555)
-    yield path
-    for each in (folder, path):
-        each.chmod(0o755)
-    shutil.rmtree(folder)
+    try:
+        yield path
+    finally:
+        for each in (folder, path):
+            each.chmod(0o755)
+        shutil.rmtree(folder)
 
 
 def code_without_rights(function, *args):

@@ -271,16 +271,36 @@ def test_error_of_sampler_comes_after_batches_before_it(cache):
         next(iteration)
 
 
-def test_interruption_in_sampler_does_not_wait(cache):
-    def sampler():
-        yield from ([0], [1], [2])
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("dataset", [lambda x: x, lambda x: x[10:30]])
+@pytest.mark.parametrize("keywords", [{}, {"threads": 0}, {"pad_to": (2, 99, 299)}])
+def test_interruption_in_sampler_neither_waits_nor_loses_a_batch(
+    cache, dataset, keywords
+):
+    class Sampler:
+        at = 0
 
-    iteration = iter(gc.Loader(cache, batch_sampler=sampler(), prefetch=2))
-    assert rows(next(iteration)) == [0]
-    with pytest.raises(KeyboardInterrupt):
-        next(iteration)
-    assert [rows(batch) for batch in iteration] == [[2]]
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            if self.at == 4:
+                raise KeyboardInterrupt
+            if self.at > 6:
+                raise StopIteration
+            return [self.at]
+
+    loader = gc.Loader(dataset(cache), batch_sampler=Sampler(), prefetch=2, **keywords)
+    iteration, got, interrupted = iter(loader), [], 0
+    while len(got) < 5:
+        try:
+            got.append(rows(next(iteration))[0])
+        except KeyboardInterrupt:
+            interrupted += 1
+            assert loader.state_dict()["position"] == len(got) < 3
+    assert next(iteration, None) is None
+    assert interrupted == 1
+    assert [row - got[0] for row in got] == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(

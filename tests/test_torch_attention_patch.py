@@ -258,3 +258,17 @@ def test_activated_implementation_takes_masks(activated):
     assert calls() == 2
     theirs = results(scaled_dot_product_attention, q, mask)
     torch.testing.assert_close(mine, theirs)
+
+
+def test_traced_attention_is_no_nested_tensor():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    with trainfast.patched("attention"):
+        traced = torch.fx.symbolic_trace(Model().eval())
+    assert any(node.op == "call_module" for node in traced.graph.nodes)

@@ -16,6 +16,8 @@ typedef struct {
     PyObject *place;    /* its attribute position: after what was handed out */
     PyObject *position; /* that name */
     PyObject *error[3]; /* of the order, as it was fetched; NULL: none */
+    PyObject *held;     /* a batch that was ready when Ctrl-C came */
+    int64_t held_position;
     bool sampled, begun, busy;
 } graph_iteration;
 
@@ -146,15 +148,23 @@ set_position(graph_iteration *self, int64_t position)
 static PyObject *
 hand_out(graph_iteration *self, int64_t pending)
 {
-    PyObject *batch, *made;
-    int64_t position;
+    PyObject *batch = self->held, *made;
+    int64_t position = self->held_position;
 
-    batch = py_graph_prefetch_next(self->prefetch, &position);
+    self->held = NULL;
+    if (batch == NULL) {
+        batch = py_graph_prefetch_next(self->prefetch, &position);
+    }
     if (batch == NULL) {
         go_on(self, pending);
         return NULL;
     }
-    made = submit(self) < 0 ? NULL : assemble(self, batch);
+    if (submit(self) < 0) {
+        self->held = batch;
+        self->held_position = position;
+        return NULL;
+    }
+    made = assemble(self, batch);
     Py_DECREF(batch);
     if (made != NULL && set_position(self, position) < 0) {
         Py_CLEAR(made);
@@ -183,7 +193,7 @@ next(graph_iteration *self)
     }
     if (self->prefetch != NULL) {
         pending = py_graph_prefetch_pending(self->prefetch);
-        if (pending > 0) {
+        if (pending > 0 || self->held != NULL) {
             return hand_out(self, pending);
         }
         Py_CLEAR(self->prefetch);
@@ -218,6 +228,7 @@ iteration_clear(graph_iteration *self)
     Py_CLEAR(self->order);
     Py_CLEAR(self->assemble);
     Py_CLEAR(self->place);
+    Py_CLEAR(self->held);
     for (int i = 0; i < 3; i++) {
         Py_CLEAR(self->error[i]);
     }
@@ -297,6 +308,7 @@ iteration_traverse(graph_iteration *self, visitproc visit, void *arg)
     Py_VISIT(self->order);
     Py_VISIT(self->assemble);
     Py_VISIT(self->place);
+    Py_VISIT(self->held);
     for (int i = 0; i < 3; i++) {
         Py_VISIT(self->error[i]);
     }

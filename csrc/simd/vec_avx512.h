@@ -1,6 +1,6 @@
 /* The vector vocabulary (see vec_scalar.h) on AVX-512 F, BW, DQ, VL: 16 float32, 8 float64.
  * AVX512-BF16 only for products of pairs: its conversion flushes subnormals to zero. As
- * assembly, because compilers older than GCC 10 do not know it. */
+ * assembly, so that no function needs another instruction set than the rest. */
 // clang-format off
 #include "../cpuid.h"
 #include "../half.h"
@@ -12,7 +12,11 @@
 #define VF_WIDTH 16
 #define VD_WIDTH 8
 #define V_ROWS 12
+#if __GNUC__ >= 10 || defined(__clang__) /* older ones come with older assemblers */
 #define V_PAIRS 1
+#else
+#define V_PAIRS 0
+#endif
 typedef __m512 vf;
 typedef __m512d vd;
 

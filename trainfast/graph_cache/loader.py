@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainfast._core import (
+    GraphBatch,
     GraphIteration,
     GraphOrder,
     GraphPrefetch,
@@ -424,6 +425,7 @@ class Iteration(GraphIteration):
         self._queue: deque[tuple[GraphPrefetch, int]] = deque()
         self._prefetches: dict[int, GraphPrefetch] = {}
         self._error: Exception | None = None
+        self._held: tuple[GraphBatch, int] | None = None
         self._source: Any = None
 
     def _begin(self) -> None:
@@ -447,16 +449,19 @@ class Iteration(GraphIteration):
 
     def _other(self) -> Any:
         """The next batch where somebody chooses its shape, or the end."""
-        if not self._queue:
+        if self._held is None and not self._queue:
             return self._end()
-        prefetch, position = self._queue[0]
-        try:
-            batch = prefetch.next()
-        except BaseException:
-            self._forget_failed(prefetch)
-            raise
-        self._queue.popleft()
-        self._submit_chosen()
+        if self._held is None:
+            prefetch, position = self._queue[0]
+            try:
+                batch = prefetch.next()
+            except BaseException:
+                self._forget_failed(prefetch)
+                raise
+            self._queue.popleft()
+            self._held = batch, position
+        self._submit_chosen()  # Ctrl-C in the sampler loses no batch
+        (batch, position), self._held = self._held, None
         assert self._assemble is not None and self._place is not None
         made = self._assemble(batch)
         self._place.position = position

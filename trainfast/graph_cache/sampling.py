@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,12 @@ class Sampled:
     def __init__(
         self, batches: Iterable[Any], subset: np.ndarray | None, position: int
     ) -> None:
-        self.batches: Iterator[Any] = islice(batches, position, None)
-        if subset is not None:
-            self.batches = (_of_subset(as_indices(x), subset) for x in self.batches)
+        self.batches: Iterator[Any] = iter(batches)
+        for _ in range(position):
+            if next(self.batches, _END) is _END:
+                break
+        if subset is not None:  # a generator would end with the first exception
+            self.batches = map(partial(_of_subset, subset), self.batches)
         self.position = position
 
     def next(self) -> np.ndarray | None:
@@ -41,7 +44,8 @@ def as_indices(batch: Any) -> np.ndarray:
     return indices.astype(np.int64, copy=False)
 
 
-def _of_subset(indices: np.ndarray, subset: np.ndarray) -> np.ndarray:
+def _of_subset(subset: np.ndarray, batch: Any) -> np.ndarray:
+    indices = as_indices(batch)
     wrong = (indices < 0) | (indices >= len(subset))
     if wrong.any():
         raise IndexError(

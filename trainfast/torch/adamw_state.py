@@ -206,9 +206,16 @@ def match_masters(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) ->
     for group in groups:
         for param in group["params"]:
             master = all_state.get(param, {}).get("master_param")
-            if has_master(param, group) and master is not None:
-                same = master.to(param.dtype) == param
-                master.copy_(torch.where(same, master, param))
+            if not (has_master(param, group) and isinstance(master, Tensor)):
+                continue
+            if master.shape != param.shape:
+                continue  # the step names it
+            same = master.to(param.dtype) == param
+            matched = torch.where(same, master, param)
+            if master.is_inference():
+                all_state[param]["master_param"] = matched
+            else:
+                master.copy_(matched)
 
 
 # ---- Loading it ----------------------------------------------------------------------

@@ -32,7 +32,7 @@ def _call(self: torch.nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
     does. Meanwhile it is there for all threads, and nothing is patched or unpatched."""
     call = torch.nn.Module.__call__
     query = args[0] if args else kwargs.get("query")
-    if not getattr(query, "is_nested", False):
+    if getattr(query, "is_nested", False) is not True:  # a proxy of torch.fx has all
         return call(self, *args, **kwargs)
     count_once("a nested tensor, in multi-head attention")
     with _lock:
@@ -41,7 +41,8 @@ def _call(self: torch.nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(self, *args, **kwargs)
         finally:
-            torch.backends.mha.set_fastpath_enabled(before)
+            if torch.nn.MultiheadAttention.__call__ is _call:  # a hook may unpatch
+                torch.backends.mha.set_fastpath_enabled(before)
 
 
 def take_nested(value: bool) -> None:

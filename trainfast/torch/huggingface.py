@@ -59,16 +59,19 @@ def _look_after_tables() -> None:
 
     name = "get_correct_attn_implementation"  # is later than 4.53
     check = getattr(PreTrainedModel, name, None)  # of what every model is asked for
-    if check is None or hasattr(check, "__wrapped__"):
+    if check is None or getattr(check, "looks_after_tables", False):
         return
 
     @functools.wraps(check)
-    def check_with_tables(self: Any, requested: Any, *args: Any, **kwargs: Any) -> Any:
-        if requested in _names:
+    def check_with_tables(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for requested in _names.intersection(
+            x for x in (*args, *kwargs.values()) if isinstance(x, str)
+        ):
             for module in {x.__module__ for x in type(self).__mro__}:
                 _complete_tables(sys.modules.get(module), requested)
-        return check(self, requested, *args, **kwargs)
+        return check(self, *args, **kwargs)
 
+    check_with_tables.looks_after_tables = True  # type: ignore[attr-defined]
     setattr(PreTrainedModel, name, check_with_tables)
 
 
