@@ -414,37 +414,57 @@ def test_memory_grows_with_the_rows_and_not_their_square():
 # ---- Beside torch --------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("host_only")
-@needs_torch
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_error_is_at_most_twice_that_of_torch(rng, dtype, is_causal):
+def beside_torch(problem):
+    """(name, the core's, torch's, true) of the output and the gradients, in float64."""
     import torch
 
-    problem = Problem(rng, (1, 2, 700, 700, 64), dtype=dtype, is_causal=is_causal)
     mine = (problem.forward()[0], *problem.backward(dlse=False)[:3])
     true = (problem.expected()[0], *problem.expected_gradients(dlse=False)[:3])
-    kind = getattr(torch, dtype)
+    kind = getattr(torch, problem.dtype)
     q, k, v, dout = (
         torch.from_numpy(to_float64(x)).to(kind)
         for x in (problem.q, problem.k, problem.v, problem.dout)
     )
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=problem.options["scale"]
-    )
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **problem.options)
     out.backward(dout)
     theirs = (out, q.grad, k.grad, v.grad)
-    for name, ours, torchs, exact in zip(("out", "dq", "dk", "dv"), mine, theirs, true):
-        error = abs(to_float64(ours) - exact)
+    for name, *results in zip(("out", "dq", "dk", "dv"), mine, theirs, true):
+        yield name, *(to_float64(x) for x in results)
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_error_is_at_most_twice_that_of_torch(rng, dtype, is_causal):
+    problem = Problem(rng, (1, 2, 700, 700, 64), dtype=dtype, is_causal=is_causal)
+    for name, ours, torchs, exact in beside_torch(problem):
+        error = abs(ours - exact)
         # float64 is for gradient checks; where a causal row has one key, torch's exp()
         # of 0 is exact and exp2() of a rounded product is not
-        bound = (4 if dtype == "float64" else 2) * abs(to_float64(torchs) - exact)
+        bound = (4 if dtype == "float64" else 2) * abs(torchs - exact)
         assert error.mean() <= bound.mean(), name
         # the largest of so many is a matter of luck: by some roundings more
         luck = 4 * ROUNDING[dtype] * largest(exact)
         assert error.max() <= bound.max() + luck, name
+
+
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("n_q", [1, 2, 3, 4, 8])
+def test_the_error_of_few_queries_is_at_most_twice_that_of_torch(
+    rng, backend, n_q, size
+):
+    if backend == "simt":
+        pytest.skip("sums of other lengths")
+    problem = Problem(rng, (6, 8, n_q, 352, 64))
+    problem.q *= np.float32(size)  # the standard deviation of scores
+    for name, ours, torchs, exact in beside_torch(problem):
+        error, bound = (((x - exact) ** 2).mean() ** 0.5 for x in (ours, torchs))
+        assert error <= 2 * bound, name
 
 
 # ---- Counts --------------------------------------------------------------------------

@@ -136,11 +136,86 @@ R(general_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
                      s.first, at)
 }
 
+/* For few queries: products with k, bent, in place of weights, and of dout and v in
+ * place of scores. What lanes past the last query hold is not used. */
 static void
-R(backward_panel)(const R(backward_call) * call, bool general)
+R(few_products)(const R(backward_call) * call)
+{
+    const R(panel) *p = call->panel;
+    const int64_t first = p->begin * ATTENTION_QUERIES;
+    const R(scores_call) of_keys = {.k = call->k,
+                                    .k_stride = call->k_stride,
+                                    .depth = call->depth,
+                                    .queries = call->queries,
+                                    .panel = p};
+    const R(scores_call) of_values = {.k = call->v,
+                                      .k_stride = call->v_stride,
+                                      .depth = call->depth_v,
+                                      .queries = call->douts,
+                                      .panel = p};
+
+    R(few_panel)(&of_keys, call->weights);
+    R(few_panel)(&of_values, call->scores);
+    if (call->slope != NULL) {
+        R(bend)
+        (call->weights + first, call->slope + first, p->end - p->begin, 1,
+         call->softcap);
+    }
+}
+
+/* Weights and gradients for few queries. Scores are rounded as in the forward pass, and
+ * most of that goes when lse is subtracted: with other sums gradients were up to four
+ * times as wrong as torch's. */
+static void
+R(few_gradients)(const R(backward_call) * call, bool general)
+{
+    const R(panel) *p = call->panel;
+    const bool border = call->terms == NULL && R(has_border)(p, p->begin, p->end);
+    const vr zero = vr_set1(0), lse = vr_load(call->lse), delta = vr_load(call->delta);
+
+    R(few_products)(call);
+    for (int key = p->begin; key < p->end; key++) {
+        const int64_t at = key * ATTENTION_QUERIES;
+        vr s = vr_load(call->weights + at), x = vr_load(call->scores + at), weight;
+
+        if (key % V_ROWS == 0) {
+            attention_look_ahead(call->ahead);
+        }
+        if (call->terms != NULL) {
+            s = R(with_both)(s, vr_load(call->terms + key * PANEL), lse);
+        } else {
+            s = vr_add(s, lse);
+        }
+        if (border) {
+            s = R(bound)(p, 0, key, s);
+        }
+        weight = general ? R(vector_exp)(s) : R(vector_exp2)(s);
+        if (call->dropout != NULL) {
+            const vr keep = vr_load(call->dropout + at);
+
+            x = vr_madd(x, keep, delta);
+            vr_store(call->weights + at, vr_mul(weight, keep));
+        } else {
+            x = vr_add(x, delta);
+            vr_store(call->weights + at, weight);
+        }
+        x = vr_mul(weight, x);
+        if (general || border) {
+            x = vr_if_less(zero, weight, x, weight); /* 0, or weight is NaN */
+        }
+        vr_store(call->scores + at, x);
+    }
+}
+
+static void
+R(backward_panel)(const R(backward_call) * call, bool few, bool general)
 {
     const R(panel) *p = call->panel;
 
+    if (few) {
+        R(few_gradients)(call, general);
+        return;
+    }
     for (int key = p->begin; key < p->end;) {
         const R(strip) s = R(strip_at)(p, key);
         const int64_t at = key * ATTENTION_QUERIES + s.first * VR_WIDTH;
@@ -280,7 +355,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
             call.ahead = &ahead;
             R(fill_terms)(room->terms, &p);
         }
-        R(backward_panel)(&call, work->general);
+        R(backward_panel)(&call, work->few, work->general);
         if (work->shared) {
             R(share_out)(&call);
         }
@@ -400,9 +475,7 @@ R(backward_keys)(const R(backward_work) * work, int64_t key, bool first)
         R(open_lanes)(work->pairs, room->k, copy_stride, room->stage, args->k.data,
                       args->dtype, first_k, args->k.row, n_k, args->dim, &k_stride);
     const REAL *v =
-        R(open_factor)(work->pairs, room->v, attention_copy_stride(args->dim_v),
-                       args->v.data, args->dtype, attention_key_row(h, &args->v, key),
-                       args->v.row, n_k, args->dim_v, &v_stride);
+        R(open_backward)(work, room->v, &args->v, args->dim_v, key, n_k, &v_stride);
     const REAL *k_factor = k;
     int64_t k_factor_stride = k_stride;
 

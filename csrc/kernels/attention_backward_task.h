@@ -136,6 +136,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
         .general = attention_is_general(&h),
         .careful = careful,
         .pairs = R(has_pairs)(args) && !careful,
+        .few = R(backward_is_few)(args) && (careful || !R(has_pairs)(args)),
         .ahead = ahead,
     };
     bool finite = true;

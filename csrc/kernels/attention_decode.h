@@ -2,13 +2,6 @@
  * among tasks, each with a result of its own, and all heads that share keys go through
  * them together, so that they are read once. */
 
-/* Whether panels of queries would be mostly empty. */
-static inline bool
-R(attention_is_few)(const tfast_attention_args *args)
-{
-    return args->n_q <= VR_WIDTH / 2;
-}
-
 /* Queries of the room: a panel of statistics for each head. */
 static inline int64_t
 R(decode_queries)(const tfast_attention_args *args)
@@ -99,15 +92,10 @@ static void
 R(decode_open)(const R(forward_room) * room, const attention_head *h)
 {
     const tfast_attention_args *args = h->args;
-    const int64_t width = attention_round_up(args->dim, VR_WIDTH);
-    const vr scale = vr_set1((REAL)attention_query_scale(h));
 
-    R(read_rows)
-    (room->queries, width, args->q.data, args->dtype,
-     attention_query_row(h, &args->q, 0), args->q.row, h->n_q, args->dim);
-    for (int64_t i = 0; i < h->n_q * width; i += VR_WIDTH) {
-        vr_store(room->queries + i, vr_mul(scale, vr_load(room->queries + i)));
-    }
+    R(scale_rows)
+    (room->queries, args->q.data, args->dtype, attention_query_row(h, &args->q, 0),
+     args->q.row, h->n_q, args->dim, (REAL)attention_query_scale(h));
     for (int i = 0; i < PANEL; i++) {
         room->top[i] = -REAL_MAX;
         room->sum[i] = 0;

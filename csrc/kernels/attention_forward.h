@@ -141,6 +141,13 @@ R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
     }
 }
 
+/* Whether panels of queries would be mostly empty. */
+static inline bool
+R(attention_is_few)(const tfast_attention_args *args)
+{
+    return args->n_q <= VR_WIDTH / 2;
+}
+
 /* Up to VR_WIDTH keys' products with one query, whose row is whole vectors. Keys are
  * read one after the other; then lanes are added up for all of them together. */
 static inline void

@@ -471,6 +471,20 @@ R(open_lanes)(bool pairs, REAL *copy, int64_t copy_stride, REAL *stage,
     return copy;
 }
 
+/* n rows times `scale`, each filled up with zeros to a whole vector. */
+static void
+R(scale_rows)(REAL *to, const void *array, tfast_dtype dtype, int64_t first,
+              int64_t row, int64_t n, int64_t dim, REAL scale)
+{
+    const int64_t width = attention_round_up(dim, VR_WIDTH);
+    const vr factor = vr_set1(scale);
+
+    R(read_rows)(to, width, array, dtype, first, row, n, dim);
+    for (int64_t i = 0; i < n * width; i += VR_WIDTH) {
+        vr_store(to + i, vr_mul(factor, vr_load(to + i)));
+    }
+}
+
 /* n rows times `scale`, as panels [n / PANEL][dim][PANEL]: queries become lanes. The
  * last panel's missing rows are 0. `stage` holds VR_WIDTH rows of whole vectors. With
  * `pairs`, of bfloat16, they are [n / PANEL][dim / 2][PANEL], and scale is 1. */
