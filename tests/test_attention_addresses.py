@@ -3,6 +3,8 @@ overlapping, backwards, and further apart than 32 bits count."""
 
 import ctypes
 import mmap
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -74,6 +76,43 @@ def test_rows_off_alignment_are_taken_as_they_are(rng, path, dtype, gap):
 
     check(rng, change, dtype)
     assert copied() == {}
+
+
+ENDING = """
+import ctypes, itertools, mmap, sys
+import numpy as np
+import trainfast
+
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+page = mmap.PAGESIZE
+
+def at_the_end(shape, dtype):
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    room = mmap.mmap(-1, (size // page + 2) * page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    end = (size // page + 1) * page
+    assert protect(ctypes.c_void_p(begin + end), ctypes.c_size_t(page), 0) == 0
+    array = np.frombuffer(room, dtype, int(np.prod(shape)), end - size)
+    array[:] = np.linspace(-1, 1, array.size)
+    return array.reshape(shape)
+
+trainfast.use_backend(sys.argv[1])
+dims = [(1, 1), (2, 2), (8, 8), (33, 17)]
+sizes = [(1, 1), (2, 8), (3, 24), (20, 24), (4, 97)]
+for dtype, (n_q, n_k), (d, e) in itertools.product("fde", sizes, dims):
+    q, k = at_the_end((1, 2, n_q, d), dtype), at_the_end((1, 2, n_k, d), dtype)
+    v, dout = at_the_end((1, 2, n_k, e), dtype), at_the_end((1, 2, n_q, e), dtype)
+    out, lse = trainfast.attention(q, k, v, return_lse=True)
+    trainfast.attention_backward(dout, q, k, v, out, lse)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("name", [x for x in USABLE if x not in ("cuda", "simt")])
+def test_nothing_is_read_past_the_end_of_arrays(name):
+    command = [sys.executable, "-c", ENDING, name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 # ---- Strides -------------------------------------------------------------------------

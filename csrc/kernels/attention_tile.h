@@ -266,6 +266,9 @@ R(multiply)(const int rows, const int vectors, const bool pairs, const bool colu
             }
         }
         b += b_stride;
+#if VF_WIDTH == 1
+        __asm__("" : "+r"(b)); /* GCC 12 vectorizes over k, and loads a row too many */
+#endif
         base[0] += a_step;
         base[1] += a_step;
         base[2] += a_step;
