@@ -56,7 +56,7 @@ class Missing(NamedTuple):
     file: str
     number: int  # of the file's barriers
     mode: str = "thread"
-    words: str = f"{RACE}|{DIFFERS}|SEGV|never waited for"
+    words: str = f"{RACE}|{DIFFERS}|SEGV|never waited for|after a thread left"
 
     @property
     def harness(self):
