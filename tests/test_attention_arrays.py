@@ -186,7 +186,7 @@ def test_gradients_overwrite_what_was_there(rng, shape, bound):
     options["is_causal"] = bound == "causal"
     expected = problem.backward()
     made = [np.full_like(x, np.nan) for x in expected]
-    options |= {"scale": problem.options["scale"]}
+    options |= {"scale": problem.options["scale"], "scratch": scratch_on("cpu")}
     _core.attention_backward(
         *(problem.dout, problem.q, problem.k, problem.v, *problem.forward()),
         *(problem.dlse, *made),

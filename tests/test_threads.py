@@ -549,4 +549,5 @@ def test_cpu_features_are_those_of_proc_cpuinfo(library):
         avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
         expected = avx2 * 1 + (avx2 and avx512) * 2
         expected += (avx2 and avx512 and "vpclmulqdq" in flags) * 4
+        expected += (avx2 and avx512 and "avx512_bf16" in flags) * 8
     assert ctypes.CDLL(str(library)).tfast_cpu_features() == expected
