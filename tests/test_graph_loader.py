@@ -271,10 +271,11 @@ def test_error_of_sampler_comes_after_batches_before_it(cache):
         next(iteration)
 
 
+@pytest.mark.parametrize("interrupted_at", [[4], [1], [2], [1, 2, 3]])
 @pytest.mark.parametrize("dataset", [lambda x: x, lambda x: x[10:30]])
 @pytest.mark.parametrize("keywords", [{}, {"threads": 0}, {"pad_to": (2, 99, 299)}])
 def test_interruption_in_sampler_neither_waits_nor_loses_a_batch(
-    cache, dataset, keywords
+    cache, dataset, keywords, interrupted_at
 ):
     class Sampler:
         at = 0
@@ -284,7 +285,7 @@ def test_interruption_in_sampler_neither_waits_nor_loses_a_batch(
 
         def __next__(self):
             self.at += 1
-            if self.at == 4:
+            if self.at in interrupted_at:
                 raise KeyboardInterrupt
             if self.at > 6:
                 raise StopIteration
@@ -292,15 +293,16 @@ def test_interruption_in_sampler_neither_waits_nor_loses_a_batch(
 
     loader = gc.Loader(dataset(cache), batch_sampler=Sampler(), prefetch=2, **keywords)
     iteration, got, interrupted = iter(loader), [], 0
-    while len(got) < 5:
+    while len(got) < 6 - len(interrupted_at):
         try:
             got.append(rows(next(iteration))[0])
         except KeyboardInterrupt:
             interrupted += 1
             assert loader.state_dict()["position"] == len(got) < 3
     assert next(iteration, None) is None
-    assert interrupted == 1
-    assert [row - got[0] for row in got] == [0, 1, 2, 4, 5]
+    assert interrupted == len(interrupted_at)
+    expected = [at for at in range(1, 7) if at not in interrupted_at]
+    assert [row - got[0] for row in got] == [at - expected[0] for at in expected]
 
 
 @pytest.mark.parametrize(

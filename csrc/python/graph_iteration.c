@@ -193,6 +193,12 @@ next(graph_iteration *self)
     }
     if (self->prefetch != NULL) {
         pending = py_graph_prefetch_pending(self->prefetch);
+        if (pending == 0 && self->held == NULL) { /* at the end, or after Ctrl-C */
+            pending = submit(self);
+        }
+        if (pending < 0) {
+            return NULL;
+        }
         if (pending > 0 || self->held != NULL) {
             return hand_out(self, pending);
         }

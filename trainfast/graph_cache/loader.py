@@ -449,7 +449,7 @@ class Iteration(GraphIteration):
 
     def _other(self) -> Any:
         """The next batch where somebody chooses its shape, or the end."""
-        if self._held is None and not self._queue:
+        if self._held is None and not self._queue and not self._submit_chosen():
             return self._end()
         if self._held is None:
             prefetch, position = self._queue[0]
