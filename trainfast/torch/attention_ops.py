@@ -14,6 +14,7 @@ from trainfast import _core, attention_lengths
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import attention_math
 from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch.attention_memory import empty_large, is_large
 
 FORWARD_MODE = "forward-mode differentiation"
 N_INPUTS = len(Inputs._fields)
@@ -31,7 +32,7 @@ _ON_CPU = {"scratch": lambda n: torch.empty(n, dtype=torch.float32, device="cpu"
 def empty_rows(like: Tensor, dim: int) -> Tensor:
     """An uninitialised tensor of like's sizes but the last, its dims in memory in the
     order of like's, the last one dense."""
-    if dim == like.shape[-1]:
+    if dim == like.shape[-1] and not is_large(like, like.numel()):
         made = torch.empty_like(like)
         if made.stride(-1) == 1:
             return made
@@ -41,7 +42,17 @@ def empty_rows(like: Tensor, dim: int) -> Tensor:
     for i in order:
         strides[i] = step
         step *= shape[i]
+    if is_large(like, step):
+        return empty_large(shape, strides, like)
     return like.new_empty_strided(shape, strides)
+
+
+def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """An uninitialised contiguous tensor of like's dtype."""
+    if is_large(like, math.prod(shape)):
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        return empty_large(shape, strides, like)
+    return like.new_empty(shape)
 
 
 def empty_lse(q: Tensor, bnhd: bool) -> Tensor:
@@ -149,7 +160,7 @@ def empty_grads(inputs: Inputs, wanted: Sequence[bool]) -> list[Tensor | None]:
             if i < 3:
                 made[i] = empty_rows(x, x.shape[-1])
             else:
-                made[i] = x.new_empty(x.shape, dtype=dtype)
+                made[i] = empty(x.new_empty(0, dtype=dtype), x.shape)
     return made
 
 

@@ -110,8 +110,8 @@ def _rows_first(like: Tensor, dim: int | None = None) -> Tensor:
     """An empty tensor of like's sizes, but for the last, that lies in memory as [batch,
     rows, heads, dim]."""
     batch, heads, rows, last = like.shape
-    made = like.new_empty((batch, rows, heads, last if dim is None else dim))
-    return made.transpose(1, 2)
+    dim = last if dim is None else dim
+    return attention_ops.empty(like, (batch, rows, heads, dim)).transpose(1, 2)
 
 
 # ---- Torch's operators ---------------------------------------------------------------
@@ -130,7 +130,9 @@ def _flash_on_cpu(
     scale: float | None = None,
 ) -> Any:
     call = _call_of(query, key, value, attn_mask, dropout_p, is_causal, scale, chosen)
-    made = _forward(_of_one_dim(call), partial(torch.empty_like, query))
+    made = _forward(
+        _of_one_dim(call), partial(attention_ops.empty_rows, query, query.shape[-1])
+    )
     if made is None:
         return None
     out, lse = made
