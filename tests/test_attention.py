@@ -117,6 +117,34 @@ def test_mask_and_bias_may_have_any_float_dtype(rng, device, dtype, kind):
     check(rng, device, dtype=dtype, mask=term, bias=term[:1, :, :, :1].copy())
 
 
+ITEMS = 37
+ENDS = np.cumsum([0] + [2 + i % 4 for i in range(ITEMS)])
+
+
+@pytest.mark.parametrize("shape", ["hqk", "1qk", "hq1", "h1k", "qk"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"kv_lens": np.arange(ITEMS) % 18},
+        {"kv_heads": 1, "dtype": "float64"},
+        {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS},
+        {"alibi_slopes": np.ones(2, "f"), "sinks": np.ones(2, "f")},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_bias_that_many_items_share(rng, device, shape, options):
+    """Its gradient is summed for groups of items, then for all."""
+    packed = "cu_seqlens_q" in options
+    n_q, n_k = (5, 5) if packed else (13, 17)
+    sizes = {"h": 2, "q": n_q, "k": n_k, "1": 1}
+    bias = rng.standard_normal([sizes[d] for d in shape]).astype("f")
+    rows = (ENDS[-1], ENDS[-1]) if packed else (n_q, n_k)
+    batch = 1 if packed else ITEMS
+    check(rng, device, (batch, 2, *rows, 8), bias=bias, **options)
+
+
 # ---- Options, alone and in pairs -----------------------------------------------------
 
 

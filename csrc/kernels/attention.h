@@ -288,24 +288,60 @@ attention_back_parts(const tfast_attention_args *args, int64_t heads)
     return (int)attention_max(1, attention_min(wanted, blocks));
 }
 
-static void
-attention_backward_task(const attention_back_job *job, int64_t task,
-                        attention_ahead *ahead, void *room)
+static attention_back_task
+attention_back_task_of(const attention_back_job *job, int64_t i)
 {
     const tfast_attention_args *args = job->args;
     const int64_t heads = job->join_heads ? 1 : args->kv_heads;
-    const int part = (int)(task % job->parts);
-    const int64_t b0 = task / job->parts / heads, h0 = task / job->parts % heads;
-    const int64_t b1 = job->join_batch ? args->batch : b0 + 1;
-    const int64_t h1 = job->join_heads ? args->kv_heads : h0 + 1;
+    const int64_t first = i / job->parts / heads, head = i / job->parts % heads;
+    attention_back_task task = {.batch = first,
+                                .end_batch = first + 1,
+                                .head = head,
+                                .end_head = job->join_heads ? args->kv_heads : head + 1,
+                                .part = (int)(i % job->parts),
+                                .dbias = args->dbias};
 
-    for (int64_t b = b0; b < b1; b++) {
-        for (int64_t h = h0; h < h1; h++) {
-            if (args->dtype == TFAST_F64) {
-                attention_backward_f64(job, b, h, part, ahead, room);
-            } else {
-                attention_backward_f32(job, b, h, part, ahead, room);
-            }
+    if (job->join_batch) {
+        task.batch = args->batch * first / job->groups;
+        task.end_batch = args->batch * (first + 1) / job->groups;
+    }
+    if (job->join_batch && first > 0) {
+        task.dbias = job->dbias + (size_t)(first - 1) * job->dbias_bytes;
+    }
+    return task;
+}
+
+/* `next`: what the thread does then; NULL: nothing. */
+static void
+attention_backward_task(const attention_back_job *job, const attention_back_task *task,
+                        const attention_back_task *next, void *room)
+{
+    const tfast_attention_args *args = job->args;
+    attention_ahead ahead, *planned;
+
+    for (int64_t b = task->batch, h = task->head; b < task->end_batch;) {
+        const bool same = h + 1 < task->end_head;
+        int64_t next_b = same ? b : b + 1, next_h = same ? h + 1 : task->head;
+        const int64_t this_b = b, this_h = h;
+
+        b = next_b;
+        h = next_h;
+        if (b == task->end_batch && next != NULL) {
+            next_b = next->batch;
+            next_h = next->head;
+        }
+        planned = NULL;
+        if (job->look_ahead && (b < task->end_batch || next != NULL)) {
+            const attention_head head = attention_head_of(
+                args, next_b, next_h * (args->heads / args->kv_heads));
+
+            planned = &ahead;
+            attention_plan(planned, &head, attention_strips(&head, true), true);
+        }
+        if (args->dtype == TFAST_F64) {
+            attention_backward_f64(job, task, this_b, this_h, planned, room);
+        } else {
+            attention_backward_f32(job, task, this_b, this_h, planned, room);
         }
     }
 }
@@ -314,23 +350,17 @@ static void
 attention_backward_part(void *context, int part, int parts)
 {
     attention_back_job *job = context;
-    const tfast_attention_args *args = job->args;
     void *room = job->room + job->room_bytes * (size_t)part;
-    int64_t task = atomic_fetch_add(&job->next, 1), next;
-    attention_ahead ahead;
+    int64_t i = atomic_fetch_add(&job->next, 1);
 
     (void)parts;
-    for (; task < job->tasks; task = next) {
-        next = atomic_fetch_add(&job->next, 1);
-        if (job->look_ahead && next < job->tasks) {
-            const attention_head h = attention_head_of(
-                args, next / args->kv_heads,
-                next % args->kv_heads * (args->heads / args->kv_heads));
+    while (i < job->tasks) {
+        const attention_back_task task = attention_back_task_of(job, i);
+        attention_back_task next;
 
-            attention_plan(&ahead, &h, attention_strips(&h, true), true);
-        }
-        attention_backward_task(
-            job, task, job->look_ahead && next < job->tasks ? &ahead : NULL, room);
+        i = atomic_fetch_add(&job->next, 1);
+        next = attention_back_task_of(job, i);
+        attention_backward_task(job, &task, i < job->tasks ? &next : NULL, room);
     }
 }
 
@@ -348,61 +378,6 @@ attention_join_part(void *context, int part, int parts)
             join_parts_f64(job, &h);
         } else {
             join_parts_f32(job, &h);
-        }
-    }
-}
-
-static void
-attention_hint_dbias(const tfast_attention_args *args)
-{
-    const int64_t *stride = args->dbias_stride;
-    const int64_t last = (args->batch - 1) * stride[0] + (args->heads - 1) * stride[1] +
-                         (args->n_q - 1) * stride[2] + (args->n_k - 1) * stride[3];
-
-    if (last > 0) {
-        tfast_hint_large_pages(args->dbias,
-                               (size_t)(last + 1) * (args->dtype == TFAST_F64 ? 8 : 4));
-    }
-}
-
-/* Whether every query looks at every key, and the bias has an element for each. */
-static bool
-attention_writes_dbias(const tfast_attention_args *args)
-{
-    const bool bounded = args->is_causal || args->window_left >= 0 ||
-                         args->window_right >= 0 || args->cu_seqlens_q != NULL ||
-                         args->kv_lens != NULL || args->mask.data != NULL;
-
-    return args->dbias != NULL && args->dbias_stride[2] != 0 &&
-           args->dbias_stride[3] != 0 && !bounded;
-}
-
-/* Zeros in the gradient of the bias. Its dimensions that are broadcast have one place.
- */
-static void
-attention_clear_part(void *context, int part, int parts)
-{
-    const attention_back_job *job = context;
-    const tfast_attention_args *args = job->args;
-    const int64_t full[4] = {args->batch, args->heads, args->n_q, args->n_k};
-    const size_t size = args->dtype == TFAST_F64 ? 8 : 4;
-    const int64_t *stride = args->dbias_stride;
-    int64_t n[4];
-
-    for (int d = 0; d < 4; d++) {
-        n[d] = stride[d] == 0 ? 1 : full[d];
-    }
-    for (int64_t at = n[0] * n[1] * n[2] * part / parts;
-         at < n[0] * n[1] * n[2] * (part + 1) / parts; at++) {
-        const int64_t b = at / n[2] / n[1], h = at / n[2] % n[1], i = at % n[2];
-        char *row = (char *)args->dbias +
-                    size * (size_t)(b * stride[0] + h * stride[1] + i * stride[2]);
-
-        for (int64_t j = 0; j < n[3] && stride[3] > 1; j++) {
-            memset(row + size * (size_t)(j * stride[3]), 0, size);
-        }
-        if (stride[3] <= 1) {
-            memset(row, 0, size * (size_t)n[3]);
         }
     }
 }
@@ -462,14 +437,17 @@ attention_back_shared(attention_back_job *job, char *memory)
                                 (size_t)attention_round_up(args->dim, 16);
     const size_t alibi = args->dalibi == NULL ? 0 : all * (size_t)job->parts * 8;
     const size_t sinks = args->dsinks == NULL ? 0 : all * 8;
+    const size_t numbers = (alibi + sinks + 63) / 64 * 64;
+    const size_t dbias = (size_t)(job->groups - 1) * job->dbias_bytes;
 
     if (memory != NULL) {
         job->dq = memory;
         job->dalibi = alibi == 0 ? NULL : (double *)(memory + dq);
         job->dsinks = sinks == 0 ? NULL : (double *)(memory + dq + alibi);
-        memset(memory + dq, 0, alibi + sinks);
+        job->dbias = memory + dq + numbers;
+        memset(memory + dq, 0, numbers + (job->writes_dbias ? 0 : dbias));
     }
-    return (dq + alibi + sinks + 4095) / 4096 * 4096;
+    return (dq + numbers + dbias + 4095) / 4096 * 4096;
 }
 
 static tfast_status
@@ -487,7 +465,9 @@ attention_backward(const tfast_attention_args *args)
     job.join_heads = args->dbias != NULL && args->dbias_stride[1] == 0;
     job.writes_dbias = attention_writes_dbias(args);
     job.rows = args->cu_seqlens_q != NULL ? args->total_q : args->batch * args->n_q;
-    heads = (job.join_batch ? 1 : args->batch) * (job.join_heads ? 1 : args->kv_heads);
+    heads = job.join_heads ? 1 : args->kv_heads;
+    job.groups = attention_dbias_groups(args, heads, &job.dbias_bytes);
+    heads *= job.join_batch ? job.groups : args->batch;
     job.parts = heads == 0 ? 1 : attention_back_parts(args, heads);
     job.tasks = args->batch == 0 ? 0 : heads * job.parts;
     bytes = args->dtype == TFAST_F64
@@ -495,8 +475,8 @@ attention_backward(const tfast_attention_args *args)
                 : backward_cut_f32(&narrow, args, job.parts > 1, NULL);
     job.room_bytes = attention_room_bytes(bytes);
     threads = attention_parts(args, attention_max(1, job.tasks));
-    job.look_ahead = job.tasks == args->batch * args->kv_heads &&
-                     job.tasks >= 4 * threads && attention_is_cold(args);
+    job.look_ahead = job.parts == 1 && args->batch * args->kv_heads >= 4 * threads &&
+                     attention_is_cold(args);
     shared = attention_back_shared(&job, NULL);
     memory = tfast_scratch_take(shared + job.room_bytes * (size_t)threads);
     if (memory == NULL) {
@@ -519,6 +499,9 @@ attention_backward(const tfast_attention_args *args)
     tfast_parallel(threads, attention_backward_part, &job);
     if (job.parts > 1 && args->dq.data != NULL) {
         tfast_parallel(threads, attention_join_part, &job);
+    }
+    if (job.groups > 1) {
+        tfast_parallel(threads, attention_join_groups, &job);
     }
     attention_join_numbers(&job);
     tfast_scratch_give(memory);

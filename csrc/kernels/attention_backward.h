@@ -254,9 +254,9 @@ R(close_general)(const R(backward_work) * work, const R(backward_call) * call)
 {
     const tfast_attention_args *args = work->head->args;
 
-    if (!work->careful && args->dbias != NULL) {
+    if (!work->careful && work->dbias != NULL) {
         R(add_dbias)
-        (args->dbias, args->dbias_stride, call->scores, call->panel,
+        (work->dbias, args->dbias_stride, call->scores, call->panel,
          work->writes_dbias);
     }
     if (!work->careful && work->dalibi != NULL) {
@@ -277,7 +277,7 @@ R(plan_general)(attention_ahead *ahead, const R(backward_work) * work,
     const tfast_attention_args *args = h->args;
     const int64_t *stride = args->dbias_stride, next = p->query + PANEL;
     const tfast_attention_term gradient = {
-        args->dbias, {stride[0], stride[1], stride[2], stride[3]}, REAL_DTYPE};
+        work->dbias, {stride[0], stride[1], stride[2], stride[3]}, REAL_DTYPE};
 
     *ahead = (attention_ahead){0};
     R(plan_term)(ahead, h, &gradient, p->query, p->n, p->key, n_k);

@@ -33,6 +33,7 @@ typedef struct {
     bool general; /* there are terms, dropout or gradients of terms */
     bool careful, pairs;
     bool few;               /* queries: rows, not panels */
+    REAL *dbias;            /* NULL: not wanted */
     bool writes_dbias;      /* the first to visit it */
     bool shared;            /* there are rows whose lse says too little */
     double *dalibi;         /* NULL: not wanted */

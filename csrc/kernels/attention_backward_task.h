@@ -75,18 +75,21 @@ R(clear_rest)(const attention_head *h, const tfast_attention_rows *rows, int64_t
 
 /* One head of q against the keys of a part. Returns whether its dq is finite. */
 static bool
-R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, int part,
-                       bool first)
+R(backward_query_head)(R(backward_work) * work, const attention_back_job *job,
+                       const attention_back_task *task, bool first)
 {
     const attention_head *h = work->head;
     const tfast_attention_args *args = h->args;
     const R(backward_room) *room = work->room;
+    const int part = task->part;
     const int64_t at = attention_query_row(h, &args->dq, 0);
     double alibi = 0;
     bool finite;
 
     R(open_head)(work);
-    work->writes_dbias = job->writes_dbias && (h->batch == 0 || !job->join_batch) &&
+    work->dbias = task->dbias;
+    work->writes_dbias = job->writes_dbias &&
+                         (h->batch == task->batch || !job->join_batch) &&
                          (h->head == 0 || !job->join_heads);
     work->dalibi = job->dalibi == NULL ? NULL : &alibi;
     work->dq = R(sums_of)(args, &args->dq, at, args->dim, room->dq, room->q_width);
@@ -119,10 +122,11 @@ R(backward_query_head)(R(backward_work) * work, const attention_back_job *job, i
  * Returns whether all gradients are finite. */
 static bool
 R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
-                 int64_t batch, int64_t kv_head, int part, attention_ahead *ahead,
-                 bool careful)
+                 const attention_back_task *task, int64_t batch, int64_t kv_head,
+                 attention_ahead *ahead, bool careful)
 {
     const tfast_attention_args *args = job->args;
+    const int part = task->part;
     const int64_t group = args->heads / args->kv_heads;
     attention_head h = attention_head_of(args, batch, kv_head * group);
     const int64_t dk = attention_key_row(&h, &args->dk, 0);
@@ -143,7 +147,7 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
 
     for (int64_t i = 0; i < group; i++) {
         h.head = kv_head * group + i;
-        finite &= R(backward_query_head)(&work, job, part, i == 0);
+        finite &= R(backward_query_head)(&work, job, task, i == 0);
     }
     for (int64_t block = 0; block * ATTENTION_BACK_KEYS < h.n_k; block++) {
         const int64_t key = block * ATTENTION_BACK_KEYS;
@@ -164,17 +168,18 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
     return finite;
 }
 
-/* A task: part `part` of the given heads of k and v. */
+/* The task's part of one head of k and v. */
 static void
-R(attention_backward)(const attention_back_job *job, int64_t batch, int64_t kv_head,
-                      int part, attention_ahead *ahead, void *memory)
+R(attention_backward)(const attention_back_job *job, const attention_back_task *task,
+                      int64_t batch, int64_t kv_head, attention_ahead *ahead,
+                      void *memory)
 {
     R(backward_room) room;
 
     R(backward_cut)(&room, job->args, job->parts > 1, memory);
-    if (!R(backward_head)(job, &room, batch, kv_head, part, ahead, false) &&
+    if (!R(backward_head)(job, &room, task, batch, kv_head, ahead, false) &&
         attention_can_forbid(job->args)) {
-        R(backward_head)(job, &room, batch, kv_head, part, NULL, true);
+        R(backward_head)(job, &room, task, batch, kv_head, NULL, true);
     }
 }
 

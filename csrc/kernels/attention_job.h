@@ -11,15 +11,25 @@ typedef struct {
     size_t room_bytes;
     int parts;
     bool join_batch, join_heads; /* one task adds up what shares a bias' gradient */
+    int groups;        /* of items, each with sums of such a gradient of its own */
     bool writes_dbias; /* each place is visited: first written, then added to */
-    int64_t rows;      /* of q, of all items */
-    void *dq;          /* [parts][heads][rows][width], for several parts */
-    double *dalibi;    /* [parts][batch][heads]; NULL: not wanted */
-    double *dsinks;    /* [batch][heads]; NULL: not wanted */
+    size_t dbias_bytes;
+    char *dbias;    /* [groups - 1][dbias_bytes], for several groups */
+    int64_t rows;   /* of q, of all items */
+    void *dq;       /* [parts][heads][rows][width], for several parts */
+    double *dalibi; /* [parts][batch][heads]; NULL: not wanted */
+    double *dsinks; /* [batch][heads]; NULL: not wanted */
     bool look_ahead;
     int64_t tasks;
     _Atomic int64_t next;
 } attention_back_job;
+
+/* Items and heads of k and v, one after the other, and a part of the keys of each. */
+typedef struct {
+    int64_t batch, end_batch, head, end_head;
+    int part;
+    void *dbias; /* where the gradient of the bias is summed */
+} attention_back_task;
 
 /* To and fro: under a causal mask the first blocks have most queries. */
 static inline int

@@ -86,6 +86,8 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/amp_step.h"
 
+#include "../kernels/attention_dbias.h"
+
 #include "../kernels/attention.h"
 
 #include "../kernels/crc32c.h"
