@@ -255,7 +255,9 @@ def test_range_finds_both_ends(kernels, dtype):
                     ctypes.byref(low),
                     ctypes.byref(high),
                 )
-                ends = [min(int(end), 2**63 - 1) for end in (min(values), max(values))]
+                ends = [
+                    min(int(end), 2**63 - 1) for end in (values.min(), values.max())
+                ]
                 assert [low.value, high.value] == ends
                 values[at] = before
 
