@@ -167,7 +167,8 @@ def test_selftest_exits_with_1_when_a_kernel_is_wrong():
         code="import sys, trainfast; right = trainfast.adamw_step\n"
         "def wrong(*lists, lr, **rest): right(*lists, lr=lr * 1.001, **rest)\n"
         "trainfast.adamw_step = wrong\n"
-        "from trainfast.cli import main; sys.exit(main(['selftest']))"
+        "from trainfast.cli import main\n"
+        "sys.exit(main(['selftest', '--backend', 'scalar']))"
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "FAILED" in done.stdout and "all fine" not in done.stdout
