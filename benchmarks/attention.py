@@ -143,8 +143,11 @@ def problems() -> list[Problem]:
         Problem("f32-small", "f32 causal, B1 H1 N8 D8: what a call costs", 1, 1, 8, 8,
                 is_causal=True),
         Problem("f32-swin", "f32 as Swin, B256 H3 N49 D32", 256, 3, 49, 32),
+        Problem("f32-swin-bias", "f32 learned bias [1,H,N,N] as Swin, B256 H3 N49 D32",
+                256, 3, 49, 32, learned_bias=True),
         Problem("f32-padded", "f32 as BERT, padded, B8 H12 N512 D64", 8, 12, 512, 64,
                 padded=True),
+        Problem("f32-batch32", "f32 as BERT, B32 H12 N512 D64", 32, 12, 512, 64),
     ]  # fmt: skip
 
 
