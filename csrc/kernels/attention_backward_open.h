@@ -322,5 +322,5 @@ R(sink_gradient)(const R(backward_work) * work)
             sum += weight * (double)room->delta[i];
         }
     }
-    return scale == 0 ? 0 : sum / scale;
+    return sum / scale;
 }

@@ -219,12 +219,13 @@ attention_sink(const attention_head *h)
 }
 
 /* Whether the kernels take the way on which scores may have a softcap, terms and
- * dropout. */
+ * dropout. The other one multiplies gradients of weights by scale, too, which 0 and
+ * the least of numbers would lose to those of sinks. */
 static inline bool
 attention_is_general(const attention_head *h)
 {
     return attention_head_has_terms(h) || h->args->softcap != 0 ||
-           h->args->dropout_p > 0;
+           h->args->dropout_p > 0 || fabs(h->args->scale) < 1e-20;
 }
 
 /* What numbers are multiplied by to be in the units of scores: those of log2, exp(s)
