@@ -57,15 +57,43 @@ check_reach(const tfast_attention_args *args)
     return TFAST_OK;
 }
 
+/* Kernels multiply by numbers of their own type, with room for a factor of log2 e. */
+static tfast_status
+check_scales(const tfast_attention_args *args)
+{
+    const double most = args->dtype == TFAST_F64 ? 1e300 : 1e37;
+    const double scale = fabs(args->scale), softcap = args->softcap;
+
+    if (!isfinite(scale)) {
+        return tfast_fail(TFAST_EINVAL, "scale must be finite, got %g", args->scale);
+    }
+    if (scale > most) {
+        return tfast_fail(TFAST_EINVAL, "scale must be -%g to %g, got %g", most, most,
+                          args->scale);
+    }
+    if (!(isfinite(softcap) && softcap >= 0)) {
+        return tfast_fail(TFAST_EINVAL, "softcap must be finite and >= 0, got %g",
+                          softcap);
+    }
+    if (softcap != 0 && (softcap < 1 / most || softcap > most)) {
+        return tfast_fail(TFAST_EINVAL, "softcap must be 0, or %g to %g, got %g",
+                          1 / most, most, softcap);
+    }
+    if (softcap != 0 && scale / softcap > most) {
+        return tfast_fail(TFAST_EINVAL,
+                          "scale / softcap must be -%g to %g, got %g / %g", most, most,
+                          args->scale, softcap);
+    }
+    return TFAST_OK;
+}
+
 static tfast_status
 check_numbers(const tfast_attention_args *args)
 {
-    if (!isfinite(args->scale)) {
-        return tfast_fail(TFAST_EINVAL, "scale must be finite, got %g", args->scale);
-    }
-    if (!(isfinite(args->softcap) && args->softcap >= 0)) {
-        return tfast_fail(TFAST_EINVAL, "softcap must be finite and >= 0, got %g",
-                          args->softcap);
+    const tfast_status status = check_scales(args);
+
+    if (status != TFAST_OK) {
+        return status;
     }
     if (!(args->dropout_p >= 0 && args->dropout_p < 1)) {
         return tfast_fail(TFAST_EINVAL, "dropout_p must be in [0, 1), got %g",

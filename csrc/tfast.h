@@ -296,8 +296,9 @@ typedef struct {
     bool bottom_right; /* the diagonal is key = query + n_k - n_q, not key = query */
     int64_t window_left, window_right; /* keys at most so far from the diagonal;
                                           negative: any */
-    double scale;
-    double softcap;         /* scores become softcap * tanh(score / softcap); 0: off */
+    double scale;           /* of a size up to 1e37, or 1e300 where dtype is float64 */
+    double softcap;         /* scores become softcap * tanh(score / softcap); 0: off;
+                               otherwise it, and what scale is of it, in that range */
     double dropout_p;       /* in [0, 1) */
     int64_t seed;           /* of the dropout */
     const int64_t *seed_at; /* on the device, in place of seed; NULL: none */

@@ -78,6 +78,16 @@ def dense(arrays: Sequence[Array], capability: str) -> list[Array]:
     return made
 
 
+def _from_dlpack(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError) as error:
+        raise NotImplementedError(
+            f"{name} must be an array that NumPy takes by DLPack, if it has no shape "
+            f"and dtype: {error}"
+        ) from None
+
+
 def as_array(name: str, value: Any) -> Array:
     """The same, or as NumPy's if its library gives it no shape or dtype.
 
@@ -86,7 +96,7 @@ def as_array(name: str, value: Any) -> Array:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return value
     if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
+        return _from_dlpack(name, value)
     try:
         return np.asarray(memoryview(value))
     except TypeError:
@@ -96,27 +106,38 @@ def as_array(name: str, value: Any) -> Array:
         ) from None
 
 
+def _is_frozen(array: Array) -> bool:
+    """Whether its library's arrays cannot be written."""
+    return type(array).__module__.startswith("jax")
+
+
 def empty(
     like: Array,
     shape: Sequence[int],
     dtype: str | None = None,
     fill: float | None = None,
 ) -> Array:
-    """A dense array of this shape where `like` is, of its dtype or another one.
+    """A dense array of this shape where `like` is, of its dtype or another one; NumPy's
+    if like's library makes none, or none that can be written.
 
-    Raises TypeError if like's library makes none.
+    Raises TypeError if NumPy does not know the dtype.
     """
     if isinstance(like, np.ndarray):
         made = np.empty(shape, dtype or like.dtype)
     elif hasattr(like, "new_empty"):  # torch, which has then been imported
         kind = None if dtype is None else getattr(sys.modules["torch"], dtype)
         made = like.new_empty(tuple(shape), dtype=kind)
-    elif hasattr(like, "__array_namespace__"):
+    elif hasattr(like, "__array_namespace__") and not _is_frozen(like):
         space = like.__array_namespace__()
         kind = like.dtype if dtype is None else getattr(space, dtype)
         made = space.empty(tuple(shape), dtype=kind, device=like.device)
     else:
-        raise TypeError(f"out must be given for arrays of {type(like).__name__}")
+        try:
+            made = np.empty(shape, dtype or like.dtype)
+        except TypeError:
+            raise TypeError(
+                f"out must be given for arrays of {type(like).__name__}"
+            ) from None
     if fill is not None:
         made[...] = fill
     return made
@@ -148,7 +169,10 @@ def unit_stride(array: Array) -> Array:
         fits &= not last or array.strides[-1] == array.itemsize
         return array if fits else np.ascontiguousarray(array)
     if hasattr(array, "contiguous"):
-        return array if array.stride(-1) == 1 else array.contiguous()
+        layout = str(getattr(array, "layout", "strided"))
+        if "strided" not in layout or array.stride(-1) == 1:
+            return array  # or a sparse one, which the core refuses by name
+        return array.contiguous()
     return array
 
 

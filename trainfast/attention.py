@@ -68,10 +68,12 @@ def attention(
         is_causal: query i sees keys j <= i + shift. May be combined with all else.
         window: (left, right): keys i + shift - left to i + shift + right; None is
             unbounded on that side.
-        scale: 1 / sqrt(D) unless given.
+        scale: 1 / sqrt(D) unless given; up to 1e37 in size (1e300 with float64).
+        softcap: 1e-37 to 1e37 (1e-300 to 1e300 with float64), or 0 or None for none.
         alibi_slopes: [H] or [B, H].
         sinks: [H], a score without a value.
-        dropout_p: in [0, 1), rounded to a multiple of 1 / 65536.
+        dropout_p: in [0, 1), rounded to a multiple of 1 / 65536, of which 65535 is the
+            most.
         seed: of the dropout: an integer, or an array of one int64 on q's device. The
             same seed drops the same elements on every device and in the gradients.
         cu_seqlens_q, cu_seqlens_k: [B + 1] of int32 or int64: q, k and v are then
@@ -84,21 +86,25 @@ def attention(
         return_lse: whether to return (out, lse): the natural logarithm of each row's
             sum, [B, H, Nq] or [H, total], float32 (float64 where q is); -infinity for
             a row without an allowed key.
-        out: an array to write to. Needed where q's library cannot make one.
+        out: an array to write to; rows of no item stay as they are. Needed where
+            neither q's library nor NumPy can make one.
         stream: the cudaStream_t to launch on, as an integer; 0 is the default stream.
 
     Returns:
-        out: [B, H, Nq, Dv] (or [B, Nq, H, Dv], [total, H, Dv]), of q's dtype and kind.
+        out: [B, H, Nq, Dv] (or [B, Nq, H, Dv], [total, H, Dv]), of q's dtype and kind;
+            NumPy's where q's library makes none that can be written, as JAX.
 
-    Arrays may have any strides of rows, heads and items; one that has not stride 1 in
-    its last dimension is copied, which `trainfast.stats()` counts. Nothing is recorded
-    for autograd: for torch tensors that need it there is `trainfast.torch.attention`.
+    Arrays may have any strides of whole elements. Of q, k and v one that has not stride
+    1 in its last dimension, or runs backwards, is copied, which `trainfast.stats()`
+    counts. Nothing is recorded for autograd: for torch tensors that need it there is
+    `trainfast.torch.attention`.
 
     Raises:
         ValueError: a shape, value, length or device breaks a rule; `out` overlaps an
             input or is read-only.
         TypeError: not an array.
-        NotImplementedError: another dtype or device.
+        NotImplementedError: another dtype or device, or strides of `out` that kernels
+            do not write.
 
     Source: Dao, FlashAttention-2, arXiv:2307.08691.
     """
@@ -126,7 +132,9 @@ def attention(
     _check_shapes(options, q=q, k=k, v=v)
     fill = None if cu_seqlens_q is None else 0.0  # rows of no item
     given = out is not None
-    if not given:
+    if given:
+        _check_records(out=out)
+    else:
         out = empty(q, (*q.shape[:-1], v.shape[-1]), fill=fill)
     lse = None
     if return_lse:
@@ -222,9 +230,10 @@ def attention_backward(
         stream=stream,
     )
     _check_shapes(options, q=q, k=k, v=v, dout=dout, out=out)
+    _check_records(lse=lse, dlse=dlse)
     inputs = {"q": q, "k": k, "v": v}
     inputs |= {name: options[name] for name in _WANTED[3:]}
-    made = _gradients(inputs, wanted, None if cu_seqlens_q is None else 0.0)
+    made = _gradients(inputs, tuple(wanted), None if cu_seqlens_q is None else 0.0)
     _run(_core.attention_backward, (dout, q, k, v, out, lse, dlse), made, options)
     return made
 
@@ -335,7 +344,11 @@ def _scale(q: Array) -> float:
 
 def _seed(seed: int | Array | None, dropout_p: float) -> int | Array:
     if seed is None:
-        if dropout_p > 0:
+        try:
+            needed = float(dropout_p) > 0
+        except (TypeError, ValueError):
+            needed = False  # the core says what dropout_p must be
+        if needed:
             raise ValueError("seed must be given with dropout_p > 0, got None")
         return 0
     return int(seed) if isinstance(seed, np.integer) else seed
@@ -345,20 +358,34 @@ def _per_head(name: str, array: Array | None, q: Array) -> Array | None:
     """Slopes or sinks, in the dtype that the core takes; a few numbers to convert."""
     if array is None:
         return None
-    if isinstance(array, list | tuple):
-        array = np.asarray(array, _wide(q))
-    return row_major(cast(as_array(name, array), _wide(q)))
+    array = _few_numbers(name, array)
+    dtype = dtype_name(array)
+    kind = getattr(array.dtype, "kind", "")
+    if kind not in ("f", "i", "u") and "float" not in dtype and "int" not in dtype:
+        raise NotImplementedError(f"{name} must be of floats or integers, got {dtype}")
+    return row_major(cast(array, _wide(q)))
 
 
 def _lengths(name: str, array: Array | None) -> Array | None:
     if array is None:
         return None
-    if isinstance(array, list | tuple):
-        array = np.asarray(array) if len(array) else np.zeros(0, np.int64)
-    array = as_array(name, array)
+    array = _few_numbers(name, array)
     if dtype_name(array) not in ("int32", "int64"):
         raise ValueError(f"{name} must be int32 or int64, got {dtype_name(array)}")
     return row_major(cast(array, "int64"))
+
+
+def _few_numbers(name: str, array: Array) -> Array:
+    """An array that can be converted: NumPy's, torch's, or one that lies on a GPU."""
+    if isinstance(array, list | tuple):
+        try:
+            return np.asarray(array) if len(array) else np.zeros(0, np.int64)
+        except ValueError:
+            raise ValueError(f"{name} must hold numbers, got {array!r}") from None
+    array = as_array(name, array)
+    if isinstance(array, np.ndarray) or hasattr(array, "to") or _on_gpu(array):
+        return array
+    return np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
 
 
 # ---- Arrays --------------------------------------------------------------------------
@@ -386,12 +413,7 @@ def _check_shapes(options: dict[str, Any], **arrays: Array) -> None:
             shape = tuple(array.shape)
             raise ValueError(f"{name} must have dimensions {want}, got shape {shape}")
     terms = {name: options[name] for name in ("mask", *_WANTED[3:])}
-    for name, array in {**arrays, **terms}.items():
-        if getattr(array, "requires_grad", False) and _records():
-            raise ValueError(
-                f"{name} must not require a gradient: nothing is recorded here "
-                "(trainfast.torch.attention is differentiable)"
-            )
+    _check_records(**arrays, **terms)
     if attention_lengths.DEBUG:
         _check_lengths(options, arrays["q"], arrays["k"])
 
@@ -403,6 +425,16 @@ def _check_lengths(options: dict[str, Any], q: Array, k: Array) -> None:
     if any(x is not None and _on_gpu(x) for x in lengths.values()):
         bnhd = options["bnhd"]
         attention_lengths.check_lengths(q.shape, k.shape, **lengths, bnhd=bnhd)
+
+
+def _check_records(**arrays: Array | None) -> None:
+    """That autograd, which records nothing here, is not waiting for it."""
+    for name, array in arrays.items():
+        if getattr(array, "requires_grad", False) and _records():
+            raise ValueError(
+                f"{name} must not require a gradient: nothing is recorded here "
+                "(trainfast.torch.attention is differentiable)"
+            )
 
 
 def _records() -> bool:

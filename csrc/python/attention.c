@@ -6,12 +6,16 @@
 
 /* ---- Numbers --------------------------------------------------------------------- */
 
-/* In place of the error that Python's conversion left, which names no argument. */
+/* In place of the error that Python's conversion left, which names no argument. Ctrl-C
+ * and the like pass. */
 static int
 no_number(PyObject *object, const char *name, const char *what, const char *range)
 {
     const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
 
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
     PyErr_Clear();
     if (too_large) {
         PyErr_Format(PyExc_ValueError, "%s must fit into %s, got %S", name, range,
@@ -48,6 +52,22 @@ take_integer(PyObject *object, const char *name, int64_t *integer)
 }
 
 static int
+take_stream(PyObject *object, void **stream)
+{
+    PyObject *integer = object == NULL ? NULL : PyNumber_Index(object);
+    unsigned long long number = 0;
+
+    if (integer != NULL) {
+        number = PyLong_AsUnsignedLongLong(integer);
+        Py_DECREF(integer);
+    }
+    *stream = (void *)(uintptr_t)number;
+    return object != NULL && PyErr_Occurred()
+               ? no_number(object, "stream", "an integer", "64 bits without sign")
+               : 0;
+}
+
+static int
 parse_options(PyObject *kwargs, py_attention_call *call)
 {
     /* What most calls give comes first: the search ends when all is found. */
@@ -62,13 +82,12 @@ parse_options(PyObject *kwargs, py_attention_call *call)
     tfast_attention_args *args = &call->args;
     PyObject *none = PyTuple_New(0);
     PyObject *scale = NULL, *left = NULL, *right = NULL, *softcap = NULL;
-    PyObject *dropout_p = NULL, *max_q = NULL, *max_k = NULL;
-    unsigned long long stream = 0;
+    PyObject *dropout_p = NULL, *max_q = NULL, *max_k = NULL, *stream = NULL;
     int is_causal = 0, bottom_right = 0, parsed;
 
     parsed = none != NULL &&
              PyArg_ParseTupleAndKeywords(
-                 none, kwargs, "|$OpOKOOOOpOOOOOOOOOOp:attention", names, &scale,
+                 none, kwargs, "|$OpOOOOOOpOOOOOOOOOOp:attention", names, &scale,
                  &is_causal, &given->scratch, &stream, &given->mask, &given->bias,
                  &given->alibi_slopes, &given->sinks, &bottom_right, &left, &right,
                  &softcap, &dropout_p, &given->seed, &given->cu_seqlens_q,
@@ -79,6 +98,7 @@ parse_options(PyObject *kwargs, py_attention_call *call)
     if (!parsed || take_number(scale, "scale", &args->scale) < 0 ||
         take_number(softcap, "softcap", &args->softcap) < 0 ||
         take_number(dropout_p, "dropout_p", &args->dropout_p) < 0 ||
+        take_stream(stream, &args->stream) < 0 ||
         take_integer(left, "window_left", &args->window_left) < 0 ||
         take_integer(right, "window_right", &args->window_right) < 0 ||
         take_integer(max_q, "max_seqlen_q", &args->n_q) < 0 ||
@@ -87,7 +107,6 @@ parse_options(PyObject *kwargs, py_attention_call *call)
     }
     args->is_causal = is_causal != 0;
     args->bottom_right = bottom_right != 0;
-    args->stream = (void *)(uintptr_t)stream;
     return 0;
 }
 
