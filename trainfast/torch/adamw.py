@@ -11,6 +11,7 @@ from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state
 from trainfast.torch.adamw_ema import EmaWeights
 from trainfast.torch.adamw_state import OPTIONS, bump_versions, is_wide, relayout
+from trainfast.torch.clip import measure
 
 __all__ = ["Adam", "AdamW", "bump_versions", "relayout"]
 
@@ -175,8 +176,6 @@ class _FusedStep(EmaWeights, _Mixin):
             return scalars
         grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
         if grads:
-            from trainfast.torch.amp import measure
-
             measured = measure(
                 grads,
                 max_norm=self.max_grad_norm,
