@@ -1,5 +1,6 @@
 """trainfast.patch("attention"), and torch's registration of implementations."""
 
+import threading
 import types
 import warnings
 
@@ -189,6 +190,49 @@ def test_nested_tensors_work_as_without_the_patch(kind, grad):
     assert found.is_nested
     torch.testing.assert_close(found.to_padded_tensor(0), wanted.to_padded_tensor(0))
     assert "__call__" not in vars(torch.nn.MultiheadAttention)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_hinder_no_other_thread():
+    module = NESTED["attention"]().eval().requires_grad_(False)
+    x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (3, 5)])
+    wanted = attend_itself(module, x).to_padded_tensor(0)
+    both_inside = threading.Barrier(2, timeout=20)
+    found, stuck = [], []
+
+    def patch_meanwhile(module, args):
+        both_inside.wait()
+        thread = threading.Thread(target=trainfast.patch, args=("attention",))
+        thread.start()
+        thread.join(20)
+        stuck.append(thread.is_alive())
+        both_inside.wait()
+
+    def attend():
+        found.append(attend_itself(module, x).to_padded_tensor(0))
+
+    module.register_forward_pre_hook(patch_meanwhile)
+    with trainfast.patched("attention"):
+        threads = [threading.Thread(target=attend) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert stuck == [False, False]
+    torch.testing.assert_close(found, [wanted, wanted])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_patch_may_end_while_a_nested_tensor_is_inside():
+    module = NESTED["attention"]().eval().requires_grad_(False)
+    x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (3, 5)])
+    wanted = attend_itself(module, x)
+    module.register_forward_pre_hook(lambda *_: trainfast.unpatch() and None)
+    trainfast.patch("attention")
+    found = attend_itself(module, x)
+    torch.testing.assert_close(found.to_padded_tensor(0), wanted.to_padded_tensor(0))
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_padded_batch_of_an_encoder_is_right_where_it_has_rows():

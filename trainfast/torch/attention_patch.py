@@ -2,12 +2,12 @@
 
 import functools
 import inspect
+from threading import Lock
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from trainfast.patching import _lock
 from trainfast.torch.attention_route import count_once
 from trainfast.torch.sdpa import scaled_dot_product_attention
 
@@ -27,22 +27,43 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     return _torchs(*args, **kwargs)
 
 
+class _FastPath:
+    """Torch's, there for all threads as long as one of them is within."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.before = torch.backends.mha.get_fastpath_enabled()
+            self.inside += 1
+            torch.backends.mha.set_fastpath_enabled(True)
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0 and _is_patched():  # it may have ended meanwhile
+                torch.backends.mha.set_fastpath_enabled(self.before)
+
+
+_fast_path = _FastPath()
+
+
 def _call(self: torch.nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
     """MultiheadAttention's: nested tensors take torch's fast path, since only that one
-    does. Meanwhile it is there for all threads, and nothing is patched or unpatched."""
+    does."""
     call = torch.nn.Module.__call__
     query = args[0] if args else kwargs.get("query")
     if getattr(query, "is_nested", False) is not True:  # a proxy of torch.fx has all
         return call(self, *args, **kwargs)
     count_once("a nested tensor, in multi-head attention")
-    with _lock:
-        before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(True)
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            if torch.nn.MultiheadAttention.__call__ is _call:  # a hook may unpatch
-                torch.backends.mha.set_fastpath_enabled(before)
+    with _fast_path:
+        return call(self, *args, **kwargs)
+
+
+def _is_patched() -> bool:
+    return torch.nn.MultiheadAttention.__dict__.get("__call__") is _call
 
 
 def take_nested(value: bool) -> None:
@@ -50,7 +71,7 @@ def take_nested(value: bool) -> None:
     kind: Any = torch.nn.MultiheadAttention
     if value:
         kind.__call__ = _call
-    elif kind.__dict__.get("__call__") is _call:
+    elif _is_patched():
         del kind.__call__
 
 
