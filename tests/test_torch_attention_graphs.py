@@ -246,6 +246,34 @@ def test_exported_program_has_torchs_operator():
     torch.testing.assert_close(program.module()(q), Model()(q))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="this torch does not say so"
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "causal_align": "bottom_right", "return_lse": True},
+        {"window": (2, 1), "softcap": 3.0, "dropout_p": 0.2, "seed": 3},
+    ],
+    ids=["causal", "window"],
+)
+def test_exported_program_takes_any_length(options):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, bias):
+            return trainfast.torch.attention(q, k, k, bias=bias, **options)
+
+    def inputs(batch, n_q, n_k):
+        q, k = torch.randn(batch, 2, n_q, 8), torch.randn(batch, 2, n_k, 8)
+        return q, k, torch.randn(2, n_q, n_k)
+
+    batch, n_q, n_k = map(torch.export.Dim, ("batch", "n_q", "n_k"))
+    sizes = ({0: batch, 2: n_q}, {0: batch, 2: n_k}, {1: n_q, 2: n_k})
+    program = torch.export.export(Model(), inputs(2, 5, 7), dynamic_shapes=sizes)
+    for shape in ((3, 20, 4), (2, 3, 33)):
+        given = inputs(*shape)
+        torch.testing.assert_close(program.module()(*given), Model()(*given))
+
+
 def test_make_fx_traces_the_operator():
     q = rows(2, 4, 6, 8, grad=False)
     traced = make_fx(lambda q: scaled_dot_product_attention(q, q, q))(q)

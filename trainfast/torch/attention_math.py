@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 TILE = 1 << 22  # scores at a time
+is_exporting = getattr(torch.compiler, "is_exporting", bool)  # new in torch 2.7
 
 
 class Options(NamedTuple):
@@ -152,6 +153,9 @@ def _tiles(inputs: Inputs, extras: Extras, options: Options) -> Iterator[_Tile]:
         sizes = [(slice(0, q.shape[0]), *whole)]
     for items, rows_q, rows_k in sizes:
         n_q, n_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
+        if is_exporting():  # a loop would hold for this length alone
+            yield _Tile(items, rows_q, rows_k, 0, n_q, n_q, n_k)
+            continue
         step = max(16, TILE // max(1, heads * n_k) // 16 * 16)
         for first in range(0, n_q, step):
             yield _Tile(items, rows_q, rows_k, first, min(first + step, n_q), n_q, n_k)

@@ -25,7 +25,6 @@ MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # new in torch 2.7
 PLAIN = (Tensor, Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
@@ -87,7 +86,7 @@ def _transform() -> str | None:
 
 
 def _refusal_when_compiling() -> str | None:
-    if _is_exporting():
+    if attention_math.is_exporting():
         return "torch.export: its programs run without trainfast"
     return _transform()
 
