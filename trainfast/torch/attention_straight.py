@@ -30,6 +30,7 @@ from trainfast.torch.attention_ops import (
     backward_by_operator,
     count,
     dense_rows,
+    empty_grad,
     empty_lse,
     empty_rows,
     is_mapped,
@@ -133,7 +134,7 @@ class _Attention(torch.autograd.Function):
         out = _forward(q, k, v, mask, lse, is_causal, scale)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.options = Options(float(scale), is_causal)
+        ctx.scale, ctx.is_causal = float(scale), is_causal
         return out
 
     @staticmethod
@@ -143,16 +144,16 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or dout._is_zerotensor() or is_mapped(dout):
             return (*_with_history(ctx, dout), None, None, None)
         q, k, v, mask, out, lse = ctx.saved_tensors
-        dq, dk, dv = (
-            empty_rows(x, x.size(-1)) if wanted else None
-            for x, wanted in zip((q, k, v), ctx.needs_input_grad)
-        )
+        dq_wanted, dk_wanted, dv_wanted, *_ = ctx.needs_input_grad
+        dq = empty_grad(q) if dq_wanted else None  # a loop takes 2 us longer
+        dk = empty_grad(k) if dk_wanted else None
+        dv = empty_grad(v) if dv_wanted else None
         _core.attention_backward(
             dense_rows(dout, count=False),
             *(q, k, v, out, lse, None),
             *(dq, dk, dv, None, None, None),
-            scale=ctx.options.scale,
-            is_causal=ctx.options.is_causal,
+            scale=ctx.scale,
+            is_causal=ctx.is_causal,
             **_how(q, mask),
         )
         count(q)
@@ -164,7 +165,8 @@ def _with_history(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, mask, out, lse = ctx.saved_tensors
     wanted = (*ctx.needs_input_grad[:3], *(False,) * (N_INPUTS - 3))
     tensors = (*Inputs(q, k, v), *Extras(mask), out, lse)
-    arguments = (ctx.options, wanted, dout, None, *tensors)
+    options = Options(ctx.scale, ctx.is_causal)
+    arguments = (options, wanted, dout, None, *tensors)
     if is_mapped(dout):
         return backward_by_operator(*arguments)[:3]
     grads: tuple[Tensor | None, ...] = AttentionBackward.apply(*arguments)
