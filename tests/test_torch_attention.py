@@ -188,6 +188,26 @@ def test_sdpa_follows_autocast(dtype):
     assert calls() == 2
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_sdpa_takes_mask_of_autocasts_dtype(learned):
+    q, mask = rows(2, 3, 5, 8), torch.randn(5, 5, dtype=torch.bfloat16)
+    mask.requires_grad_(learned)
+    with torch.autocast("cpu", torch.bfloat16):  # as normalised q and k, and a Linear
+        out = scaled_dot_product_attention(q, q, q, mask)
+        expected = F.scaled_dot_product_attention(q, q, q, mask)
+    assert out.dtype == torch.bfloat16 and calls() == 1 and not reasons()
+    torch.testing.assert_close(out, expected, atol=3e-2, rtol=3e-2)
+    if learned:
+        assert torch.autograd.grad(out.sum(), mask)[0].dtype == torch.bfloat16
+    compiled = torch.compile(
+        scaled_dot_product_attention, fullgraph=True, backend="aot_eager"
+    )
+    trainfast.reset_stats()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(q, q, q, mask), out)
+    assert calls() == 1 and not reasons()
+
+
 def test_sdpa_leaves_float64_alone_under_autocast():
     q = rows(2, 3, 5, 8, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):

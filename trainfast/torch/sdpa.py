@@ -217,12 +217,21 @@ def _casts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def _turns(q: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast makes q one of dtype."""
+    device = q.device.type
+    return (
+        q.dtype != torch.float64
+        and _casts(device)
+        and torch.get_autocast_dtype(device) == dtype
+    )
+
+
 def _mask_refusal(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> str | None:
     if is_causal:
         return "attn_mask with is_causal"
-    if mask.dtype not in (torch.bool, torch.float32, q.dtype) or (
-        mask.dtype == torch.float32 and q.dtype == torch.float64
-    ):
+    fits = mask.dtype in (torch.bool, torch.float32, q.dtype) or _turns(q, mask.dtype)
+    if not fits or (mask.dtype == torch.float32 and q.dtype == torch.float64):
         return f"attn_mask of {mask.dtype} with query of {q.dtype}"
     if mask.device != q.device:
         return "devices that differ"
