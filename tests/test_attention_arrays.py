@@ -469,6 +469,31 @@ def test_the_error_of_few_queries_is_at_most_twice_that_of_torch(
         assert error <= most * bound, name
 
 
+@pytest.mark.usefixtures("host_only")
+@needs_torch
+def test_the_error_with_many_keys_is_at_most_twice_that_of_torch(rng, backend):
+    if backend == "simt":
+        pytest.skip("sums of other lengths")
+    problem = Problem(rng, (1, 1, 100, 8192, 64))
+    for name, ours, torchs, exact in beside_torch(problem):
+        error, bound = (((x - exact) ** 2).mean() ** 0.5 for x in (ours, torchs))
+        assert error <= 2 * bound, name
+
+
+@pytest.mark.parametrize("n_q", [1, 3, 8, 20])
+@pytest.mark.parametrize("softcap", [0, 1.0])
+def test_early_keys_weigh_as_much_as_late_ones(backend, device, n_q, softcap):
+    """Scores are 0, and values 1 and then -1: all of a row cancels."""
+    n_k = 8192
+    q, k = np.zeros((1, 1, n_q, 8), np.float32), np.ones((1, 1, n_k, 8), np.float32)
+    v = k.copy()
+    v[..., n_k // 2 :, :] = -1
+    arrays = (on_device(x, device) for x in (q, k, v))
+    out, lse = trainfast.attention(*arrays, softcap=softcap, return_lse=True)
+    assert (to_float64(out) == 0).all()
+    np.testing.assert_allclose(to_float64(lse), np.log(n_k), rtol=6e-8)
+
+
 # ---- Counts --------------------------------------------------------------------------
 
 

@@ -12,17 +12,23 @@
 /* ---- Elementary functions -------------------------------------------------------- */
 
 /* 2^(x * unit) where that is below 2^128 (2^1024): exactly 0 below the normal numbers
- * and for -infinity, NaN for NaN; relative error 1e-7 (float32), 1e-15 (float64), but
- * with a unit of log2 e up to 5e-8 times |x| more, for log2 e is rounded, too. With
- * n the integer nearest to x * unit, it is 2^n * 2^(x * unit - n): adding `magic`
- * leaves n plus the exponent's bias in the lowest bits. Minimax polynomial in float32,
- * Taylor's series in float64. `in_log2` says that unit is 1, else it is log2 e. */
+ * and for -infinity, NaN for NaN. Exactly 1 for 0: each tile multiplies the sums so far
+ * by it, and early keys must not weigh more for that. Relative error 2e-7 (float32),
+ * 1e-15 (float64), but with a unit of log2 e up to 5e-8 times |x| more, for log2 e is
+ * rounded, too. With n the integer nearest to x * unit, it is 2^n * 2^(x * unit - n):
+ * adding `magic` leaves n plus the exponent's bias in the lowest bits. Minimax
+ * polynomial in float32, Taylor's series in float64. `in_log2` says that unit is 1,
+ * else it is log2 e. */
 static inline __attribute__((always_inline)) vr
 R(vector_power)(const bool in_log2, vr x)
 {
 #if REAL_IS_F32
-    static const REAL c[] = {1.000000072f,   0.6931469671f,   0.2402211972f,
-                             0.05550713274f, 0.009675541334f, 0.001327647198f};
+    static const REAL c[] = {1,
+                             0.6931470037f,
+                             0.2402224541f,
+                             0.05550730973f,
+                             0.009671502747f,
+                             0.001326470054f};
     const vr magic = vr_set1(12582912.f + 127);
     const double least = -127;
 #else
