@@ -249,9 +249,9 @@ R(strip_rows)(int64_t n)
  * `columns` at k * a_stride + r. Everything but a, b, their strides and depth is
  * constant. */
 static inline __attribute__((always_inline)) void
-R(multiply)(const int rows, const int vectors, const bool pairs, const bool columns,
-            const REAL *a, int64_t a_stride, const REAL *b, int64_t b_stride,
-            int64_t depth, vr c[V_ROWS][2])
+R(multiply_chain)(const int rows, const int vectors, const bool pairs,
+                  const bool columns, const REAL *a, int64_t a_stride, const REAL *b,
+                  int64_t b_stride, int64_t depth, vr c[V_ROWS][2])
 {
     const int64_t a_step = columns ? a_stride : 1;
     /* A base for each four rows: the strides of the rest fit x86's addressing. */
@@ -279,6 +279,34 @@ R(multiply)(const int rows, const int vectors, const bool pairs, const bool colu
         base[1] += a_step;
         base[2] += a_step;
     }
+}
+
+/* The same. One lane, whose rounding is compared with that of libraries of many, adds
+ * up in blocks, with a chain of additions as short as a block. */
+static inline __attribute__((always_inline)) void
+R(multiply)(const int rows, const int vectors, const bool pairs, const bool columns,
+            const REAL *a, int64_t a_stride, const REAL *b, int64_t b_stride,
+            int64_t depth, vr c[V_ROWS][2])
+{
+#if VF_WIDTH == 1
+    enum { BLOCK = 8 };
+
+    for (; depth > BLOCK; depth -= BLOCK) {
+        vr sum[V_ROWS][2] = {{0}};
+
+        R(multiply_chain)
+        (rows, vectors, pairs, columns, a, a_stride, b, b_stride, BLOCK, sum);
+        for (int r = 0; r < rows; r++) {
+            for (int v = 0; v < vectors; v++) {
+                c[r][v] = vr_add(c[r][v], sum[r][v]);
+            }
+        }
+        a += BLOCK * (columns ? a_stride : 1);
+        b += BLOCK * b_stride;
+    }
+#endif
+    R(multiply_chain)
+    (rows, vectors, pairs, columns, a, a_stride, b, b_stride, depth, c);
 }
 
 /* The same where an a of 0 makes the product 0 whatever b is: slow, for tiles in which
