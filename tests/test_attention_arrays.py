@@ -454,19 +454,18 @@ def test_the_error_is_at_most_twice_that_of_torch(rng, dtype, is_causal):
 
 @pytest.mark.usefixtures("host_only")
 @needs_torch
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 3, 9])
 @pytest.mark.parametrize("n_q", [1, 2, 3, 4, 8])
 def test_the_error_of_few_queries_is_at_most_twice_that_of_torch(
     rng, backend, n_q, size
 ):
     if backend == "simt":
         pytest.skip("sums of other lengths")
-    most = 3 if backend == "scalar" else 2  # one lane adds up one by one
     problem = Problem(rng, (6, 8, n_q, 352, 64))
     problem.q *= np.float32(size)  # the standard deviation of scores
     for name, ours, torchs, exact in beside_torch(problem):
         error, bound = (((x - exact) ** 2).mean() ** 0.5 for x in (ours, torchs))
-        assert error <= most * bound, name
+        assert error <= 2 * bound, name
 
 
 @pytest.mark.usefixtures("host_only")

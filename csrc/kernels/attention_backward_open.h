@@ -47,13 +47,13 @@ R(holds_sums)(const tfast_attention_args *args, int64_t dim)
     return args->dtype == REAL_DTYPE && dim % VR_WIDTH == 0;
 }
 
-/* Whether the products of so few queries have dims as lanes, as the forward pass then
- * has. With 1 to 4 queries that takes half the time or as much, but with 8 up to 1.3
- * times, and errors that stay below twice those of torch. */
+/* Whether products have dims as lanes, as the forward pass then has: its scores must be
+ * rounded as here, or most of what lse cancels is left. With 1 to 4 queries that takes
+ * half the time or as much; with 5 to 8 up to 1.35 times, but as much from memory. */
 static inline bool
 R(backward_is_few)(const tfast_attention_args *args)
 {
-    return args->n_q <= 4 && R(attention_is_few)(args);
+    return R(attention_is_few)(args);
 }
 
 /* Cuts the room, or with base NULL only measures it. Returns its bytes. */
