@@ -116,6 +116,36 @@ def test_threads_do_not_share_a_result():
     assert not wrong
 
 
+def test_who_comes_in_between_does_not_wait(monkeypatch):
+    """A finaliser, or a signal's handler, that calls attention itself."""
+    between = []
+    fresh = attention_memory._fresh
+
+    def interrupted(n):
+        if not between:
+            between.append(None)
+            between.append(large())
+        return fresh(n)
+
+    monkeypatch.setattr(attention_memory, "_fresh", interrupted)
+    outer = large()
+    assert outer.data_ptr() != between[1].data_ptr()
+    assert not attention_memory._lock.locked()
+
+
+def test_no_memory_is_an_error_and_frees_what_is_kept(monkeypatch):
+    idle = large()
+    del idle
+
+    def none(n):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(attention_memory, "_fresh", none)
+    with pytest.raises(RuntimeError, match="no memory"):
+        large(2 * ROWS)
+    assert not attention_memory._kept and not attention_memory._lock.locked()
+
+
 @pytest.fixture
 def little_is_large(monkeypatch):
     monkeypatch.setattr(attention_memory, "LEAST", 1024)

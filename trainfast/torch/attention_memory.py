@@ -35,19 +35,26 @@ class _Kept(NamedTuple):
         storage = self.storage
         return storage.nbytes() == self.bytes and storage.data_ptr() == self.address
 
+    def references(self) -> tuple[int, int]:
+        """By C++ and by Python."""
+        assert _storage_uses is not None
+        return _storage_uses(self.storage._cdata), sys.getrefcount(self.storage)
+
     def is_idle(self) -> bool:
-        # this tuple, and the argument of getrefcount
-        return _uses(self.storage) == 1 and sys.getrefcount(self.storage) == 2
+        return self.references() == _ALONE
 
 
+def _alone() -> tuple[int, int]:
+    """References to a storage that only a _Kept has: by its Python object; by the _Kept
+    and, if this Python counts it, the argument of getrefcount."""
+    if _storage_uses is None:
+        return 0, 0
+    return _Kept(torch.UntypedStorage(), 0, 0).references()
+
+
+_ALONE = _alone()
 _lock = threading.Lock()
 _kept: list[_Kept] = []  # in the order of their last use
-
-
-def _uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors have it, and one for the storage's Python object."""
-    assert _storage_uses is not None
-    return int(_storage_uses(storage._cdata))
 
 
 def empty_large(shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
@@ -56,10 +63,14 @@ def empty_large(shape: Sequence[int], strides: Sequence[int], like: Tensor) -> T
     n = like.itemsize
     for size in shape:
         n *= size
-    with _lock:
-        storage = _take(n)
-        made = torch.empty(0, dtype=like.dtype, device="cpu")
-        return made.set_(storage, 0, tuple(shape), tuple(strides))
+    made = torch.empty(0, dtype=like.dtype, device="cpu")
+    # Not waited for: what runs in between, as a finaliser, may come here again.
+    if not _lock.acquire(blocking=False):
+        return made.set_(_fresh(n), 0, tuple(shape), tuple(strides))
+    try:
+        return made.set_(_take(n), 0, tuple(shape), tuple(strides))
+    finally:
+        _lock.release()
 
 
 def is_large(like: Tensor, numel: int) -> bool:
@@ -81,14 +92,18 @@ def _take(n: int) -> torch.UntypedStorage:
             _kept.append(_kept.pop(i))
             return kept.storage
     try:
-        storage = torch.empty(n, dtype=torch.uint8, device="cpu").untyped_storage()
+        storage = _fresh(n)
     except RuntimeError:  # no memory
         _kept.clear()
-        storage = torch.empty(n, dtype=torch.uint8, device="cpu").untyped_storage()
+        storage = _fresh(n)
     if n <= MOST:
         _make_room(n)
         _kept.append(_Kept(storage, storage.data_ptr(), n))
     return storage
+
+
+def _fresh(n: int) -> torch.UntypedStorage:
+    return torch.empty(n, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 def _make_room(n: int) -> None:
