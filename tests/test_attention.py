@@ -60,9 +60,16 @@ def test_regression_shapes_agree_with_the_reference(rng, device, shape):
     check(rng, device, shape, is_causal=True, causal_align="bottom_right")
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)])
-def test_without_a_row_the_output_is_empty_and_gradients_are_zero(rng, device, shape):
-    problem = Problem(rng, (*shape, 8), device=device, bias=np.ones((1, 1), "f"))
+@pytest.mark.parametrize("bias", ["1111", "11qk", "1hqk", "b1qk", "bhqk", "1h1k", "qk"])
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 4), (2, 0, 3, 4), (0, 0, 3, 4), (2, 2, 0, 4), (20, 0, 3, 4)]
+)
+def test_without_a_row_the_output_is_empty_and_gradients_are_zero(
+    rng, device, shape, bias
+):
+    sizes = dict(zip("bhqk", shape)) | {"1": 1}
+    term = np.ones([sizes[d] for d in bias], "f")
+    problem = Problem(rng, (*shape, 8), device=device, bias=term)
     out, lse = (to_float64(x) for x in problem.forward())
     assert out.shape == (*shape[:3], 8)
     assert lse.shape == shape[:3]

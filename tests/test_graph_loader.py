@@ -271,6 +271,46 @@ def test_error_of_sampler_comes_after_batches_before_it(cache):
         next(iteration)
 
 
+class Interrupted:
+    """The indices 1 .. 6, with Ctrl-C in front of some, and before the first call."""
+
+    def __init__(self, at, begins=0):
+        self.at, self.begins, self.n = at, begins, 0
+
+    def __iter__(self):
+        if self.begins > 0:
+            self.begins -= 1
+            raise KeyboardInterrupt
+        return self
+
+    def __next__(self):
+        if self.at and self.at[0] == self.n + 1:
+            self.at = self.at[1:]
+            raise KeyboardInterrupt
+        self.n += 1
+        if self.n > 6:
+            raise StopIteration
+        return self.n
+
+
+@pytest.mark.parametrize("at", [[], [1], [1, 1, 2], [3], [6]])
+@pytest.mark.parametrize("begins", [0, 1, 2])
+@pytest.mark.parametrize("pad_to", [None, (8, 299, 999)])
+def test_interruption_in_a_sampler_of_indices_loses_none(cache, at, begins, pad_to):
+    sampler = Interrupted(at, begins)
+    loader = gc.Loader(cache, sampler=sampler, batch_size=2, prefetch=2, pad_to=pad_to)
+    iteration, got, interrupted = iter(loader), [], 0
+    while len(got) < 3:
+        try:
+            got.append(rows(next(iteration))[:2])
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert next(iteration, None) is None
+    assert got == [[1, 2], [3, 4], [5, 6]]
+    assert interrupted == len(at) + begins
+    assert loader.state_dict() | {"epoch": 1, "position": 0} == loader.state_dict()
+
+
 @pytest.mark.parametrize("interrupted_at", [[4], [1], [2], [1, 2, 3]])
 @pytest.mark.parametrize("dataset", [lambda x: x, lambda x: x[10:30]])
 @pytest.mark.parametrize("keywords", [{}, {"threads": 0}, {"pad_to": (2, 99, 299)}])

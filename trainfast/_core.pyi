@@ -157,7 +157,8 @@ class GraphRecipe:
 
 @disjoint_base
 class GraphIteration:
-    """Hands out batches: `_begin()` comes first, `_other()` where it follows none."""
+    """Hands out batches: `_begin()` and `_fill()` come first, `_other()` where it
+    follows none."""
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...

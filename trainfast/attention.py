@@ -346,7 +346,7 @@ def _seed(seed: int | Array | None, dropout_p: float) -> int | Array:
     if seed is None:
         try:
             needed = float(dropout_p) > 0
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             needed = False  # the core says what dropout_p must be
         if needed:
             raise ValueError("seed must be given with dropout_p > 0, got None")

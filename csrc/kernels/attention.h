@@ -469,7 +469,7 @@ attention_backward(const tfast_attention_args *args)
     job.groups = attention_dbias_groups(args, heads, &job.dbias_bytes);
     heads *= job.join_batch ? job.groups : args->batch;
     job.parts = heads == 0 ? 1 : attention_back_parts(args, heads);
-    job.tasks = args->batch == 0 ? 0 : heads * job.parts;
+    job.tasks = args->batch == 0 || args->kv_heads == 0 ? 0 : heads * job.parts;
     bytes = args->dtype == TFAST_F64
                 ? backward_cut_f64(&wide, args, job.parts > 1, NULL)
                 : backward_cut_f32(&narrow, args, job.parts > 1, NULL);

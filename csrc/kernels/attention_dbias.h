@@ -30,13 +30,17 @@ static int
 attention_dbias_groups(const tfast_attention_args *args, int64_t heads, size_t *bytes)
 {
     const int64_t size = args->dtype == TFAST_F64 ? 8 : 4;
-    int64_t n[4], elements, extent, most;
+    int64_t n[4], elements, extent, most, least = 0;
 
     if (args->dbias == NULL || args->dbias_stride[0] != 0 || heads == 0) {
         return 1;
     }
+    for (int d = 1; d < 4; d++) {
+        least = attention_min(least, args->dbias_stride[d]);
+    }
     attention_dbias_size(args, n, &elements, &extent);
-    if (elements == 0 || elements != extent || extent > ATTENTION_GROUP_BYTES / size) {
+    if (least < 0 || elements == 0 || elements != extent ||
+        extent > ATTENTION_GROUP_BYTES / size) {
         return 1;
     }
     *bytes = (size_t)attention_round_up(extent * size, 64);
@@ -51,13 +55,14 @@ attention_hint_dbias(const tfast_attention_args *args)
     int64_t n[4], elements, extent;
 
     attention_dbias_size(args, n, &elements, &extent);
-    if (elements > 0) {
+    if (elements > 0 && extent > 0) {
         tfast_hint_large_pages(args->dbias,
                                (size_t)extent * (args->dtype == TFAST_F64 ? 8 : 4));
     }
 }
 
-/* Whether every query looks at every key, and the bias has an element for each. */
+/* Whether every query looks at every key, and the bias has an element for each. Without
+ * a task nobody visits it. */
 static bool
 attention_writes_dbias(const tfast_attention_args *args)
 {
@@ -66,7 +71,8 @@ attention_writes_dbias(const tfast_attention_args *args)
                          args->kv_lens != NULL || args->mask.data != NULL;
 
     return args->dbias != NULL && args->dbias_stride[2] != 0 &&
-           args->dbias_stride[3] != 0 && !bounded;
+           args->dbias_stride[3] != 0 && !bounded && args->batch > 0 &&
+           args->kv_heads > 0;
 }
 
 /* Zeros in the gradient of the bias. Its dimensions that are broadcast have one place.

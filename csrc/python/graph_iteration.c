@@ -173,14 +173,23 @@ hand_out(graph_iteration *self, int64_t pending)
 }
 
 static int
-begin(graph_iteration *self)
+call(graph_iteration *self, const char *method)
 {
-    PyObject *none;
+    PyObject *none = PyObject_CallMethod((PyObject *)self, method, NULL);
 
-    self->begun = true;
-    none = PyObject_CallMethod((PyObject *)self, "_begin", NULL);
     Py_XDECREF(none);
     return none == NULL ? -1 : 0;
+}
+
+/* Once begun, what interrupts the filling has taken nothing away. */
+static int
+begin(graph_iteration *self)
+{
+    if (call(self, "_begin") < 0) {
+        return -1;
+    }
+    self->begun = true;
+    return call(self, "_fill");
 }
 
 static PyObject *

@@ -24,7 +24,7 @@ from trainfast.graph_cache.batch import (
 )
 from trainfast.graph_cache.cache import Cache, Subset
 from trainfast.graph_cache.padding import Bucket, chooser, plan_buckets
-from trainfast.graph_cache.sampling import Sampled, as_indices, cut
+from trainfast.graph_cache.sampling import Cut, Sampled, as_indices
 
 OUTPUTS = ("dict", "pyg", "jraph")
 OVERSIZE = ("error", "alone")
@@ -236,7 +236,7 @@ class Loader:
             assert self.sampler is not None
             limit = self._batch_size
             sizes = [self._of_dataset(sizes) for sizes in self._sizes]
-            batches = cut(self.sampler, limit, self.drop_last, sizes, self._budgets)
+            batches = Cut(self.sampler, limit, self.drop_last, sizes, self._budgets)
         return Sampled(batches, self._subset, position)
 
     def _prepare(self) -> None:
@@ -429,19 +429,25 @@ class Iteration(GraphIteration):
         self._source: Any = None
 
     def _begin(self) -> None:
-        """The core's first call."""
+        """The core's first call, made again where it fails."""
         loader = self._loader
-        place = self._place = loader._begin()
+        if self._place is None:
+            self._place = loader._begin()
+        place = self._place
         assemble = self._assemble = loader._assemble
-        submit = self._submit_chosen
-        if assemble is not None:
-            source = loader._batches(place.epoch, place.position)
-            if loader._choose is None:
-                order = source.batches if isinstance(source, Sampled) else source
-                self._follow(self._prefetch(0), order, assemble, place)
-                submit = self._submit
-            else:
-                self._source = source
+        if assemble is None:
+            return
+        source = loader._batches(place.epoch, place.position)
+        if loader._choose is None:
+            order = source.batches if isinstance(source, Sampled) else source
+            self._follow(self._prefetch(0), order, assemble, place)
+        else:
+            self._source = source
+
+    def _fill(self) -> None:
+        """The core's second call."""
+        loader = self._loader
+        submit = self._submit if loader._choose is None else self._submit_chosen
         ahead = loader.prefetch if loader.threads else 1
         for _ in range(max(ahead, 1)):
             if not submit():

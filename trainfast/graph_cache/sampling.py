@@ -55,33 +55,48 @@ def _of_subset(subset: np.ndarray, batch: Any) -> np.ndarray:
     return subset[indices]
 
 
-def cut(
-    indices: Iterable[Any],
-    batch_size: int | None,
-    drop_last: bool,
-    sizes: list[np.ndarray],
-    budgets: list[int],
-) -> Iterator[list[int]]:
-    """Cuts a sampler's indices into batches, in their order.
+class Cut:
+    """A sampler's indices as batches, in their order.
 
     A batch ends where it has batch_size graphs, or where one more would have a sum of
-    `sizes` beyond its budget.
+    `sizes` beyond its budget. No generator, which Ctrl-C in the sampler would end.
     """
-    batch: list[int] = []
-    used = [0] * len(budgets)
-    for index in map(operator.index, indices):
-        more = [_size_of(index, size) for size in sizes]
-        over = any(a + b > c for a, b, c in zip(used, more, budgets))
-        if batch and over:
-            yield batch
-            batch, used = [], [0] * len(budgets)
-        batch.append(index)
-        used = [a + b for a, b in zip(used, more)]
-        if len(batch) == batch_size:
-            yield batch
-            batch, used = [], [0] * len(budgets)
-    if batch and not drop_last:
-        yield batch
+
+    def __init__(
+        self,
+        indices: Iterable[Any],
+        batch_size: int | None,
+        drop_last: bool,
+        sizes: list[np.ndarray],
+        budgets: list[int],
+    ) -> None:
+        self._indices = map(operator.index, indices)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._sizes, self._budgets = sizes, budgets
+        self._batch: list[int] = []
+        self._used = [0] * len(budgets)
+
+    def __iter__(self) -> "Cut":
+        return self
+
+    def __next__(self) -> list[int]:
+        for index in self._indices:
+            more = [_size_of(index, size) for size in self._sizes]
+            used = [a + b for a, b in zip(self._used, more)]
+            if self._batch and any(a > b for a, b in zip(used, self._budgets)):
+                whole, self._batch, self._used = self._batch, [index], more
+                return whole
+            self._batch.append(index)
+            self._used = used
+            if len(self._batch) == self._batch_size:
+                return self._take()
+        if self._batch and not self._drop_last:
+            return self._take()
+        raise StopIteration
+
+    def _take(self) -> list[int]:
+        batch, self._batch, self._used = self._batch, [], [0] * len(self._budgets)
+        return batch
 
 
 def _size_of(index: int, sizes: np.ndarray) -> int:
