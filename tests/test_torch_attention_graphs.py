@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import trainfast
-from trainfast.torch import attention, scaled_dot_product_attention
+from trainfast.torch import attention, attention_math, scaled_dot_product_attention
 from trainfast.torch.attention_math import Extras, Inputs, Options
 
 forward_op = torch.ops.trainfast.attention.default
@@ -272,6 +272,21 @@ def test_exported_program_takes_any_length(options):
     for shape in ((3, 20, 4), (2, 3, 33)):
         given = inputs(*shape)
         torch.testing.assert_close(program.module()(*given), Model()(*given))
+
+
+def test_exported_program_of_fixed_length_has_tiles(monkeypatch):
+    monkeypatch.setattr(attention_math, "TILE", 1 << 12)
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return trainfast.torch.attention(q, q, q, window=(9, 9))
+
+    q = torch.randn(1, 2, 120, 8)
+    program = torch.export.export(Model(), (q,))
+    made = [node.meta.get("val") for node in program.graph.nodes]
+    sizes = [tuple(x.shape[-2:]) for x in made if isinstance(x, torch.Tensor)]
+    assert (120, 8) in sizes and (120, 120) not in sizes
+    torch.testing.assert_close(program.module()(q), Model()(q))
 
 
 def test_make_fx_traces_the_operator():

@@ -183,6 +183,35 @@ def test_results_are_right_in_used_memory(little_is_large, value_dim, bnhd):
     assert len(addresses) == 2
 
 
+@pytest.mark.parametrize("heads", [(1, 2), (2, 1), (1, 1)])
+def test_large_results_lie_as_small_ones(monkeypatch, heads):
+    """Also those of expanded tensors, whose strides say no order."""
+
+    def strides():
+        base = torch.randn(heads[0], heads[1], 40, 16, requires_grad=True)
+        x = base.expand(2, 2, 40, 16)
+        out = tt.scaled_dot_product_attention(x, x, x)
+        made = [out, *torch.autograd.grad(out.sum(), x)]
+        made += [attention_ops.empty_grad(x)]
+        y = x.transpose(1, 2)
+        made += [attention_ops.empty_rows(y, 16), attention_ops.empty_rows(y, 8)]
+        return [tuple(m.stride()) for m in made]
+
+    small = strides()
+    monkeypatch.setattr(attention_memory, "LEAST", 1024)
+    assert strides() == small
+    assert attention_memory._kept
+
+
+def test_modes_that_see_operators_see_torchs_own_memory(little_is_large):
+    from torch._subclasses import FakeTensorMode
+
+    q = torch.randn(1, 2, 40, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attention_ops.empty_rows(q, 16)
+    assert not attention_memory._kept
+
+
 def test_gradient_that_a_parameter_keeps_is_its_own(little_is_large):
     weight = torch.nn.Parameter(torch.randn(2, 2, 40, 8))
     for _ in range(3):
@@ -215,9 +244,12 @@ def test_child_has_its_own_pages():
     del x
     child = os.fork()
     if child == 0:
-        again = large()
-        again[0] = 2
-        os._exit(0 if again.data_ptr() == address else 1)
+        try:
+            again = large()
+            again[0] = 2
+            os._exit(0 if again.data_ptr() == address else 1)
+        finally:
+            os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     again = large()
     assert again.data_ptr() == address and bool((again[0] == 1).all())

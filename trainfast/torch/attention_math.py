@@ -153,7 +153,8 @@ def _tiles(inputs: Inputs, extras: Extras, options: Options) -> Iterator[_Tile]:
         sizes = [(slice(0, q.shape[0]), *whole)]
     for items, rows_q, rows_k in sizes:
         n_q, n_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
-        if is_exporting():  # a loop would hold for this length alone
+        fixed = all(type(n) is int for n in (heads, n_q, n_k))
+        if is_exporting() and not fixed:  # a loop would hold for this length alone
             yield _Tile(items, rows_q, rows_k, 0, n_q, n_q, n_k)
             continue
         step = max(16, TILE // max(1, heads * n_k) // 16 * 16)

@@ -39,11 +39,13 @@ def empty_rows(like: Tensor, dim: int) -> Tensor:
 
 def empty_grad(x: Tensor) -> Tensor:
     """empty_rows of x's own sizes."""
-    if not is_large(x, x.numel()):
-        made = torch.empty_like(x)
+    if is_large(x, x.numel()):
+        made = torch.empty_like(x, device="meta")
         if made.stride(-1) == 1:
-            return made
-    return _empty_rows(x, x.size(-1))
+            return empty_large(made.shape, made.stride(), x)
+    else:
+        made = torch.empty_like(x)
+    return made if made.stride(-1) == 1 else _empty_rows(x, x.size(-1))
 
 
 def _empty_rows(like: Tensor, dim: int) -> Tensor:
