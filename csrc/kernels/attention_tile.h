@@ -12,13 +12,13 @@
 /* ---- Elementary functions -------------------------------------------------------- */
 
 /* 2^(x * unit) where that is below 2^128 (2^1024): exactly 0 below half of the normal
- * numbers and for -infinity, NaN for NaN. Exactly 1 for 0: each tile multiplies the sums so far
- * by it, and early keys must not weigh more for that. Relative error 2e-7 (float32),
- * 1e-15 (float64), but with a unit of log2 e up to 5e-8 times |x| more, for log2 e is
- * rounded, too. With n the integer nearest to x * unit, it is 2^n * 2^(x * unit - n):
- * adding `magic` leaves n plus the exponent's bias in the lowest bits. Minimax
- * polynomial in float32, Taylor's series in float64. `in_log2` says that unit is 1,
- * else it is log2 e. */
+ * numbers and for -infinity, NaN for NaN. Exactly 1 for 0: each tile multiplies the
+ * sums so far by it, and early keys must not weigh more for that. Relative error 2e-7
+ * (float32), 1e-15 (float64), but with a unit of log2 e up to 5e-8 times |x| more, for
+ * log2 e is rounded, too. With n the integer nearest to x * unit, it is
+ * 2^n * 2^(x * unit - n): adding `magic` leaves n plus the exponent's bias in the
+ * lowest bits. Minimax polynomial in float32, Taylor's series in float64. `in_log2`
+ * says that unit is 1, else it is log2 e. */
 static inline __attribute__((always_inline)) vr
 R(vector_power)(const bool in_log2, vr x)
 {
