@@ -19,13 +19,13 @@
  *          with options  146 12   151 24   188 36   200 48   245 36   244 40
  *
  *   sm_75  dq            109  8   160 16   174 48   160 48   212 28   219 40
- *          with options  142  8   183 16            173 48   252 28   248 40
+ *          with options  148  8   186 16            173 48   248 28   250 40
  *          dk, dv        124  8   185 16   216 48   213 48   215 52   234 52
- *          with options  160  8   222 16            165 56   242 52   255 52
+ *          with options  168  8   225 16            163 56   250 52   255 52
  *   sm_80  dq            101  8   142 16   149 48   166 64   190 28   204 40
- *          with options  138  8   168 16            159 48   218 28   238 40
+ *          with options  142  8   168 16            159 48   222 28   240 40
  *          dk, dv        118  8   177 16   188 48   226 64   189 52   213 68
- *          with options  156  8   220 16            244 48   215 52   244 68
+ *          with options  162  8   220 16            245 48   224 52   244 68
  *
  * bfloat16 as float16 takes up to 16 registers more. Blocks have 4 warps, but 8 in the
  * fast forward with dims 96, 192, 256 and, on sm_75, 128, in dq with dims 256, and in
