@@ -192,10 +192,11 @@ py_attention_take_option_gradients(py_attention_call *call)
         return -1;
     }
     if (dbias != NULL) {
-        args->dbias = dbias->data;
         if (broadcast(call, dbias, "dbias", args->dbias_stride) < 0) {
             return -1;
         }
+        /* without elements it may have strides of 0, as if it were broadcast */
+        args->dbias = dbias->numel == 0 ? NULL : dbias->data;
     }
     if ((dalibi != NULL &&
          !py_same_layout(dalibi, option_named(call, "alibi_slopes"))) ||
