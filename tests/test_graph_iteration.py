@@ -26,6 +26,8 @@ class Following(_core.GraphIteration):
 
     def _begin(self):
         self._follow(*self.given, lambda batch: batch.fields[0], self.place)
+
+    def _fill(self):
         while len(self.asked) < self.ahead:
             self.asked.append(self._submit())
 
@@ -79,8 +81,8 @@ def test_iteration_follows_one_order_of_the_right_type(tmp_path, rng):
 @pytest.mark.parametrize("ahead", [1, 5])
 def test_orders_error_comes_after_its_batches_whatever_else_fails(tmp_path, rng, ahead):
     class Frozen(Following):
-        def _begin(self):
-            super()._begin()
+        def _fill(self):
+            super()._fill()
             self.frozen = True
 
         def __setattr__(self, name, value):
