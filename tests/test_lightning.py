@@ -24,6 +24,12 @@ class Model(lightning.LightningModule):
 
 
 def train(make, scaler):
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler("cpu", 64.0))
+    return fit(make, gradient_clip_val=0.1, plugins=[plugin])
+
+
+def fit(make, **options):
+    """The weights after two epochs of Lightning's Trainer."""
     model = Model(make)
     gen = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(32, 8, generator=gen))
@@ -34,25 +40,42 @@ def train(make, scaler):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        gradient_clip_val=0.1,
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler("cpu", 64.0))],
+        **options,
     )
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
     return model.layer.weight.detach()
 
 
-def ours(params, **options):
-    return trainfast.torch.AdamW(params, amp_scaling=False, **options)
+SCALERS = [torch.amp.GradScaler, trainfast.torch.GradScaler]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, trainfast.torch.GradScaler])
-def test_clipping_works_without_the_amp_flag(scaler):
+@pytest.mark.parametrize("amp_scaling", [None, False])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_clipping_is_torchs(scaler, amp_scaling):
+    def ours(params, **options):
+        return trainfast.torch.AdamW(params, amp_scaling=amp_scaling, **options)
+
     want = train(torch.optim.AdamW, torch.amp.GradScaler)
     torch.testing.assert_close(train(ours, scaler), want)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_refuses_to_clip_with_the_flag():
+@pytest.mark.parametrize("option", ["fused", "amp_scaling"])
+def test_lightning_refuses_to_clip_where_an_option_asks_for_the_flag(option):
+    def ours(params, **options):
+        return trainfast.torch.AdamW(params, **options, **{option: True})
+
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        train(trainfast.torch.AdamW, trainfast.torch.GradScaler)
+        train(ours, trainfast.torch.GradScaler)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_patched_bfloat16_trainer_clips_as_before():
+    def make(params, **options):
+        return torch.optim.AdamW(params, **options)
+
+    want = fit(make, gradient_clip_val=0.1, precision="bf16-mixed")
+    with trainfast.patched():
+        weights = fit(make, gradient_clip_val=0.1, precision="bf16-mixed")
+    torch.testing.assert_close(weights, want)

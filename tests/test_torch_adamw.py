@@ -220,15 +220,13 @@ def test_optimizers_pickled_before_the_options_step():
     state = train(AdamW, params, steps=1).__getstate__()
     for name in OPTIONS:
         del state["param_groups"][0][name], state["defaults"][name]
-    for name in ("max_grad_norm", "_step_supports_amp_scaling"):
-        del state[name]
+    del state["max_grad_norm"]
     optimizer = AdamW.__new__(AdamW)
     optimizer.__setstate__(state)
     set_grads(params, 101)
     optimizer.step()
     theirs = train(torch.optim.AdamW, make_params(shapes=[(5,), (3,)]), steps=2)
     assert_same_state(optimizer, theirs)
-    assert optimizer._step_supports_amp_scaling is True
 
 
 def test_state_of_the_wrong_shape_is_refused(backend, device):
@@ -275,8 +273,6 @@ def test_names_and_types_are_torchs():
         mine = {k: v for k, v in optimizer.defaults.items() if k not in OPTIONS}
         assert mine == theirs.defaults
         assert optimizer.param_groups[0]["fused"] is True
-        assert "_step_supports_amp_scaling" in vars(optimizer)
-        assert cls(params)._step_supports_amp_scaling is True
     with pytest.raises(ValueError, match="state_dtype must be"):
         AdamW(params, state_dtype=torch.int8)
 

@@ -347,7 +347,7 @@ def test_torchs_grad_scaler(backend, device, overflow, unscale):
             scaler.update()
         return optimizer, scaler
 
-    ours, a = run(AdamW, write_back_grads=True)
+    ours, a = run(AdamW, write_back_grads=True, amp_scaling=True)
     theirs, b = run(torch.optim.AdamW, fused=True)
     assert_same_state(ours, theirs)
     for p, q in zip(ours.state, theirs.state, strict=True):
@@ -360,7 +360,7 @@ def test_torchs_grad_scaler(backend, device, overflow, unscale):
 def test_torchs_grad_scaler_without_gradients(backend, device, options):
     """Its flag is an int then."""
     (param,) = make_params(device, shapes=[(5,)])
-    optimizer = AdamW([param], **options)
+    optimizer = AdamW([param], amp_scaling=True, **options)
     before = param.detach().clone()
     scaler = torch.amp.GradScaler(device, init_scale=8.0)
     scaler.scale(param.sum())

@@ -154,9 +154,7 @@ def patch(*names: str) -> "PatchReport":
 
     Names that modules have already imported are rebound, too. Patching twice changes
     nothing more, except that it finds what was imported around the first one. Objects
-    that exist stay what they are: call it before you create an optimizer. Frameworks
-    that look for skipped steps themselves (accelerate, transformers' Trainer) overlook
-    those of an optimizer that unscales: give them an AdamW with amp_scaling=False.
+    that exist stay what they are: call it before you create an optimizer.
 
     Returns:
         A report of the names and places that changed; print it.

@@ -1,7 +1,7 @@
 """torch.optim.AdamW and Adam on trainfast's kernel."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from trainfast import _core
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state
 from trainfast.torch.adamw_ema import EmaWeights
+from trainfast.torch.adamw_fallback import Part, TorchStep, is_for_torch
 from trainfast.torch.adamw_state import OPTIONS, bump_versions, is_wide, relayout
 from trainfast.torch.clip import measure
 
@@ -22,21 +23,32 @@ else:
     _Mixin = object
 
 
-class _FusedStep(EmaWeights, _Mixin):
+class _FusedStep(EmaWeights, TorchStep, _Mixin):
     """A torch Adam whose step() is one call into the core."""
 
-    # torch's class of the same name: its step() is the fallback
-    _torch_class: type[torch.optim.Optimizer]
+    # What gradient scalers and frameworks look for. As in torch it is missing where
+    # step() is not to be given scaled gradients; torch's __init__ sets it for `fused`.
+    _step_supports_amp_scaling: bool
 
     def _finish_init(
-        self, max_grad_norm: float | None, amp_scaling: bool, options: tuple[Any, ...]
+        self,
+        max_grad_norm: float | None,
+        amp_scaling: bool | None,
+        options: tuple[Any, ...],
     ) -> None:
         self.defaults.update(zip(OPTIONS, options, strict=True))
         adamw_state.check_max_grad_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
-        self._step_supports_amp_scaling = amp_scaling
+        if amp_scaling is not None:
+            self._step_supports_amp_scaling = amp_scaling
         self._reset()
-        adamw_state.check_zeroing(self.param_groups, amp_scaling)
+        self._offer_scaling(self.param_groups)
+
+    def _offer_scaling(self, groups: list[dict[str, Any]]) -> None:
+        """Lets scalers call step() with scaled gradients where the groups need that."""
+        offered = self.__dict__.get("_step_supports_amp_scaling")
+        if adamw_state.needs_scaling(groups, offered) and offered is None:
+            self._step_supports_amp_scaling = True
 
     def _reset(self) -> None:
         """Completes the groups; forgets what is kept between steps."""
@@ -54,22 +66,21 @@ class _FusedStep(EmaWeights, _Mixin):
                 "an optimizer must not be copied while the EMA is in the parameters"
             )
         kept = ("max_grad_norm", "_step_supports_amp_scaling")
-        return {**super().__getstate__(), **{n: self.__dict__[n] for n in kept}}
+        own = {name: self.__dict__[name] for name in kept if name in self.__dict__}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("max_grad_norm", None)
-        self.__dict__.setdefault("_step_supports_amp_scaling", True)
         self._reset()
+        self._offer_scaling(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if "_workspaces" in self.__dict__:  # else torch's constructor is running
             try:
                 adamw_state.check_options(self.param_groups[-1])
-                adamw_state.check_zeroing(
-                    self.param_groups[-1:], self._step_supports_amp_scaling
-                )
+                self._offer_scaling(self.param_groups[-1:])
             except (TypeError, ValueError):
                 del self.param_groups[-1]
                 raise
@@ -111,7 +122,7 @@ class _FusedStep(EmaWeights, _Mixin):
             with torch.enable_grad():
                 loss = closure()
         if "_workspaces" not in self.__dict__:  # a subclass's own constructor
-            self._finish_init(None, True, tuple(OPTIONS.values()))
+            self._finish_init(None, None, tuple(OPTIONS.values()))
         if self._before_ema:
             raise RuntimeError("step() must not run while the EMA is in the parameters")
         groups = [group for group in self.param_groups if group["params"]]
@@ -151,7 +162,7 @@ class _FusedStep(EmaWeights, _Mixin):
             except NotImplementedError:
                 pass  # found again, and counted, with the group that it is about
             except ValueError as reason:
-                if not _is_for_torch(reason, groups):
+                if not is_for_torch(reason, groups):
                     raise
         scalars = self._measure_apart(groups)
         parts = [
@@ -191,10 +202,10 @@ class _FusedStep(EmaWeights, _Mixin):
 
     def _split(
         self, index: int, group: dict[str, Any], scalars: dict[str, Any]
-    ) -> list["_Part"]:
+    ) -> list[Part]:
         """The group device by device, each ready for its step; nothing has changed."""
         if group["differentiable"]:
-            parts = [_Part(index, group, "differentiable=True")]
+            parts = [Part(index, group, "differentiable=True")]
         else:
             adamw_state.make_state(group, self.state)
             devices: dict[torch.device, list[Tensor]] = {}
@@ -204,7 +215,7 @@ class _FusedStep(EmaWeights, _Mixin):
             for device, params in devices.items():
                 there = {**group, "params": params}
                 refusal = self._refusal_of((index, device), there, scalars)
-                parts.append(_Part((index, device), there, refusal))
+                parts.append(Part((index, device), there, refusal))
         for part in parts:
             if group["master_weights"] and part.refusal is not None:
                 count_fallback("adamw", part.refusal)
@@ -220,7 +231,7 @@ class _FusedStep(EmaWeights, _Mixin):
         try:
             done = self._call_core(key, [part], scalars, only_prepare=True)
         except (NotImplementedError, ValueError) as reason:
-            if not _is_for_torch(reason, [part]):
+            if not is_for_torch(reason, [part]):
                 raise
             return str(reason)
         if type(done) is tuple:
@@ -358,77 +369,6 @@ class _FusedStep(EmaWeights, _Mixin):
             )
         adamw_state.load_state_dict(self, state_dict, super().load_state_dict)
 
-    # ---- Falling back --------------------------------------------------------------
-
-    @torch.no_grad()
-    def _fall_back(
-        self, group: dict[str, Any], reason: str, scalars: dict[str, Any]
-    ) -> None:
-        """Runs torch's own step on one group, with what a scaler and clipping ask."""
-        count_fallback("adamw", reason)
-        once = {id(p.grad): p.grad for p in group["params"] if p.grad is not None}
-        grads = [grad.detach() for grad in once.values()]
-        found, clip = scalars["found_inf"], scalars["clip_coef"]
-        scale = self.__dict__.get("grad_scale")
-        if found is None or float(found) == 0:
-            for grad in grads:
-                if scale is not None:
-                    grad.div_(scale.to(grad.device))
-                if clip is not None:
-                    grad.mul_(clip.to(grad.device))
-            self._step_by_torch(group)
-        if group["zero_grad"]:
-            for grad in grads:
-                grad.zero_()
-
-    def _step_by_torch(self, group: dict[str, Any]) -> None:
-        groups = self.param_groups
-        hidden: dict[str, Any] = {}
-        for name in ("grad_scale", "found_inf"):
-            if name in self.__dict__:
-                hidden[name] = self.__dict__.pop(name)
-        try:
-            self.param_groups = [{**group, "fused": None}]
-            self._torch_step(None)
-        finally:
-            self.param_groups = groups
-            self.__dict__.update(hidden)
-        for param in group["params"]:
-            state = self.state.get(param, {})
-            if param.grad is not None and group["ema_decay"] is not None:
-                ema = state.setdefault("ema", param.detach().clone())
-                ema.lerp_(param.to(ema.dtype), 1 - group["ema_decay"])
-            if param.grad is not None and "weight_copy" in state:
-                state["weight_copy"].copy_(param)
-
-    def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
-        step: Any = self._torch_class.step
-        if getattr(step, "hooked", False):  # else its hooks would run a second time
-            step = step.__wrapped__
-        return step(self, closure)
-
-
-class _Part(NamedTuple):
-    """What is stepped of a group by a call of its own, where one for all cannot be."""
-
-    key: Any  # of its workspace
-    group: dict[str, Any]
-    refusal: str | None  # why torch's step does it; None: the core does
-
-
-def _is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
-    """Whether torch's step does what the core has refused.
-
-    Of what is wrong in the core's eyes, it steps tensors that share memory, such as
-    tied weights that are two parameters, one after the other, and such that are not
-    aligned. But shared gradients would be unscaled and zeroed twice.
-    """
-    if isinstance(reason, NotImplementedError):
-        return True
-    if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
-        return False
-    return isinstance(reason, _core.PlacementError)
-
 
 def _first_with_grad(groups: list[dict[str, Any]]) -> Tensor | None:
     """The parameter whose device is that of the call; a frozen one may be elsewhere."""
@@ -473,10 +413,12 @@ class AdamW(_FusedStep, torch.optim.AdamW):
         zero_grad: leaves zeros in the gradients, also of a step that a scaler skips.
         write_back_grads: leaves the gradients unscaled and clipped, as the step used
             them; otherwise they stay as backward() left them.
-        amp_scaling: False tells gradient scalers that this optimizer does not unscale:
-            they then do it themselves, and wait for the GPU. For frameworks that refuse
-            to clip otherwise (Lightning), or else take every call of step() for a step
-            and advance the schedule (accelerate, transformers' Trainer).
+        amp_scaling: True tells torch's gradient scaler that step() unscales and skips
+            by itself, so that the scaler neither writes the gradients nor waits for the
+            GPU. Lightning then refuses to clip, and accelerate overlooks skipped steps.
+            False: no scaler gives step() scaled gradients. None: as in torch, which is
+            True for `fused`; also True where zero_grad or master_weights need it.
+            trainfast.torch.GradScaler needs no flag.
 
     All but max_grad_norm and amp_scaling can be set for a param group alone, and work
     together, but for master_weights with weight_copy_dtype, and zero_grad with
@@ -518,7 +460,7 @@ class AdamW(_FusedStep, torch.optim.AdamW):
         master_weights: bool = False,
         zero_grad: bool = False,
         write_back_grads: bool = False,
-        amp_scaling: bool = True,
+        amp_scaling: bool | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -569,7 +511,7 @@ class Adam(_FusedStep, torch.optim.Adam):
         master_weights: bool = False,
         zero_grad: bool = False,
         write_back_grads: bool = False,
-        amp_scaling: bool = True,
+        amp_scaling: bool | None = None,
     ) -> None:
         super().__init__(
             params,

@@ -94,13 +94,19 @@ def check_max_grad_norm(value: float | None) -> None:
         raise ValueError(f"max_grad_norm must be None or > 0, got {value}")
 
 
-def check_zeroing(groups: list[dict[str, Any]], amp_scaling: bool) -> None:
-    """Raises ValueError for zero_grad where a skipped step is not even called."""
-    if not amp_scaling and any(group["zero_grad"] for group in groups):
+def needs_scaling(groups: list[dict[str, Any]], offered: bool | None) -> bool:
+    """True where an option asks for a step() that unscales and skips by itself.
+
+    zero_grad does, since a scaler does not call a step that it skips, and so do master
+    weights, since torch's scaler does not unscale float16 gradients. Raises ValueError
+    for zero_grad where scalers are told not to.
+    """
+    if offered is False and any(group["zero_grad"] for group in groups):
         raise ValueError(
             "zero_grad and amp_scaling=False must not be given together: a scaler that "
             "skips a step does not call it then, and infinities would stay"
         )
+    return any(group["zero_grad"] or group["master_weights"] for group in groups)
 
 
 def has_master(param: Tensor, group: dict[str, Any]) -> bool:

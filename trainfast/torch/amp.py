@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp import grad_scaler as torchs  # not patched, unlike torch.amp
 from torch.amp.grad_scaler import OptState
+from torch.optim import optimizer as torchs_optimizer
 from typing_extensions import deprecated
 
 from trainfast import _core
@@ -30,6 +31,7 @@ from trainfast.torch.clip import (
 __all__ = ["CudaGradScaler", "GradScaler", "Measured", "measure"]
 
 _MAX_FOUND = 16  # what _core.amp_update takes at once
+_WRAPPERS = ("torch.optim.optimizer", "torch.optim.lr_scheduler")  # of step()
 _STATE_KEYS = (
     "scale",
     "growth_factor",
@@ -401,13 +403,38 @@ class CudaGradScaler(GradScaler, torch.cuda.amp.GradScaler):
 
 
 def _takes_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """True for torch's contract of `grad_scale` and `found_inf`, not its older one."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    """True for torch's contract of `grad_scale` and `found_inf`, not its older one.
+
+    trainfast's optimizers need no flag for it, unless code of others is called with
+    each step: that code expects what it sees with torch's optimizers, which is
+    unscaled gradients, and no call for a step that is skipped.
+    """
+    offered = getattr(optimizer, "_step_supports_amp_scaling", None)
+    if isinstance(optimizer, _FusedStep):
+        return offered is True or (offered is None and _is_unobserved(optimizer))
+    if not offered:
         return False
-    return (
-        isinstance(optimizer, _FusedStep)
-        or "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def _is_unobserved(optimizer: _FusedStep) -> bool:
+    """True where only torch's own wrappers come between a call and the core's step.
+
+    accelerate replaces the step() of an optimizer to see it called; subclasses override
+    it, and hooks run around it. Hooks of SkipAwareScheduler have `reads_no_grads`.
+    """
+    function: Any = getattr(optimizer.step, "__func__", optimizer.step)
+    while function is not _FusedStep.step:
+        if getattr(function, "__globals__", {}).get("__name__") not in _WRAPPERS:
+            return False
+        function = function.__wrapped__
+    hooks = (
+        *torchs_optimizer._global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torchs_optimizer._global_optimizer_post_hooks.values(),
     )
+    return all(hasattr(hook, "reads_no_grads") for hook in hooks)
 
 
 def _flag_for(

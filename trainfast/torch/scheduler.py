@@ -41,7 +41,11 @@ class SkipAwareScheduler:
         self._register_hooks()
 
     def _register_hooks(self) -> None:
-        self._optimizer.register_step_pre_hook(lambda *_: self._decide())
+        def before_step(*_: Any) -> None:
+            self._decide()
+
+        before_step.reads_no_grads = True  # type: ignore[attr-defined] # for GradScaler
+        self._optimizer.register_step_pre_hook(before_step)
         for owner in {
             id(o): o for o in (self._optimizer, self.scheduler.optimizer)
         }.values():

@@ -1,0 +1,87 @@
+"""Where torch's own step runs on a group that the core refuses."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from trainfast import _core
+from trainfast.stats import count_fallback
+
+
+class TorchStep:
+    """What trainfast's torch optimizers do by torch's step."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    # torch's class of the same name: its step() is the fallback
+    _torch_class: type[torch.optim.Optimizer]
+
+    @torch.no_grad()
+    def _fall_back(
+        self, group: dict[str, Any], reason: str, scalars: dict[str, Any]
+    ) -> None:
+        """Runs torch's own step on one group, with what a scaler and clipping ask."""
+        count_fallback("adamw", reason)
+        once = {id(p.grad): p.grad for p in group["params"] if p.grad is not None}
+        grads = [grad.detach() for grad in once.values()]
+        found, clip = scalars["found_inf"], scalars["clip_coef"]
+        scale = self.__dict__.get("grad_scale")
+        if found is None or float(found) == 0:
+            for grad in grads:
+                if scale is not None:
+                    grad.div_(scale.to(grad.device))
+                if clip is not None:
+                    grad.mul_(clip.to(grad.device))
+            self._step_by_torch(group)
+        if group["zero_grad"]:
+            for grad in grads:
+                grad.zero_()
+
+    def _step_by_torch(self, group: dict[str, Any]) -> None:
+        groups = self.param_groups
+        hidden: dict[str, Any] = {}
+        for name in ("grad_scale", "found_inf"):
+            if name in self.__dict__:
+                hidden[name] = self.__dict__.pop(name)
+        try:
+            self.param_groups = [{**group, "fused": None}]
+            self._torch_step(None)
+        finally:
+            self.param_groups = groups
+            self.__dict__.update(hidden)
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            if param.grad is not None and group["ema_decay"] is not None:
+                ema = state.setdefault("ema", param.detach().clone())
+                ema.lerp_(param.to(ema.dtype), 1 - group["ema_decay"])
+            if param.grad is not None and "weight_copy" in state:
+                state["weight_copy"].copy_(param)
+
+    def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
+        step: Any = self._torch_class.step
+        if getattr(step, "hooked", False):  # else its hooks would run a second time
+            step = step.__wrapped__
+        return step(self, closure)
+
+
+class Part(NamedTuple):
+    """What is stepped of a group by a call of its own, where one for all cannot be."""
+
+    key: Any  # of its workspace
+    group: dict[str, Any]
+    refusal: str | None  # why torch's step does it; None: the core does
+
+
+def is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
+    """Whether torch's step does what the core has refused.
+
+    Of what is wrong in the core's eyes, it steps tensors that share memory, such as
+    tied weights that are two parameters, one after the other, and such that are not
+    aligned. But shared gradients would be unscaled and zeroed twice.
+    """
+    if isinstance(reason, NotImplementedError):
+        return True
+    if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
+        return False
+    return isinstance(reason, _core.PlacementError)
