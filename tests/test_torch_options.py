@@ -438,7 +438,7 @@ def test_ema_is_swapped_in_and_out():
         assert torch.equal(target, ema)
     optimizer.copy_ema_to()
     assert torch.equal(params[-1], emas[-1].bfloat16())
-    with pytest.raises(ValueError, match=r"params must be \d+ tensors, got 1"):
+    with pytest.raises(ValueError, match=r"target must have \d+ tensors, got 1"):
         optimizer.copy_ema_to(targets[:1])
     with pytest.raises(RuntimeError, match="give AdamW an ema_decay"):
         AdamW(params).swap_ema()

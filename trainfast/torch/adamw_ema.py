@@ -1,11 +1,13 @@
 """The EMA of an optimizer's parameters: put in their place, and copied out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_NO_EMA = "there is no EMA: give AdamW an ema_decay"
 
 
 class EmaWeights:
@@ -56,22 +58,89 @@ class EmaWeights:
                 self.swap_ema()
 
     @torch.no_grad()
-    def copy_ema_to(self, params: Iterable[Tensor] | None = None) -> None:
-        """Copies the EMA into `params`, in the order of the optimizer's parameters.
+    def copy_ema_to(self, target: Any = None, source: Any = None) -> None:
+        """Copies the EMA into the parameters of another model, or into the own ones.
 
-        None: into the optimizer's own parameters, for good, and their master weights.
-        Raises ValueError where there are not as many.
+            optimizer.copy_ema_to(ema_model, source=model)
+
+        Args:
+            target: a module, its named_parameters() or state_dict(): each parameter
+                gets the EMA of the one of the same name. Or tensors alone: of the
+                optimizer's parameters, in any order, or, of an optimizer with a single
+                param group, as many others in that group's order. None: the
+                optimizer's own parameters, for good, and their master weights.
+            source: the trained module or its named_parameters(), for the names. Not
+                needed where the optimizer knows them: AdamW(model.named_parameters()).
+
+        Buffers, and parameters without an EMA (frozen, or without a step so far), are
+        left as they are. Raises ValueError where a parameter has no counterpart or one
+        of another shape; nothing is written then.
         """
-        own = [p for group in self.param_groups for p in group["params"]]
-        targets = own if params is None else list(params)
-        if len(targets) != len(own):
-            raise ValueError(f"params must be {len(own)} tensors, got {len(targets)}")
-        for param, target in zip(own, targets, strict=True):
+        if not any(group["ema_decay"] is not None for group in self.param_groups):
+            raise RuntimeError(_NO_EMA)
+        pairs = self._counterparts(target, source)
+        for param, other, name in pairs:
+            if other.shape != param.shape:
+                raise ValueError(
+                    f"{name} must have shape {tuple(param.shape)}, "
+                    f"got {tuple(other.shape)}; give a target of the same architecture"
+                )
+        for param, other, _ in pairs:
             state = self.state.get(param, {})
             if "ema" in state:
-                target.copy_(state["ema"])
-                if target is param and "master_param" in state:
+                other.copy_(state["ema"])
+                if other is param and "master_param" in state:
                     state["master_param"].copy_(state["ema"])
+
+    def _counterparts(
+        self, target: Any, source: Any
+    ) -> list[tuple[Tensor, Tensor, str]]:
+        """Each parameter with its tensor in `target`, and what to call that."""
+        own = [p for group in self.param_groups for p in group["params"]]
+        if target is None:
+            return [(p, p, "params") for p in own]
+        named, tensors = _named(target)
+        known = {id(p) for p in own}
+        if tensors and all(id(tensor) in known for tensor in tensors):
+            return [(tensor, tensor, "params") for tensor in tensors]
+        if named is not None:
+            return _by_name(own, self._names_of(source), named)
+        if len(self.param_groups) > 1 or source is not None:
+            raise ValueError(
+                "target must be a module or its named_parameters(), got tensors "
+                "without names, whose order may not be that of the param groups; use "
+                "copy_ema_to(ema_model, source=model)"
+            )
+        if len(tensors) != len(own):
+            raise ValueError(
+                f"target must have {len(own)} tensors, got {len(tensors)}; use "
+                "copy_ema_to(ema_model, source=model)"
+            )
+        places = range(len(own))
+        return [(own[i], tensors[i], f"target[{i}]") for i in places]
+
+    def _names_of(self, source: Any) -> dict[int, list[str]]:
+        """The names of the optimizer's parameters, by their ids."""
+        names: dict[int, list[str]] = {}
+        if source is not None:
+            named, _ = _named(source)
+            if named is None:
+                raise ValueError(
+                    "source must be a module or its named_parameters(), got tensors "
+                    "without names"
+                )
+            for name, tensor in named:
+                names.setdefault(id(tensor), []).append(name)
+            return names
+        for group in self.param_groups:
+            if "param_names" not in group:
+                raise ValueError(
+                    "source must be given where the optimizer knows no names; use "
+                    "copy_ema_to(ema_model, source=model)"
+                )
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                names.setdefault(id(param), []).append(name)
+        return names
 
     def _emas(self) -> Iterator[tuple[Tensor, Tensor]]:
         found = False
@@ -81,4 +150,35 @@ class EmaWeights:
                 if "ema" in self.state.get(param, {}):
                     yield param, self.state[param]["ema"]
         if not found:
-            raise RuntimeError("there is no EMA: give AdamW an ema_decay")
+            raise RuntimeError(_NO_EMA)
+
+
+def _named(model: Any) -> tuple[list[tuple[str, Tensor]] | None, list[Tensor]]:
+    """Names and tensors of a module, pairs or a mapping; None for tensors alone."""
+    if isinstance(model, torch.nn.Module):
+        model = model.named_parameters(remove_duplicate=False)
+    pairs = list(model.items() if isinstance(model, Mapping) else model)
+    if pairs and all(isinstance(pair, tuple) for pair in pairs):
+        return pairs, [tensor for _, tensor in pairs]
+    return None, pairs
+
+
+def _by_name(
+    own: list[Tensor], names: dict[int, list[str]], named: list[tuple[str, Tensor]]
+) -> list[tuple[Tensor, Tensor, str]]:
+    targets = dict(named)
+    pairs = []
+    for i, param in enumerate(own):
+        if id(param) not in names:
+            raise ValueError(
+                f"source must be the model that the optimizer steps, got one without "
+                f"its parameter {i}"
+            )
+        found = [name for name in names[id(param)] if name in targets]  # tied: many
+        if not found:
+            raise ValueError(
+                f"target must have the parameter {names[id(param)][0]!r}, got "
+                f"{len(targets)} others; give a target of the same architecture"
+            )
+        pairs += [(param, targets[name], name) for name in found]
+    return pairs
