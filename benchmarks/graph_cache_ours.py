@@ -72,7 +72,7 @@ def loader(path: Path, **options: Any) -> Any:
         needs("torch_geometric")
     verify = options.pop("verify", "once")
     if "batch_sampler" not in options:
-        options |= {"batch_size": BATCH, "shuffle": True}
+        options |= {"batch_size": BATCH, "shuffle": True, "seed": 0}
     cache = library().open(path, verify=verify)
     return library().Loader(cache, **options)
 

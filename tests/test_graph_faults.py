@@ -561,4 +561,4 @@ def test_not_a_number_is_kept_bit_for_bit(tmp_path):
     world = World(schema, [graph], [[4]])
     cache = gc.open(world.write(tmp_path / "c"))
     assert same(cache[0]["x"].view(np.uint32), bits)
-    assert same(next(iter(gc.Loader(cache)))["x"].view(np.uint32), bits)
+    assert same(next(iter(gc.Loader(cache, 1)))["x"].view(np.uint32), bits)

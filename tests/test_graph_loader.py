@@ -1,6 +1,9 @@
 """The loader: which graphs come when and as what."""
 
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from trainfast import _core
 from trainfast import graph_cache as gc
 from trainfast.graph_cache.schema import Count, Field
 
+ROOT = Path(gc.__file__).parents[2]
 CHECKED = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
@@ -41,10 +45,11 @@ def test_batches_are_unions_of_their_graphs(cache, world, threads, prefetch):
         assert_is_batch_of(world, batch, rows(batch))
 
 
-def test_batch_size_is_one_without_argument(cache):
-    loader = gc.Loader(cache)
-    assert len(loader) == N
-    assert epoch(loader) == [[i] for i in range(N)]
+@pytest.mark.parametrize("keywords", [{}, {"shuffle": True}, {"sampler": [1, 2]}])
+def test_batch_size_must_be_given(cache, keywords):
+    with pytest.raises(ValueError, match=r"batch_size must be given, .*batch_size=32"):
+        gc.Loader(cache, **keywords)
+    assert epoch(gc.Loader(cache, 1)) == [[i] for i in range(N)]
 
 
 def test_drop_last_leaves_incomplete_batch_out(cache):
@@ -67,6 +72,52 @@ def test_same_seed_gives_same_order_and_another_seed_does_not(cache):
         for seed in (3, 3, 4)
     )
     assert first == again != other
+
+
+SEEDED = """
+import sys
+import trainfast.graph_cache as gc
+cache = gc.open(sys.argv[1])
+if sys.argv[2] == "torch":
+    import torch
+    seed = torch.manual_seed
+else:
+    import numpy
+    seed = numpy.random.seed
+    assert "torch" not in sys.modules
+
+def order(made_first):
+    loader = gc.Loader(cache, 8, shuffle=True) if made_first else None
+    seed(7)
+    loader = loader or gc.Loader(cache, 8, shuffle=True)
+    return [batch["x"].tobytes() for _ in range(2) for batch in loader]
+
+first = order(False)
+assert order(False) == order(True) == first
+seed(8)
+drawn = gc.Loader(cache, 8, shuffle=True).seed
+seed(8)
+plain = gc.Loader(cache, 8)  # draws nothing, as nothing is shuffled
+assert list(plain) and plain.state_dict()
+assert gc.Loader(cache, 8, shuffle=True).seed == drawn
+assert gc.Loader(cache, 8, shuffle=True).seed != drawn
+assert gc.Loader(cache, 8, shuffle=True, seed=0).seed == 0
+"""
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_seed_that_is_not_given_follows_the_users(cache, library):
+    if library == "torch":
+        pytest.importorskip("torch")
+    script = [sys.executable, "-c", SEEDED, str(cache.path), library]
+    subprocess.run(script, check=True, cwd=ROOT)
+
+
+def test_ranks_without_a_seed_agree_on_one(cache):
+    for seed in (1, 2):
+        np.random.seed(seed)
+        loader = gc.Loader(cache, 4, shuffle=True, world_size=2)
+        assert loader.seed == 0
 
 
 def test_set_epoch_gives_that_epoch(cache):
@@ -447,8 +498,9 @@ def test_follow_batch_tells_graph_of_each_entry(cache, world):
     ],
 )
 def test_wrong_argument_is_error(cache, keywords, error, message):
+    size = {} if "batch_sampler" in keywords else {"batch_size": 1}
     with pytest.raises(error, match=message):
-        gc.Loader(cache, **keywords)
+        gc.Loader(cache, **size | keywords)
 
 
 def test_what_is_no_cache_is_error(cache):

@@ -33,9 +33,15 @@ def cache(world, tmp_path_factory):
 WAYS = {
     "plain": {"batch_size": 8},
     "shuffled": {"batch_size": 8, "shuffle": True, "seed": 5},
-    "inline": {"batch_size": 8, "shuffle": True, "threads": 0},
-    "far ahead": {"batch_size": 8, "shuffle": True, "prefetch": 9, "threads": 2},
-    "budgets": {"max_nodes": 30, "max_edges": 60, "shuffle": True},
+    "inline": {"batch_size": 8, "shuffle": True, "seed": 0, "threads": 0},
+    "far ahead": {
+        "batch_size": 8,
+        "shuffle": True,
+        "prefetch": 9,
+        "threads": 2,
+        "seed": 0,
+    },
+    "budgets": {"max_nodes": 30, "max_edges": 60, "shuffle": True, "seed": 0},
     "a rank": {"batch_size": 4, "shuffle": True, "rank": 1, "world_size": 3},
     "sampler": {"batch_size": 8, "sampler": list(range(N))[::-1]},
     "batch sampler": {"batch_sampler": [[i, i + 1] for i in range(0, N - 1, 2)]},
@@ -72,6 +78,28 @@ def test_state_after_an_epoch_is_the_next_one(cache):
     resumed = gc.Loader(cache, 8, shuffle=True)
     resumed.load_state_dict(loader.state_dict())
     assert epoch(resumed) == epochs[1]
+
+
+def test_state_has_the_seed_that_was_drawn(cache):
+    loader = gc.Loader(cache, 8, shuffle=True)
+    batches = epoch(loader)
+    loader.set_epoch(0)
+    iteration = iter(loader)
+    next(iteration)
+    state = loader.state_dict()
+    for resumed in (
+        gc.Loader(cache, 8, shuffle=True),
+        pickle.loads(pickle.dumps(loader)),
+    ):
+        resumed.load_state_dict(state)
+        assert resumed.seed == loader.seed
+        assert epoch(resumed) == batches[1:]
+    copies = [
+        pickle.loads(pickle.dumps(gc.Loader(cache, 8, shuffle=True))) for _ in "ab"
+    ]
+    assert copies[0].seed != copies[1].seed
+    fresh = gc.Loader(cache, 8, shuffle=True)
+    assert pickle.loads(pickle.dumps(fresh)).seed == fresh.seed
 
 
 def test_state_is_small_and_without_arrays(cache):
@@ -122,7 +150,7 @@ def test_epoch_of_two_ranks_goes_on_with_another_number(cache, world_size):
     ],
 )
 def test_state_of_another_order_is_error(cache, name, keywords):
-    state = gc.Loader(cache, 8, shuffle=True).state_dict()
+    state = gc.Loader(cache, 8, shuffle=True, seed=5).state_dict()
     other = gc.Loader(cache, **{"batch_size": 8, "shuffle": True, **keywords})
     with pytest.raises(ValueError, match=f"loader's {name} must be"):
         other.load_state_dict(state)
@@ -287,8 +315,8 @@ def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
 
 def test_iteration_that_is_never_asked_uses_up_no_epoch(cache):
     """Lightning makes one only to see whether it can."""
-    want = epoch(gc.Loader(cache, 8, shuffle=True))
-    loader = gc.Loader(cache, 8, shuffle=True)
+    want = epoch(gc.Loader(cache, 8, shuffle=True, seed=3))
+    loader = gc.Loader(cache, 8, shuffle=True, seed=3)
     state = loader.state_dict()
     first, second = iter(loader), iter(loader)
     assert loader.state_dict() == state

@@ -1,6 +1,7 @@
 """Batches of a graph cache, put together by native threads."""
 
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from importlib import import_module
@@ -38,8 +39,13 @@ class Loader:
     by the nodes before, in one block of memory that is never reused while any array of
     it lives. Native threads make batches ahead, without worker processes.
 
-    batch_size: graphs in a batch; None is 1, and with budgets as many as fit.
+    batch_size: graphs in a batch. It must be given, unless max_nodes or max_edges (as
+    many graphs as fit) or a batch_sampler decides.
     shuffle, seed: a permutation of its own for each (seed, epoch), in O(1) memory.
+    seed=None: drawn when the loader's first shuffled order is needed, from torch's
+    default generator if torch is loaded (`torch.manual_seed` repeats the order), else
+    from NumPy's (`np.random.seed`); `state_dict()` has it. With world_size above 1 all
+    ranks need the same seed: None is 0, as in torch's DistributedSampler.
     drop_last: without the last batch where it would be smaller.
     max_nodes, max_edges: budgets. A batch takes graphs as long as its nodes (of all
     types) and edges stay within them; nothing comes twice and nothing is left out.
@@ -76,7 +82,7 @@ class Loader:
         batch_size: int | None = None,
         *,
         shuffle: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,
         max_nodes: int | None = None,
         max_edges: int | None = None,
@@ -97,7 +103,9 @@ class Loader:
     ) -> None:
         self.dataset = cache
         self.batch_size = batch_size
-        self.shuffle, self.seed = bool(shuffle), _count("seed", seed, -(2**63), 2**64)
+        self.shuffle = bool(shuffle)
+        self._seed_given = seed is not None
+        self._seed = None if seed is None else _seed_number(seed)
         self.drop_last = bool(drop_last)
         self.max_nodes, self.max_edges = max_nodes, max_edges
         self.oversize = _one_of("oversize", oversize, OVERSIZE)
@@ -116,6 +124,13 @@ class Loader:
         self._place: _Place | None = None  # of the newest iteration
         self._length: tuple[int, int] | None = None  # of an epoch
         self._prepare()
+
+    @property
+    def seed(self) -> int:
+        """The seed of the shuffled orders; drawn now unless it was before, or given."""
+        if self._seed is None:
+            self._seed = 0 if self.world_size > 1 else _drawn_seed()
+        return self._seed
 
     # ---- Iterating -------------------------------------------------------------------
 
@@ -167,18 +182,23 @@ class Loader:
             epoch, position = self._place.epoch, self._place.position
         elif self._resume is not None and self._resume[0] == epoch:
             position = self._resume[1]
-        return {"epoch": epoch, "position": position, **self._identity()}
+        seed = self.seed if self.shuffle else 0
+        where = {"epoch": epoch, "position": position, "seed": seed}
+        return {**where, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the last batch before `state_dict()`.
 
-        Raises ValueError where the cache, or what decides the order, is another. Rank
-        and world_size may be others: what is left of the epoch is shared out anew.
+        A loader to which no `seed` was given takes the state's. Raises ValueError where
+        the cache, or what decides the order, is another. Rank and world_size may be
+        others: what is left of the epoch is shared out anew.
         """
         identity = self._identity()
-        for name in ("epoch", "position", *identity):
+        for name in ("epoch", "position", "seed", *identity):
             if name not in state:
                 raise ValueError(f"state must be of a Loader, got one without {name!r}")
+        if self.shuffle and self._seed_given:
+            identity["seed"] = self.seed
         for name, value in identity.items():
             if state[name] != value:
                 got = f"{value!r} here"
@@ -188,6 +208,8 @@ class Loader:
                 raise ValueError(f"the loader's {name} {rule}, got {got}")
         epoch = _count("epoch", state["epoch"], 0)
         position = _count("position", state["position"], 0)
+        if self.shuffle:
+            self._seed = _seed_number(state["seed"])
         self._place = None
         self.set_epoch(epoch)
         self._resume = epoch, position
@@ -195,7 +217,7 @@ class Loader:
     def _identity(self) -> dict[str, Any]:
         """What a position means something for."""
         subset = self._subset
-        names = ("seed", "shuffle", "drop_last", "max_nodes", "max_edges", "oversize")
+        names = ("shuffle", "drop_last", "max_nodes", "max_edges", "oversize")
         sampled = self.sampler is not None or self.batch_sampler is not None
         return {
             "fingerprint": self._cache.fingerprint,
@@ -208,12 +230,14 @@ class Loader:
 
     # ---- What iterations need --------------------------------------------------------
 
-    def _order(self, epoch: int) -> GraphOrder:
+    def _order(self, epoch: int, seed: int | None = None) -> GraphOrder:
         """The core's order of an epoch, at its beginning."""
+        if seed is None:
+            seed = self.seed if self.shuffle else 0
         return GraphOrder(
             len(self.dataset),
             subset=self._subset,
-            seed=self.seed % 2**64,
+            seed=seed % 2**64,
             epoch=epoch,
             shuffle=self.shuffle,
             rank=self.rank,
@@ -287,8 +311,14 @@ class Loader:
         }
         if self.batch_sampler is not None:
             _forbid("batch_sampler", given, list(given))
-        elif self.sampler is not None:
+            return
+        if self.sampler is not None:
             _forbid("sampler", given, ["shuffle", "world_size"])
+        if not (given["batch_size"] or given["max_nodes"] or given["max_edges"]):
+            raise ValueError(
+                "batch_size must be given, got None; pass the graphs of a batch "
+                "(batch_size=32), or max_nodes, max_edges or batch_sampler"
+            )
 
     def _plan_budgets(self) -> None:
         """The budgets, what counts against them, and how many graphs fit at most."""
@@ -302,11 +332,11 @@ class Loader:
                 self._check_oversize(name, total, budget)
         self._batch_size = self.batch_size or self._most_graphs()
         if self.sampler is None and self.batch_sampler is None:
-            self._order(0)  # which refuses what cannot be shared out
+            self._order(0, seed=0)  # which refuses what cannot be shared out
 
     def _most_graphs(self) -> int:
         if not self._budgets:
-            return 1
+            return 1  # a batch_sampler decides
         most = max(len(self.dataset), 1)
         for sizes, budget in zip(self._sizes, self._budgets):
             smallest = int(self._of_dataset(sizes).min(initial=2**62))
@@ -390,8 +420,9 @@ class Loader:
             "_array_type",
         }
         made |= {"_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length"}
+        state = self.state_dict()  # first: it may draw the seed, which copies share
         kept = {k: v for k, v in self.__dict__.items() if k not in made}
-        return {**kept, "_place": None, "_state": self.state_dict()}
+        return {**kept, "_place": None, "_state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         position = state.pop("_state")
@@ -532,6 +563,18 @@ def _count(name: str, value: Any, least: int, end: int = 2**63) -> int:
     if number >= end:
         raise ValueError(f"{name} must be below {end}, got {value}")
     return int(number)
+
+
+def _seed_number(seed: Any) -> int:
+    return _count("seed", seed, -(2**63), 2**64)
+
+
+def _drawn_seed() -> int:
+    """A seed from the generator that the user seeds: torch's, or else NumPy's."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.empty((), dtype=torch.int64).random_().item())
+    return int(np.random.randint(2**63 - 1, dtype=np.int64))
 
 
 def _keys(name: str, keys: Iterable[Hashable]) -> tuple[Hashable, ...]:
