@@ -145,3 +145,47 @@ def test_module_built_here_works_on_another_python(interpreter, tmp_path):
     command = [str(interpreter), "-P", "-B", "-c", SELFTEST]
     lines = subprocess.check_output(command, env=environment, text=True).splitlines()
     assert lines[-1] == f"{module} True", "\n".join(lines)
+
+
+# ---- NumPy's calls beside torch ------------------------------------------------------
+
+CALLS = {
+    "adamw_step": """
+columns = [[np.ones(6, np.float32)] for _ in range(4)]
+trainfast.adamw_step(*columns, step=1, lr=0.1)""",
+    "AdamW": """
+params = [np.ones(6, np.float32)]
+trainfast.AdamW(params, max_grad_norm=1.0, zero_grad=True).step([np.ones(6, "f")])""",
+    "attention": """
+q = np.ones((1, 2, 4, 8), np.float32)
+trainfast.attention(q, q, q, out=np.empty_like(q))""",
+}
+
+
+@HAS_TORCH
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_with_numpys_arrays_load_no_adapter_of_torch(call):
+    code = f"""
+import sys, numpy as np, torch, trainfast
+{CALLS[call]}
+print([name for name in sys.modules if name.startswith("trainfast.torch")])
+"""
+    assert python(code) == "[]"
+
+
+@HAS_TORCH
+def test_autograd_knows_that_tensors_were_written():
+    """All columns; of gradients only where they are written. Nothing is imported, so
+    nothing can fail after the write."""
+    code = """
+import sys, torch, trainfast
+sys.modules["trainfast.torch"] = None
+columns = [[torch.ones(6)] for _ in range(4)]
+ema = [torch.ones(6)]
+options = {"step": 1, "lr": 0.1, "emas": ema}
+for more in ({}, {"zero_grad": True}, {"write_back_grads": True}):
+    before = [c[0]._version for c in (*columns, ema)]
+    trainfast.adamw_step(*columns, **options, **more)
+    print([c[0]._version - was for c, was in zip((*columns, ema), before)])
+"""
+    assert python(code).splitlines() == ["[1, 0, 1, 1, 1]"] + 2 * ["[1, 1, 1, 1, 1]"]

@@ -1,13 +1,21 @@
 """AdamW on lists of any arrays, in place."""
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from trainfast import _core, adamw_state
-from trainfast.arrays import Array, float_dtype, measure, new_like, number, scalar
+from trainfast.arrays import (
+    Array,
+    autograd_notice,
+    float_dtype,
+    measure,
+    new_like,
+    number,
+    scalar,
+)
 from trainfast.stats import count_call, count_fallback
 
 
@@ -80,6 +88,9 @@ def adamw_step(
         NotImplementedError: another dtype or device, a parameter with gaps.
         Nothing has changed when it raises.
     """
+    writes_grads = zero_grad or write_back_grads
+    columns = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, emas, copies)
+    tell_autograd = _notice(*columns, grads if writes_grads else None)
     relaid: list[tuple[Array, Array]] = []
     _core.adamw(
         params,
@@ -108,20 +119,16 @@ def adamw_step(
         write_back_grads=write_back_grads,
     )
     count_call("adamw", _core.backend_in_use())
-    written: tuple[Any, ...]
-    written = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, emas, copies)
-    if zero_grad or write_back_grads:
+    if writes_grads:
         for grad, copy in relaid:
             grad[...] = copy
-        written = (*written, grads)
-    _tell_torch(array for arrays in written for array in arrays or ())
+    tell_autograd()
 
 
-def _tell_torch(written: Iterable[Array]) -> None:
-    if "torch" in sys.modules:
-        from trainfast.torch.adamw import bump_versions
-
-        bump_versions(written)
+def _notice(*written: Sequence[Array | None] | None) -> Callable[[], None]:
+    """What tells autograd that the tensors in these lists were written."""
+    lists: list[Any] = [arrays for arrays in written if hasattr(arrays, "__len__")]
+    return autograd_notice(chain.from_iterable(lists))
 
 
 def _relayout(relaid: list[tuple[Array, Array]]) -> Callable[[Array, Array], Array]:

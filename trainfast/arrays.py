@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,6 +175,27 @@ def unit_stride(array: Array) -> Array:
             return array  # or a sparse one, which the core refuses by name
         return array.contiguous()
     return array
+
+
+def autograd_notice(written: Iterable[Array]) -> Callable[[], None]:
+    """What tells autograd that the tensors among these were written in place.
+
+    Get it before the write and call it after: whatever can fail here fails while
+    nothing has changed. Without tensors it does nothing, and loads nothing.
+    """
+    torch: Any = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    if tensor is None:  # torch is not loaded, or is loading
+        return _say_nothing
+    arrays = (array for array in written if type(array) is not np.ndarray)
+    tensors = [array for array in arrays if isinstance(array, tensor)]
+    if not tensors:
+        return _say_nothing
+    return partial(torch.autograd.graph.increment_version, tensors)
+
+
+def _say_nothing() -> None:
+    pass
 
 
 class Measured(NamedTuple):

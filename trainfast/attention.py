@@ -12,6 +12,7 @@ from trainfast import _core, attention_lengths
 from trainfast.arrays import (
     Array,
     as_array,
+    autograd_notice,
     cast,
     dtype_name,
     empty,
@@ -78,7 +79,7 @@ def attention(
             same seed drops the same elements on every device and in the gradients.
         cu_seqlens_q, cu_seqlens_k: [B + 1] of int32 or int64: q, k and v are then
             [total, H, D], and item b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
-            On a GPU they are not checked but with TRAINFAST_DEBUG=1 in the
+            On a GPU they are not checked but with TRAINFAST_CHECK_LENGTHS=1 in the
             environment, since that waits for it; nothing outside is touched.
         kv_lens: [B] of int32 or int64: the item's keys from there on are forbidden.
             Checked as cu_seqlens.
@@ -140,9 +141,9 @@ def attention(
     if return_lse:
         fill = None if cu_seqlens_q is None else -math.inf
         lse = empty(q, _lse_shape(q, options), _wide(q), fill=fill)
+    tell_autograd = autograd_notice([out] if given else ())
     _run(_core.attention, (q, k, v), (out, lse), options)
-    if given:
-        _tell_torch([out])
+    tell_autograd()
     return (out, lse) if return_lse else out
 
 
@@ -414,7 +415,7 @@ def _check_shapes(options: dict[str, Any], **arrays: Array) -> None:
             raise ValueError(f"{name} must have dimensions {want}, got shape {shape}")
     terms = {name: options[name] for name in ("mask", *_WANTED[3:])}
     _check_records(**arrays, **terms)
-    if attention_lengths.DEBUG:
+    if attention_lengths.CHECK_ON_DEVICE:
         _check_lengths(options, arrays["q"], arrays["k"])
 
 
@@ -467,10 +468,3 @@ def _run(
         count_fallback("attention", "an array without stride 1 was copied")
     on_gpu = _on_gpu(inputs[0])
     count_call("attention", "cuda" if on_gpu else _core.backend_in_use())
-
-
-def _tell_torch(written: Sequence[Array]) -> None:
-    if "torch" in sys.modules:
-        from trainfast.torch.adamw import bump_versions
-
-        bump_versions(written)
