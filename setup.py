@@ -7,7 +7,7 @@ Read from the environment:
   TRAINFAST_CUDA_ARCHS  "75;86", or "all" (what a release ships); by default the visible
                         GPU's own, and without a GPU 75, 80 and 90. PTX, which newer
                         GPUs run too, is added except for a visible GPU
-  TRAINFAST_DEBUG=1     -O1, debug symbols, no -DNDEBUG
+  TRAINFAST_DEBUG=1     -O1, debug symbols, no -DNDEBUG; of no effect when it runs
   TRAINFAST_SANITIZE    address,undefined or thread: what -fsanitize= takes
   TRAINFAST_WERROR=1    warnings are errors
   CC, CFLAGS, CUDA_HOME as usual; our own flags come after CFLAGS

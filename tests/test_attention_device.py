@@ -71,9 +71,17 @@ print(*trainfast.stats().calls["attention"].items())
     assert out == ["('cuda',", "8)"]
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-def test_lengths_on_the_device_are_not_looked_at_unless_asked(value):
-    good(ENDS, TRAINFAST_DEBUG=value)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"TRAINFAST_CHECK_LENGTHS": ""},
+        {"TRAINFAST_CHECK_LENGTHS": "0"},
+        {"TRAINFAST_DEBUG": "1"},  # setup.py's, of a build for debugging
+    ],
+    ids=str,
+)
+def test_lengths_on_the_device_are_not_looked_at_unless_asked(environment):
+    good(ENDS, **environment)
 
 
 CHECKED = [
@@ -92,8 +100,8 @@ CHECKED = [
 
 
 @pytest.mark.parametrize("code, message", CHECKED)
-def test_lengths_on_the_device_are_checked_for_debugging(code, message):
-    refused(code, message, TRAINFAST_DEBUG="1")
+def test_lengths_on_the_device_are_checked_when_asked(code, message):
+    refused(code, message, TRAINFAST_CHECK_LENGTHS="1")
 
 
 def test_right_lengths_pass_the_check():
@@ -103,7 +111,7 @@ call(*packed, cu_seqlens_q=np.array([0, 2, 5]), cu_seqlens_k=np.array([0, 4, 7])
 call(q, k, v, kv_lens=np.array([3]))
 call(q, k, v)
 """,
-        TRAINFAST_DEBUG="1",
+        TRAINFAST_CHECK_LENGTHS="1",
     )
 
 

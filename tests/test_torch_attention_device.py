@@ -85,10 +85,10 @@ LIES = [
 
 
 @pytest.mark.parametrize("call, message", LIES)
-def test_lengths_are_checked_for_debugging_alone(monkeypatch, seen, call, message):
+def test_lengths_are_checked_only_when_asked(monkeypatch, seen, call, message):
     call()
     assert len(seen) == 1
-    monkeypatch.setattr(attention_lengths, "DEBUG", True)
+    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
     with pytest.raises(ValueError, match=message):
         call()
     assert len(seen) == 1
@@ -98,7 +98,7 @@ def test_lengths_of_the_gradients_are_checked_too(monkeypatch, seen):
     q, ends = rows(9, 3, 8).requires_grad_(), torch.tensor([0, 4, 9])
     options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5)
     out = attention(q, q, q, max_seqlen_k=5, **options)
-    monkeypatch.setattr(attention_lengths, "DEBUG", True)
+    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
     out.sum().backward()
     ends.data[1] = 10
     out = attention_ops.Inputs(q, q, q)
@@ -111,14 +111,14 @@ def test_lengths_of_the_gradients_are_checked_too(monkeypatch, seen):
 
 
 def test_captured_calls_are_not_looked_at(monkeypatch, seen):
-    monkeypatch.setattr(attention_lengths, "DEBUG", True)
+    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     lengths([6, 1])
     assert len(seen) == 1
 
 
-def test_right_lengths_pass_for_debugging(monkeypatch, seen):
-    monkeypatch.setattr(attention_lengths, "DEBUG", True)
+def test_right_lengths_pass_the_check(monkeypatch, seen):
+    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
     lengths([5, 0])
     boundaries(0, 3, 5)
     q = rows(2, 5, 3, 8)
@@ -128,7 +128,7 @@ def test_right_lengths_pass_for_debugging(monkeypatch, seen):
 
 
 def test_the_core_itself_trusts_nothing_on_the_cpu():
-    assert not attention_lengths.DEBUG
+    assert not attention_lengths.CHECK_ON_DEVICE
     with pytest.raises(ValueError, match="kv_lens"):
         lengths([6, 1])
     assert _core is attention_ops._core

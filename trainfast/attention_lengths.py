@@ -1,4 +1,5 @@
-"""With TRAINFAST_DEBUG=1 the lengths of attention are looked at on a GPU, too.
+"""With TRAINFAST_CHECK_LENGTHS=1 in the environment of a run, attention checks its
+lengths (`cu_seqlens`, `kv_lens`) on a GPU, too.
 
 Without it they are the caller's word there, since a look waits for the GPU: kernels
 clamp them, so that nothing outside the arrays is read or written, and what comes out is
@@ -13,7 +14,7 @@ import numpy as np
 
 from trainfast import _core
 
-DEBUG = os.environ.get("TRAINFAST_DEBUG", "") not in ("", "0")
+CHECK_ON_DEVICE = os.environ.get("TRAINFAST_CHECK_LENGTHS", "") not in ("", "0")
 
 
 def check_lengths(

@@ -114,7 +114,7 @@ def launch(q: Tensor) -> dict[str, Any]:
 def _keywords(inputs: Inputs, extras: Extras, o: Options) -> dict[str, Any]:
     """What both of the core's calls take beside arrays of rows; what is not there is
     left out, since each costs 50 ns to build and to parse."""
-    if attention_lengths.DEBUG and inputs.q.is_cuda:
+    if attention_lengths.CHECK_ON_DEVICE and inputs.q.is_cuda:
         _check_lengths(inputs, extras, o)
     keywords = {"scale": o.scale, "is_causal": o.is_causal, **launch(inputs.q)}
     if o[2:] != _USUAL:
