@@ -249,15 +249,40 @@ def test_fortran_order_is_kept_by_all_state(rng):
         )
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_max_grad_norm_0_is_off(later):
+    params = [[np.ones(3)] for _ in range(2)]
+    for param, limit in zip(params, (None, 0), strict=True):
+        optimizer = trainfast.AdamW(param, max_grad_norm=1.0 if later else limit)
+        optimizer.max_grad_norm = limit
+        optimizer.step([np.full(3, 1e-9)])
+        assert optimizer.max_grad_norm == limit and optimizer.grad_norm is None
+    np.testing.assert_array_equal(*params)
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_zero_grad_is_a_method_beside_the_option(option):
+    """A loop written for torch calls it without arguments."""
+    param, grad = np.ones(3), np.full(3, 2.0)
+    optimizer = trainfast.AdamW([param], zero_grad=option)
+    for twin in (optimizer, copy.deepcopy(optimizer)):
+        grad[:] = 2.0
+        twin.zero_grad()
+        twin.step([grad])
+        assert grad.tolist() == [0.0 if option else 2.0] * 3
+        grad[:] = 2.0
+        twin.zero_grad([grad])
+        assert not grad.any()
+
+
 # ---- Bad input -----------------------------------------------------------------------
 
 BAD = [
     (dict(ema_decay=1.0), "ema_decay must be None or in"),
     (dict(ema_decay=-0.1), "ema_decay must be None or in"),
     (dict(ema_decay=float("nan")), "ema_decay must be None or in"),
-    (dict(max_grad_norm=0.0), "max_grad_norm must be None or > 0, got 0.0"),
-    (dict(max_grad_norm=-1.0), "max_grad_norm must be None or > 0, got -1.0"),
-    (dict(max_grad_norm=float("nan")), "max_grad_norm must be None or > 0, got nan"),
+    (dict(max_grad_norm=-1.0), "max_grad_norm must be None or >= 0, got -1.0; None"),
+    (dict(max_grad_norm=float("nan")), "max_grad_norm must be None or >= 0, got nan"),
     (dict(weight_copy_dtype=np.int32), "weight_copy_dtype must be None or one of"),
     (dict(state_dtype="float8"), "state_dtype must be None or one of"),
     (dict(zero_grad=True, write_back_grads=True), "zero_grad and write_back_grads"),

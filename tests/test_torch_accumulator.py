@@ -111,6 +111,17 @@ def test_state_is_saved_between_steps_only():
     assert other.steps_done == 1
 
 
+def test_max_grad_norm_0_is_off():
+    for inside in (None, 0.0, 1.0):
+        model, _ = make()
+        optimizer = AdamW(model.parameters(), max_grad_norm=inside)
+        accumulator = Accumulator(optimizer, 1, max_grad_norm=0)
+        accumulator.backward(sum(p.sum() for p in model.parameters()))
+        assert (accumulator.grad_norm is None) == (not inside)
+        for param in model.parameters():
+            assert param.detach().abs().max() > 0 and accumulator.max_grad_norm is None
+
+
 def test_bad_arguments_are_refused():
     model, _ = make()
     optimizer = AdamW(model.parameters(), max_grad_norm=1.0)

@@ -444,15 +444,29 @@ def test_ema_is_swapped_in_and_out():
         AdamW(params).swap_ema()
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64])
+def test_max_grad_norm_0_is_off(kind, later):
+    runs = []
+    for limit in (None, 0):
+        param = torch.nn.Parameter(torch.ones(3, dtype=kind))
+        optimizer = AdamW([param], max_grad_norm=1.0 if later else limit)
+        optimizer.max_grad_norm = limit
+        param.grad = torch.full_like(param, 1e-9)
+        optimizer.step()
+        assert optimizer.max_grad_norm == limit and optimizer.grad_norm is None
+        runs.append(param)
+    assert torch.equal(*runs)
+
+
 # ---- Bad input ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_grad_norm": 0}, "max_grad_norm must be None or > 0, got 0"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be None or > 0, got -1.0"),
-        ({"max_grad_norm": float("nan")}, "max_grad_norm must be None or > 0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be None or >= 0, got -1.0; None"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be None or >= 0"),
         ({"ema_decay": 1.0}, r"ema_decay must be None or in \[0, 1\), got 1.0"),
         ({"ema_decay": -0.1}, "ema_decay must be None or in"),
         ({"ema_decay": float("nan")}, "ema_decay must be None or in"),

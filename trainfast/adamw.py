@@ -160,8 +160,8 @@ class AdamW:
         decoupled_weight_decay: False makes it Adam with an L2 term.
         state_dtype: dtype of the moments; None: each parameter's own.
         max_grad_norm: clips the 2-norm over all gradients inside the step: one read of
-            the gradients, no write. > 0; infinity only measures. `grad_norm` is then
-            the norm before clipping, a float.
+            the gradients, no write. None or 0 is off, infinity only measures.
+            `grad_norm` is then the norm before clipping, a float.
         ema_decay: keeps `emas`, ema <- ema + (1 - ema_decay) * (param - ema), float32
             for float16 and bfloat16 parameters.
         weight_copy_dtype: keeps `weight_copies`, each parameter in this dtype.
@@ -213,7 +213,7 @@ class AdamW:
         self.ema_decay = ema_decay
         self.weight_copy_dtype = float_dtype("weight_copy_dtype", weight_copy_dtype)
         self.master_weights = master_weights
-        self.zero_grad = zero_grad
+        self.zeroes_grads = zero_grad
         self.write_back_grads = write_back_grads
         adamw_state.check_options(self)
         self.step_count = 0
@@ -286,12 +286,12 @@ class AdamW:
             grad_scale = scalar(self.params[0], grad_scale)
             found_inf = scalar(self.params[0], found_inf)
             find_inf = find_inf and found_inf is None
-        if grads and self.params and (find_inf or self.max_grad_norm is not None):
+        if grads and self.params and (find_inf or self.max_grad_norm):
             measured = measure(
                 grads,
                 self.params[0],
                 self._grads_workspace,
-                max_norm=self.max_grad_norm,
+                max_norm=self.max_grad_norm or None,
                 grad_scale=grad_scale,
                 find_inf=find_inf,
             )
@@ -318,6 +318,16 @@ class AdamW:
         self.step_count += stepped
         return stepped
 
+    def zero_grad(self, grads: Sequence[Array] = ()) -> None:
+        """Sets `grads` to 0 in place: buffers of yours that gradients are summed up in.
+
+        Without arguments nothing happens, as loops written for torch call it: gradients
+        are given to each step(), and the optimizer keeps none. The constructor's
+        `zero_grad` does this inside the step.
+        """
+        for grad in grads:
+            grad[...] = 0
+
     def _options(self) -> dict[str, Any]:
         return {
             "lr": self.lr,
@@ -327,7 +337,7 @@ class AdamW:
             "ema_decay": 0.0 if self.ema_decay is None else self.ema_decay,
             "maximize": self.maximize,
             "decoupled_weight_decay": self.decoupled_weight_decay,
-            "zero_grad": self.zero_grad,
+            "zero_grad": self.zeroes_grads,
             "write_back_grads": self.write_back_grads,
         }
 

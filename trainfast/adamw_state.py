@@ -44,20 +44,28 @@ def check_params(params: Sequence[Array]) -> list[Array]:
 
 def check_options(optimizer: "AdamW") -> None:
     """Raises ValueError for an option out of range, and for two that contradict."""
-    decay, limit = optimizer.ema_decay, optimizer.max_grad_norm
+    decay = optimizer.ema_decay
     if decay is not None and not 0.0 <= decay < 1.0:
         raise ValueError(f"ema_decay must be None or in [0, 1), got {decay}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"max_grad_norm must be None or > 0, got {limit}")
+    check_max_grad_norm(optimizer.max_grad_norm)
     if optimizer.master_weights and optimizer.weight_copy_dtype is not None:
         raise ValueError(
             "master_weights and weight_copy_dtype must not be given together: with "
             "master weights the parameter is the copy"
         )
-    if optimizer.zero_grad and optimizer.write_back_grads:
+    if optimizer.zeroes_grads and optimizer.write_back_grads:
         raise ValueError(
             "zero_grad and write_back_grads must not be given together: one gradient "
             "cannot be both zeroed and kept"
+        )
+
+
+def check_max_grad_norm(value: float | None) -> None:
+    """Raises ValueError unless it is None or a number >= 0; infinity only measures."""
+    if value is not None and not value >= 0:
+        raise ValueError(
+            f"max_grad_norm must be None or >= 0, got {value}; None or 0 turns "
+            "clipping off"
         )
 
 

@@ -35,8 +35,8 @@ class Accumulator:
         scaler: a GradScaler, or None.
         scheduler: a learning rate scheduler to advance with each step, but not with one
             that the scaler skips (exactly so with trainfast.torch.GradScaler), or None.
-        max_grad_norm: clips the 2-norm over all gradients; None: not. With trainfast's
-            optimizers better given to them, which saves a pass.
+        max_grad_norm: clips the 2-norm over all gradients; None or 0 is off. With
+            trainfast's optimizers better given to them, which saves a pass.
         float32_grads: accumulates gradients of float16 and bfloat16 parameters in
             float32. None: where optimizer and torch (from 2.10 on) can.
 
@@ -67,7 +67,7 @@ class Accumulator:
                 "scheduler must be one that advances with each step, got "
                 "ReduceLROnPlateau: call it yourself with what it watches"
             )
-        if max_grad_norm is not None and getattr(optimizer, "max_grad_norm", None):
+        if max_grad_norm and getattr(optimizer, "max_grad_norm", None):
             raise ValueError("max_grad_norm must not be given to the optimizer as well")
         self.optimizer = optimizer
         self.steps = steps
@@ -75,7 +75,7 @@ class Accumulator:
         self.scheduler = scheduler
         if isinstance(scaler, GradScaler) and scaler.is_enabled() and scheduler:
             self.scheduler = SkipAwareScheduler(scheduler, scaler, optimizer)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm or None
         self.steps_done = 0
         self.grad_norm: Tensor | None = None
         self._begin()

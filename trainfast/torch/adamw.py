@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainfast import _core
+from trainfast.adamw_state import check_max_grad_norm
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state
 from trainfast.torch.adamw_ema import EmaWeights
@@ -37,7 +38,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         options: tuple[Any, ...],
     ) -> None:
         self.defaults.update(zip(OPTIONS, options, strict=True))
-        adamw_state.check_max_grad_norm(max_grad_norm)
+        check_max_grad_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         if amp_scaling is not None:
             self._step_supports_amp_scaling = amp_scaling
@@ -103,7 +104,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
 
     def _is_plain(self) -> bool:
         """True where torch's step does all that is asked of this one."""
-        scalars = (self.max_grad_norm, getattr(self, "grad_scale", None))
+        scalars = (self.max_grad_norm or None, getattr(self, "grad_scale", None))
         if any(v is not None for v in (*scalars, getattr(self, "found_inf", None))):
             return False
         return all(
@@ -183,19 +184,19 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         found = self.__dict__.get("found_inf")
         find_inf = found is None and self.__dict__.get("_measure_inf", False)
         scalars = {"found_inf": found, "clip_coef": None}
-        if not find_inf and self.max_grad_norm is None:
+        if not find_inf and not self.max_grad_norm:
             return scalars
         grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
         if grads:
             measured = measure(
                 grads,
-                max_norm=self.max_grad_norm,
+                max_norm=self.max_grad_norm or None,
                 grad_scale=self.__dict__.get("grad_scale"),
                 find_inf=find_inf,
             )
             if find_inf:
                 scalars["found_inf"] = self.found_inf = measured.found_inf
-            if self.max_grad_norm is not None:
+            if self.max_grad_norm:
                 scalars["clip_coef"] = measured.clip_coef
                 self.grad_norm = measured.total_norm
         return scalars
@@ -260,7 +261,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         clip = None if measured is None else measured["clip_coef"]
         norm = norm_f64 = None
         find_inf = measured is None and found is None and "_measure_inf" in own
-        find_norm = measured is None and self.max_grad_norm is not None
+        find_norm = measured is None and bool(self.max_grad_norm)
         if find_inf:
             found = torch.empty((), dtype=torch.float32, device=first.device)
         if find_norm:
@@ -400,9 +401,10 @@ class AdamW(_FusedStep, torch.optim.AdamW):
         state_dtype: dtype of exp_avg, exp_avg_sq and max_exp_avg_sq (float64, float32,
             float16 or bfloat16); None: each parameter's own. Kept by load_state_dict.
         max_grad_norm: clips the 2-norm over all groups' gradients, as clip_grad_norm_
-            does, inside the step: one read of the gradients, no write. > 0; infinity
-            only measures. The norm before clipping is then in `grad_norm`, a tensor of
-            no dimensions on the device: reading it waits, the step does not.
+            does, inside the step: one read of the gradients, no write. None or 0 is
+            off, infinity only measures. The norm before clipping is then in
+            `grad_norm`, a tensor of no dimensions on the device: reading it waits, the
+            step does not.
         ema_decay: keeps `ema <- ema + (1 - ema_decay) * (param - ema)` of each
             parameter in its state, from its value before the first step on; float32
             for float16 and bfloat16. See swap_ema, ema_weights and copy_ema_to.

@@ -1,6 +1,5 @@
 """The options and the state of trainfast's torch optimizers: made, checked, loaded."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -86,12 +85,6 @@ def complete(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name, plain in OPTIONS.items():
         group.setdefault(name, defaults.get(name, plain))
     check_options(group)
-
-
-def check_max_grad_norm(value: float | None) -> None:
-    """Raises ValueError unless it is None or a number > 0; infinity only measures."""
-    if value is not None and (not value > 0 or math.isnan(value)):
-        raise ValueError(f"max_grad_norm must be None or > 0, got {value}")
 
 
 def needs_scaling(groups: list[dict[str, Any]], offered: bool | None) -> bool:
