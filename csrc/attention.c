@@ -34,11 +34,14 @@ check_sizes(const tfast_attention_args *args)
     return TFAST_OK;
 }
 
-/* Positions and windows are added up, which must not pass 2^63. */
+/* Positions and windows are added up, and all rows of all heads are counted: neither
+ * must pass 2^63. */
 static tfast_status
 check_reach(const tfast_attention_args *args)
 {
     const int64_t most = INT64_MAX / 4;
+    const double rows = (double)(args->n_q > args->n_k ? args->n_q : args->n_k);
+    const double all = rows * (double)args->batch * (double)args->heads;
     const struct {
         const char *name;
         int64_t value;
@@ -53,6 +56,13 @@ check_reach(const tfast_attention_args *args)
                               checked[i].name, (long long)most,
                               (long long)checked[i].value);
         }
+    }
+    if (all > (double)most) {
+        return tfast_fail(TFAST_EINVAL,
+                          "batch * heads * rows must be at most %lld, got %lld * %lld "
+                          "* %.0f",
+                          (long long)most, (long long)args->batch,
+                          (long long)args->heads, rows);
     }
     return TFAST_OK;
 }
@@ -172,8 +182,43 @@ check_lengths(const tfast_attention_args *args)
     return status;
 }
 
+/* The longest item; on a GPU all rows together, which no item exceeds. */
+static int64_t
+longest_item(const tfast_attention_args *args, const int64_t *at, int64_t total)
+{
+    int64_t longest = 0;
+
+    if (args->device.type != TFAST_CPU) {
+        return total;
+    }
+    for (int64_t b = 0; b < args->batch; b++) {
+        longest = at[b + 1] - at[b] > longest ? at[b + 1] - at[b] : longest;
+    }
+    return longest;
+}
+
+/* Backends have a task for each block of n_q and n_k rows of each item. With variable
+ * lengths these are the caller's bounds, which may be far too large. A dimension that
+ * the bias' gradient has keeps its size, for all of that gradient is written. */
+static void
+tighten(tfast_attention_args *args)
+{
+    if (args->cu_seqlens_q == NULL) {
+        return;
+    }
+    if (args->dbias == NULL || args->dbias_stride[2] == 0) {
+        const int64_t n_q = longest_item(args, args->cu_seqlens_q, args->total_q);
+        args->n_q = args->n_q < n_q ? args->n_q : n_q;
+    }
+    if (args->dbias == NULL || args->dbias_stride[3] == 0) {
+        const int64_t n_k = longest_item(args, args->cu_seqlens_k, args->total_k);
+        args->n_k = args->n_k < n_k ? args->n_k : n_k;
+    }
+}
+
+/* Leaves in `own` what a backend gets. */
 static tfast_status
-check(const tfast_attention_args *args)
+check(const tfast_attention_args *args, tfast_attention_args *own)
 {
     tfast_status status = check_sizes(args);
 
@@ -183,21 +228,27 @@ check(const tfast_attention_args *args)
     if (status == TFAST_OK) {
         status = check_lengths(args);
     }
-    return status == TFAST_OK ? check_reach(args) : status;
+    if (status != TFAST_OK) {
+        return status;
+    }
+    *own = *args;
+    tighten(own);
+    return check_reach(own);
 }
 
 tfast_status
 tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool backward)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
+    tfast_attention_args own;
     tfast_status status;
 
     *bytes = 0;
     if (backend == NULL || backend->attention_scratch == NULL) {
         return TFAST_OK; /* the call itself says what is wrong */
     }
-    status = check(args);
-    return status == TFAST_OK ? backend->attention_scratch(bytes, args, backward)
+    status = check(args, &own);
+    return status == TFAST_OK ? backend->attention_scratch(bytes, &own, backward)
                               : status;
 }
 
@@ -226,12 +277,13 @@ tfast_status
 tfast_attention(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
-    tfast_status status = check(args);
+    tfast_attention_args own;
+    tfast_status status = check(args, &own);
 
     if (status != TFAST_OK) {
         return status;
     }
-    if (args->batch == 0 || args->heads == 0 || args->n_q == 0) {
+    if (own.batch == 0 || own.heads == 0 || own.n_q == 0) {
         return TFAST_OK; /* no row to compute */
     }
     if (backend == NULL) {
@@ -241,8 +293,8 @@ tfast_attention(const tfast_attention_args *args)
         return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention",
                           backend->name);
     }
-    status = check_scratch(backend, args, false);
-    return status == TFAST_OK ? backend->attention(args) : status;
+    status = check_scratch(backend, &own, false);
+    return status == TFAST_OK ? backend->attention(&own) : status;
 }
 
 /* Also without a row: gradients of what there is are then 0. */
@@ -250,7 +302,8 @@ tfast_status
 tfast_attention_backward(const tfast_attention_args *args)
 {
     const tfast_backend *backend = tfast_backend_for(args->device.type);
-    tfast_status status = check(args);
+    tfast_attention_args own;
+    tfast_status status = check(args, &own);
 
     if (status != TFAST_OK) {
         return status;
@@ -262,6 +315,6 @@ tfast_attention_backward(const tfast_attention_args *args)
         return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention_backward",
                           backend->name);
     }
-    status = check_scratch(backend, args, true);
-    return status == TFAST_OK ? backend->attention_backward(args) : status;
+    status = check_scratch(backend, &own, true);
+    return status == TFAST_OK ? backend->attention_backward(&own) : status;
 }

@@ -278,8 +278,10 @@ typedef struct {
                                  wanted by the forward */
     int64_t lse_batch, lse_head; /* its strides; the row's is 1 */
 
-    int64_t batch, heads, kv_heads;             /* heads is a multiple of kv_heads */
-    int64_t n_q, n_k;                           /* with cu_seqlens: the longest */
+    int64_t batch, heads, kv_heads; /* heads is a multiple of kv_heads */
+    int64_t n_q, n_k; /* with cu_seqlens: no item has more rows; as loose as the caller
+                         likes, a backend gets the longest item on the CPU, on a GPU
+                         at most total_q and total_k */
     int64_t dim, dim_v;                         /* 1 .. TFAST_ATTENTION_MAX_DIM */
     const int64_t *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1]; both or none */
     int64_t total_q, total_k; /* with cu_seqlens: rows there are; those past the last

@@ -355,7 +355,11 @@ take_backward(py_attention_call *call)
 static int64_t
 shorten_window(const tfast_attention_args *args, int64_t window)
 {
-    return window > args->n_q && window - args->n_q > args->n_k ? -1 : window;
+    const bool packed = args->cu_seqlens_q != NULL;
+    const int64_t n_q = packed ? args->total_q : args->n_q;
+    const int64_t n_k = packed ? args->total_k : args->n_k;
+
+    return window > n_q && window - n_q > n_k ? -1 : window;
 }
 
 int
