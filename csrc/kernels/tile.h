@@ -1,7 +1,8 @@
 /* Tiles: up to TILE elements of any dtype as REAL and back; and single vectors, for
- * loops over dtypes that deserve one. The one place where the CPU kernels know dtypes.
- * A tile's last vector is padded with zeros. Kernels use tile_open and tile_close,
- * which do nothing for an array that is REAL already. */
+ * loops over dtypes that deserve one. Elements are converted only here, but for pairs
+ * of bfloat16 (attention_tile.h); which dtypes get a loop of their own is decided by
+ * the kernels. tile_read pads a tile's last vector with zeros. tile_open and tile_close
+ * copy nothing where the tile is whole vectors of an array that is REAL already. */
 
 /* Reads elements first .. first + n - 1. */
 static inline void
