@@ -1,6 +1,7 @@
 """What trainfast.torch.AdamW does at the edges: replaced tensors, what the kernel does
 not take, gradient scalers, on every backend."""
 
+import warnings
 import weakref
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch_loops import assert_same_state, make_params, set_grads, train
 
 import trainfast
-from trainfast.torch import AdamW
+from trainfast.torch import Adam, AdamW
 
 
 @pytest.fixture(autouse=True)
@@ -273,6 +274,43 @@ def test_distributed_tensors_run_torchs_step(distribute):
     AdamW([q]).step()
     torch.testing.assert_close(p.full_tensor(), q)
     assert "DTensor" in str(fallbacks())
+
+
+def test_distributed_tensors_are_warned_of_once(distribute, monkeypatch):
+    monkeypatch.setattr("trainfast.torch.adamw_fallback._warned", set())
+    p = torch.nn.Parameter(distribute(torch.ones(4)))
+    p.grad = distribute(torch.ones(4))
+    with pytest.warns(UserWarning, match="torch's own step runs for all .* DTensor"):
+        AdamW([p]).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdamW([p]).step()
+
+
+@pytest.mark.parametrize("cls", [AdamW, Adam])
+def test_whole_fallbacks_are_warned_of_once(backend, monkeypatch, cls):
+    monkeypatch.setattr("trainfast.torch.adamw_fallback._warned", set())
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in "ab"]
+    params += [torch.nn.Parameter(torch.ones(3))]
+
+    def step(*groups):
+        optimizer = cls([{"params": group} for group in groups])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step()
+        return caught
+
+    params[0].grad = torch.ones(3, dtype=torch.complex64)
+    params[2].grad = torch.ones(3)
+    assert step(params[:2], params[2:]) == []  # a part of it runs on the core
+    params[2].grad = None
+    (warning,) = step(params[:2], params[2:])
+    assert f"for all parameters of an {cls.__name__}, not the" in str(warning.message)
+    assert "got DLPack dtype code 5 of 64 bits; give" in str(warning.message)
+    assert warning.filename == __file__
+    assert step(params[:2]) == []
+    assert sum(fallbacks().values()) == 6
 
 
 @pytest.mark.parametrize("bad", [None, 0, 1])

@@ -18,6 +18,26 @@ def count_fallback(capability: str, reason: str) -> None:
     _count(_fallbacks, (capability, reason))
 
 
+class CallTally:
+    """Counts a user's call once by backend and reason, whatever passes it takes."""
+
+    __slots__ = ("_capability", "_counted")
+
+    def __init__(self, capability: str) -> None:
+        self._capability = capability
+        self._counted: list[str] = []
+
+    def count_call(self, backend: str) -> None:
+        if backend not in self._counted:
+            self._counted.append(backend)
+            count_call(self._capability, backend)
+
+    def count_fallback(self, reason: str) -> None:
+        if reason not in self._counted:
+            self._counted.append(reason)
+            count_fallback(self._capability, reason)
+
+
 def _count(counts: dict[tuple[str, str], int], key: tuple[str, str]) -> None:
     # Exact between threads without a lock: CPython hands the GIL on at calls and jumps
     # back, so not between this line's read and its write.

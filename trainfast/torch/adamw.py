@@ -11,7 +11,12 @@ from trainfast.adamw_state import check_max_grad_norm
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state
 from trainfast.torch.adamw_ema import EmaWeights
-from trainfast.torch.adamw_fallback import Part, TorchStep, is_for_torch
+from trainfast.torch.adamw_fallback import (
+    Part,
+    TorchStep,
+    is_for_torch,
+    warn_of_fallback,
+)
 from trainfast.torch.adamw_state import OPTIONS, bump_versions, is_wide, relayout
 from trainfast.torch.clip import measure
 
@@ -171,6 +176,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             for index, group in enumerate(groups)
             for part in self._split(index, group, scalars)
         ]
+        warn_of_fallback(self._torch_class.__name__, parts)
         # torch's step, which may raise for reasons of its own, before all that cannot
         for part in parts:
             if part.refusal is not None:

@@ -1,6 +1,7 @@
 """Where torch's own step runs on a group that the core refuses."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,31 @@ class TorchStep:
         if getattr(step, "hooked", False):  # else its hooks would run a second time
             step = step.__wrapped__
         return step(self, closure)
+
+
+_warned: set[tuple[str, str]] = set()  # classes and reasons
+
+
+def warn_of_fallback(name: str, parts: Sequence["Part"]) -> None:
+    """Warns, once for each reason, where torch's step runs for all gradients."""
+    stepped = [
+        part
+        for part in parts
+        if any(param.grad is not None for param in part.group["params"])
+    ]
+    reasons = dict.fromkeys(part.refusal for part in stepped)
+    if None in reasons:
+        return
+    for reason in reasons:
+        if (name, str(reason)) not in _warned:
+            _warned.add((name, str(reason)))
+            warnings.warn(
+                f"torch's own step runs for all parameters of an {name}, not the "
+                f"kernel: {reason}; give dense float64, float32, float16 or bfloat16 "
+                "tensors of no subclass on the CPU or a CUDA device, or leave them to "
+                f"torch's {name} (with patch(): after unpatch('adamw'))",
+                stacklevel=6,  # the caller of step(), which torch has wrapped
+            )
 
 
 class Part(NamedTuple):

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torchs_optimizer
 from typing_extensions import deprecated
 
 from trainfast import _core
-from trainfast.stats import count_call, count_fallback
+from trainfast.stats import CallTally, count_call, count_fallback
 from trainfast.torch.adamw import _FusedStep
 from trainfast.torch.adamw_state import bump_versions
 from trainfast.torch.clip import (
@@ -138,13 +138,13 @@ class GradScaler(torchs.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        grads = _grads_of(optimizer, allow_fp16)
+        grads, tally = _grads_of(optimizer, allow_fp16), CallTally("amp")
 
         def on_core(part: list[Tensor]) -> Tensor:
             device = part[0].device
             found = torch.empty((), dtype=torch.float32, device=device)
             factor = inv_scale.to(device, torch.float64, non_blocking=True)
-            call_core("amp", part, "multiply", found_inf=found, factor=factor)
+            call_core(tally, part, "multiply", found_inf=found, factor=factor)
             return found
 
         def by_torch(part: list[Tensor]) -> Tensor:
@@ -158,7 +158,7 @@ class GradScaler(torchs.GradScaler):
                     check(same, found, inverse)
             return found
 
-        flags = each_device("amp", grads, on_core, by_torch) if grads else []
+        flags = each_device(tally, grads, on_core, by_torch) if grads else []
         return {flag.device: flag for flag in flags}
 
     @torch.no_grad()

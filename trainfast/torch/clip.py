@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.utils
 
 from trainfast import _core
-from trainfast.stats import count_call, count_fallback
+from trainfast.stats import CallTally, count_fallback
 from trainfast.torch.adamw_state import bump_versions
 
 _REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
@@ -29,7 +29,7 @@ _idle: dict[Any, list[_core.Workspace]] = {}
 
 
 def call_core(
-    capability: str, grads: list[Tensor], rewrite: str = "read", **arguments: Any
+    tally: CallTally, grads: list[Tensor], rewrite: str = "read", **arguments: Any
 ) -> None:
     """_core.amp_grads on the caller's stream; what it rewrites, autograd learns."""
     device = grads[0].device
@@ -45,7 +45,7 @@ def call_core(
         idle.append(workspace)
     if rewrite != "read":
         bump_versions(grads)
-    count_call(capability, "cuda" if device.type == "cuda" else _core.backend_in_use())
+    tally.count_call("cuda" if device.type == "cuda" else _core.backend_in_use())
 
 
 def current_stream(device: torch.device) -> int:
@@ -55,7 +55,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def each_device(
-    capability: str,
+    tally: CallTally,
     grads: list[Tensor],
     on_core: Callable[[list[Tensor]], Any],
     by_torch: Callable[[list[Tensor]], Any],
@@ -75,7 +75,7 @@ def each_device(
         try:
             results.append(on_core(part))
         except _REFUSALS as reason:
-            count_fallback(capability, str(reason))
+            tally.count_fallback(str(reason))
             results.append(by_torch(part))
     return results
 
@@ -98,7 +98,6 @@ def measure(
     max_norm: float | None = None,
     grad_scale: Tensor | None = None,
     find_inf: bool = True,
-    capability: str = "amp",
 ) -> Measured:
     """Reads gradients once: for infinities, and with `max_norm` for the norm.
 
@@ -106,7 +105,7 @@ def measure(
     gradient's device; there must be one. Waits for nothing. Of DTensors all processes
     get the same, as plain tensors.
     """
-    how = _Measuring(norm_type, max_norm, grad_scale, find_inf, capability)
+    how = _Measuring(norm_type, max_norm, grad_scale, find_inf, CallTally("amp"))
     measured = how.over(list(grads))
     is_spread = hasattr(measured.total_norm, "full_tensor")
     return how.combine([measured]) if is_spread else measured
@@ -117,11 +116,11 @@ class _Measuring(NamedTuple):
     max_norm: float | None
     grad_scale: Tensor | None
     find_inf: bool
-    capability: str
+    tally: CallTally
 
     @torch.no_grad()
     def over(self, grads: list[Tensor]) -> Measured:
-        found = each_device(self.capability, grads, self.on_core, self.by_torch)
+        found = each_device(self.tally, grads, self.on_core, self.by_torch)
         return found[0] if len(found) == 1 else self.combine(found)
 
     def on_core(self, grads: list[Tensor]) -> Measured:
@@ -140,7 +139,7 @@ class _Measuring(NamedTuple):
         if self.grad_scale is not None:
             scale = self.grad_scale.to(device, torch.float32, non_blocking=True)
         call_core(
-            self.capability,
+            self.tally,
             grads,
             found_inf=found,
             clip_coef=coef,
@@ -246,7 +245,7 @@ def get_total_norm(
         return torch.tensor(0.0)
     if torch.compiler.is_compiling() or not _is_ours(norm_type):
         return torchs._get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    total, _ = _norm_of(tensors, norm_type, math.inf)
+    total, _ = _norm_of(tensors, norm_type, math.inf, CallTally("clip"))
     _check_finite(total, norm_type, error_if_nonfinite)
     return total
 
@@ -278,10 +277,11 @@ def clip_grad_norm_(
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     if not grads:
         return torch.tensor(0.0)
-    total, coef = _norm_of(grads, norm_type, max_norm)
+    tally = CallTally("clip")
+    total, coef = _norm_of(grads, norm_type, max_norm, tally)
     _check_finite(total, norm_type, error_if_nonfinite)
     if coef.is_cuda or float(coef) != 1:  # on a GPU asking would wait; the kernel sees
-        _multiply(grads, coef, total.dtype)
+        _multiply(grads, coef, total.dtype, tally)
     return total
 
 
@@ -300,15 +300,16 @@ def clip_grad_value_(
         return torchs.clip_grad_value_(parts, clip_value, foreach)
     if not grads:
         return None
+    tally = CallTally("clip")
 
     def on_core(part: list[Tensor]) -> None:
-        call_core("clip", part, "clamp", clip_value=clip_value)
+        call_core(tally, part, "clamp", clip_value=clip_value)
 
     def by_torch(part: list[Tensor]) -> None:
         parts: list[Any] = [_Holder(grad) for grad in part]
         torchs.clip_grad_value_(parts, clip_value)
 
-    each_device("clip", grads, on_core, by_torch)
+    each_device(tally, grads, on_core, by_torch)
     return None
 
 
@@ -327,10 +328,10 @@ def _is_ours(norm_type: float) -> bool:
 
 
 def _norm_of(
-    grads: list[Tensor], norm_type: float, max_norm: float
+    grads: list[Tensor], norm_type: float, max_norm: float, tally: CallTally
 ) -> tuple[Tensor, Tensor]:
     """The norm, and what to multiply by."""
-    measured = _Measuring(norm_type, max_norm, None, False, "clip").over(grads)
+    measured = _Measuring(norm_type, max_norm, None, False, tally).over(grads)
     total, coef = measured.total_norm, measured.clip_coef
     assert total is not None and coef is not None  # asked for with max_norm
     return total, coef
@@ -347,14 +348,16 @@ def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:
 
 
 @torch.no_grad()
-def _multiply(grads: list[Tensor], coef: Tensor, narrow: torch.dtype) -> None:
+def _multiply(
+    grads: list[Tensor], coef: Tensor, narrow: torch.dtype, tally: CallTally
+) -> None:
     def on_core(part: list[Tensor]) -> None:
         factor = coef.to(part[0].device, non_blocking=True)
-        call_core("clip", part, "multiply", factor=factor)
+        call_core(tally, part, "multiply", factor=factor)
 
     def by_torch(part: list[Tensor]) -> None:
         factor = coef.to(part[0].device, narrow, non_blocking=True)
         for grad in part:
             grad.mul_(factor)
 
-    each_device("clip", grads, on_core, by_torch)
+    each_device(tally, grads, on_core, by_torch)
