@@ -9,7 +9,7 @@ import torch
 
 import trainfast
 from trainfast import _core, attention_lengths
-from trainfast.torch import attention, attention_ops, attention_straight
+from trainfast.torch import attention, attention_ops, attention_straight, versions
 
 
 @pytest.fixture
@@ -25,9 +25,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(attention_ops, "_core", core)
     monkeypatch.setattr(attention_straight, "_core", core)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: 1234, raising=False
-    )
+    monkeypatch.setattr(versions, "cuda_stream", lambda index: 1234)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     trainfast.reset_stats()
     return calls

@@ -6,6 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import trainfast.torch.versions  # noqa: F401  (first: refuses a torch too old)
 from trainfast.torch import flash_attn, huggingface
 from trainfast.torch.accumulator import Accumulator
 from trainfast.torch.adamw import Adam, AdamW

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainfast import _core
 from trainfast.adamw_state import check_max_grad_norm
 from trainfast.stats import count_call, count_fallback
-from trainfast.torch import adamw_state
+from trainfast.torch import adamw_state, versions
 from trainfast.torch.adamw_ema import EmaWeights
 from trainfast.torch.adamw_fallback import (
     Part,
@@ -35,6 +35,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
     # What gradient scalers and frameworks look for. As in torch it is missing where
     # step() is not to be given scaled gradients; torch's __init__ sets it for `fused`.
     _step_supports_amp_scaling: bool
+    _is_adam: bool  # whose weight decay is not decoupled
 
     def _finish_init(
         self,
@@ -59,7 +60,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
     def _reset(self) -> None:
         """Completes the groups; forgets what is kept between steps."""
         for group in self.param_groups:
-            adamw_state.complete(group, self.defaults)
+            adamw_state.complete(group, self.defaults, self._is_adam)
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
         self._widths: dict[Any, tuple[Any, bool]] = {}
@@ -85,8 +86,9 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         super().add_param_group(param_group)
         if "_workspaces" in self.__dict__:  # else torch's constructor is running
             try:
-                adamw_state.check_options(self.param_groups[-1])
-                self._offer_scaling(self.param_groups[-1:])
+                last = self.param_groups[-1]
+                adamw_state.complete(last, self.defaults, self._is_adam)
+                self._offer_scaling([last])
             except (TypeError, ValueError):
                 del self.param_groups[-1]
                 raise
@@ -118,7 +120,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             for name, plain in OPTIONS.items()
         )
 
-    @torch._disable_dynamo  # a compiled step breaks its graph here and goes on
+    @versions.disable_dynamo  # a compiled step breaks its graph here and goes on
     def _uncompiled_step(self, closure: Callable[[], Any] | None) -> Any:
         return self._own_step(closure)
 
@@ -134,7 +136,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         groups = [group for group in self.param_groups if group["params"]]
         for group in groups:
             if "write_back_grads" not in group:  # it was put into the list by hand
-                adamw_state.complete(group, self.defaults)
+                adamw_state.complete(group, self.defaults, self._is_adam)
         if self._masters_loaded:
             adamw_state.match_masters(groups, self.state)
             self._masters_loaded = False
@@ -277,7 +279,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             done = _core.adamw_groups(
                 [self._core_group(key, i, g, first) for i, g in enumerate(groups)],
                 self.state,
-                torch._C._increment_version,
+                versions.increment_version,
                 adamw_state.recording_relayout(copies),
                 self._workspace((key, "grads")),
                 find_inf,
@@ -359,7 +361,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
 
     # ---- State ---------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @versions.disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of torch's, keeping this optimizer's layout.
 
@@ -385,7 +387,7 @@ def _first_with_grad(groups: list[dict[str, Any]]) -> Tensor | None:
 
 def _current_stream(param: Tensor) -> int:
     index = param.device.index
-    return torch._C._cuda_getCurrentRawStream(index) if param.is_cuda else 0
+    return versions.cuda_stream(index) if param.is_cuda else 0
 
 
 def _scalar_on(
@@ -446,6 +448,7 @@ class AdamW(_FusedStep, torch.optim.AdamW):
     """
 
     _torch_class = torch.optim.AdamW
+    _is_adam = False
 
     def __init__(
         self,
@@ -492,10 +495,12 @@ class AdamW(_FusedStep, torch.optim.AdamW):
 class Adam(_FusedStep, torch.optim.Adam):
     """torch.optim.Adam on trainfast's kernel; see AdamW here for what that means.
 
-    `weight_decay` is added to the gradient (L2), unless `decoupled_weight_decay`.
+    `weight_decay` is added to the gradient (L2), unless `decoupled_weight_decay`, which
+    torch has from 2.7 on.
     """
 
     _torch_class = torch.optim.Adam
+    _is_adam = True
 
     def __init__(
         self,
@@ -521,6 +526,10 @@ class Adam(_FusedStep, torch.optim.Adam):
         write_back_grads: bool = False,
         amp_scaling: bool | None = None,
     ) -> None:
+        known: dict[str, Any] = {}
+        if versions.ADAM_DECOUPLES:
+            known["decoupled_weight_decay"] = decoupled_weight_decay
+        adamw_state.check_decoupled(decoupled_weight_decay)
         super().__init__(
             params,
             lr,
@@ -533,7 +542,7 @@ class Adam(_FusedStep, torch.optim.Adam):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
+            **known,
         )
         options: tuple[Any, ...]
         options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfast.torch import versions
+
 # What a param group has besides torch's own entries.
 OPTIONS: dict[str, Any] = {
     "state_dtype": None,
@@ -80,11 +82,23 @@ def check_options(group: dict[str, Any]) -> None:
         )
 
 
-def complete(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+def complete(group: dict[str, Any], defaults: dict[str, Any], is_adam: bool) -> None:
     """Gives a group the options that it lacks; checks them all."""
     for name, plain in OPTIONS.items():
         group.setdefault(name, defaults.get(name, plain))
     check_options(group)
+    if not versions.ADAM_DECOUPLES:
+        check_decoupled(is_adam and group.get("decoupled_weight_decay", False))
+        group["decoupled_weight_decay"] = not is_adam  # as torch has it from 2.7 on
+
+
+def check_decoupled(value: bool) -> None:
+    """Raises ValueError for an Adam that this torch does not have."""
+    if value and not versions.ADAM_DECOUPLES:
+        raise ValueError(
+            "decoupled_weight_decay of Adam must be False in torch before 2.7, got "
+            f"{value} with torch {torch.__version__}; use AdamW"
+        )
 
 
 def needs_scaling(groups: list[dict[str, Any]], offered: bool | None) -> bool:

@@ -27,6 +27,7 @@ from trainfast.torch.clip import (
     each_device,
     measure,
 )
+from trainfast.torch.versions import disable_dynamo
 
 __all__ = ["CudaGradScaler", "GradScaler", "Measured", "measure"]
 
@@ -117,7 +118,7 @@ class GradScaler(torchs.GradScaler):
 
     # ---- An iteration --------------------------------------------------------------
 
-    @torch._disable_dynamo  # a compiled loop breaks its graph here and goes on
+    @disable_dynamo  # a compiled loop breaks its graph here and goes on
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place.
 
@@ -172,7 +173,7 @@ class GradScaler(torchs.GradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> float | None:
@@ -253,7 +254,7 @@ class GradScaler(torchs.GradScaler):
 
     # ---- The scale -----------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale at the end of an iteration, or sets it to `new_scale`."""
         if not self._enabled or new_scale is not None:

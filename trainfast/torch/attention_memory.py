@@ -23,10 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainfast.torch.versions import (
+    n_dispatch_modes,
+    storage_uses,
+    transform_level,
+)
+
 LEAST = 32 << 20  # bytes of a result: glibc keeps what is smaller by itself
 MOST = 256 << 20  # bytes of all that is kept
-
-_storage_uses = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class _Kept(NamedTuple):
@@ -41,10 +45,10 @@ class _Kept(NamedTuple):
 
     def references(self) -> tuple[int, int, int]:
         """By C++, by Python, and by C++ again, as another thread may go on between."""
-        assert _storage_uses is not None
+        assert storage_uses is not None
         data = self.storage._cdata
-        first = _storage_uses(data)
-        return first, sys.getrefcount(self.storage), _storage_uses(data)
+        first = storage_uses(data)
+        return first, sys.getrefcount(self.storage), storage_uses(data)
 
     def is_idle(self) -> bool:
         return self.references() == _ALONE
@@ -53,7 +57,7 @@ class _Kept(NamedTuple):
 def _alone() -> tuple[int, int, int]:
     """References to a storage that only a _Kept has: by its Python object; by the _Kept
     and, if this Python counts it, the argument of getrefcount."""
-    if _storage_uses is None:
+    if storage_uses is None:
         return 0, 0, 0
     return _Kept(torch.UntypedStorage(), 0, 0).references()
 
@@ -86,9 +90,9 @@ def is_large(like: Tensor, numel: int) -> bool:
         type(like) in (Tensor, torch.nn.Parameter)
         and numel * like.itemsize >= LEAST
         and like.device.type == "cpu"
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and _storage_uses is not None
+        and transform_level() is None
+        and n_dispatch_modes() == 0
+        and storage_uses is not None
     )
 
 

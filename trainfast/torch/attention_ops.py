@@ -12,17 +12,16 @@ from torch.autograd import forward_ad
 
 from trainfast import _core, attention_lengths
 from trainfast.stats import count_call, count_fallback
-from trainfast.torch import attention_math
+from trainfast.torch import attention_math, versions
 from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_memory import empty_large, is_large
+from trainfast.torch.versions import is_batched, is_batched_by_grad
 
 FORWARD_MODE = "forward-mode differentiation"
 N_INPUTS = len(Inputs._fields)
 Grads = tuple[Tensor | None, ...]
 _OTHERS = (*Inputs._fields[3:], *Extras._fields)
 _USUAL = Options(1.0)[2:]  # all but the scale and causal
-_is_batched = torch._C._functorch.is_batchedtensor
-_is_batched_by_grad = torch._C._functorch.is_legacy_batchedtensor
 _ON_CPU = {"scratch": lambda n: torch.empty(n, dtype=torch.float32, device="cpu")}
 
 
@@ -106,7 +105,7 @@ def launch(q: Tensor) -> dict[str, Any]:
     if not q.is_cuda:
         return _ON_CPU
     return {
-        "stream": torch._C._cuda_getCurrentRawStream(q.device.index),
+        "stream": versions.cuda_stream(q.device.index),
         "scratch": partial(torch.empty, dtype=torch.float32, device=q.device),
     }
 
@@ -234,7 +233,7 @@ def is_mapped(*tensors: Tensor | None) -> bool:
             and forward_ad.unpack_dual(x).tangent is not None
         ):
             raise NotImplementedError(f"{FORWARD_MODE} of attention's backward pass")
-        if _is_batched(x) or _is_batched_by_grad(x):
+        if is_batched(x) or is_batched_by_grad(x):
             mapped = True
     return mapped
 

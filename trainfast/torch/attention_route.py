@@ -11,13 +11,16 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from trainfast.stats import count_fallback
-from trainfast.torch import attention_math, attention_operators, attention_ops
+from trainfast.torch import (
+    attention_math,
+    attention_operators,
+    attention_ops,
+    versions,
+)
 from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_ops import FORWARD_MODE
 
@@ -26,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 PLAIN = (Tensor, Parameter)
-_TRACED = (FakeTensor, FunctionalTensor)
+_TRACED = (versions.FakeTensor, versions.FunctionalTensor)
 
 
 def constant_when_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -49,6 +52,8 @@ def is_plain(x: Tensor | None) -> bool:
 
 def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
     """Why the kernels cannot take these tensors, q first; None where they can."""
+    if versions.ATTENTION_REFUSAL is not None:
+        return versions.ATTENTION_REFUSAL
     compiling = torch.compiler.is_compiling()
     for x in tensors:
         if x is None:
@@ -80,7 +85,7 @@ def _transform() -> str | None:
     is under where it is traced."""
     if forward_ad._current_level >= 0:
         return FORWARD_MODE
-    if torch._C._functorch.maybe_current_level() is not None:
+    if versions.transform_level() is not None:
         return "a function transform (vmap, grad)"
     return None
 
@@ -147,7 +152,7 @@ def is_watched(q: Tensor) -> bool:
         torch.compiler.is_compiling()
         or not is_plain(q)
         or q.is_meta
-        or torch._C._len_torch_dispatch_stack() > 0
+        or versions.n_dispatch_modes() > 0
     )
 
 

@@ -37,6 +37,12 @@ from trainfast.torch.attention_ops import (
     launch,
 )
 from trainfast.torch.attention_route import PLAIN
+from trainfast.torch.versions import (
+    is_any_autocast_enabled,
+    is_tracing,
+    n_dispatch_modes,
+    transform_level,
+)
 
 
 def is_open(
@@ -68,10 +74,10 @@ def is_open(
         return False
     return not (
         (mask is not None and mask.requires_grad)
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
+        or is_any_autocast_enabled()
+        or is_tracing()
+        or n_dispatch_modes() > 0
+        or transform_level() is not None
         or forward_ad._current_level >= 0
     )
 

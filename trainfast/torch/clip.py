@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.u
 from trainfast import _core
 from trainfast.stats import CallTally, count_fallback
 from trainfast.torch.adamw_state import bump_versions
+from trainfast.torch.versions import cuda_stream
 
 _REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
 # Workspaces that no call is in, so that warm calls allocate nothing in the core. A
@@ -51,7 +52,7 @@ def call_core(
 def current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return cuda_stream(device.index)
 
 
 def each_device(
