@@ -152,7 +152,70 @@ def module_rows() -> list[Row]:
     return rows
 
 
-ROWS: list[Row] = [*attention_rows(), *module_rows()]
+# ---- Optimizers ----------------------------------------------------------------------
+
+
+def make_params(count: int, size: int = 64) -> list[torch.nn.Parameter]:
+    """Parameters with gradients."""
+    params = [torch.nn.Parameter(torch.randn(size)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(size)
+    return params
+
+
+def scale_sgd(count: int, unscale: bool) -> Any:
+    """A scaler's part of an iteration, with SGD, whose step it unscales for."""
+
+    def make(scaler_class: type[torch.amp.GradScaler]) -> Callable[[], object]:
+        scaler = scaler_class("cpu", init_scale=1.0, growth_interval=2**30)
+        optimizer = torch.optim.SGD(make_params(count), lr=1e-3)
+        loss = torch.ones(())
+
+        def iterate() -> None:
+            scaler.scale(loss)
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return iterate
+
+    return make(torch.amp.GradScaler), make(trainfast.torch.GradScaler)
+
+
+def load_state(count: int) -> Any:
+    """load_state_dict() of an AdamW with `count` parameters."""
+
+    def make(cls: Callable[..., torch.optim.Optimizer]) -> Callable[[], object]:
+        optimizer = cls(make_params(count))
+        optimizer.step()
+        state = optimizer.state_dict()
+        return lambda: optimizer.load_state_dict(state)
+
+    return make(torch.optim.AdamW), make(trainfast.torch.AdamW)
+
+
+def step_adamw(count: int, fused: bool | None) -> Any:
+    """A step of an AdamW with `count` parameters of 64 elements."""
+    theirs = torch.optim.AdamW(make_params(count), fused=fused)
+    ours = trainfast.torch.AdamW(make_params(count), fused=fused)
+    return theirs.step, ours.step
+
+
+def optimizer_rows() -> list[Row]:
+    rows = []
+    for count in (1, 2, 16):
+        rows.append(Row(f"scaler-sgd-{count}", partial(scale_sgd, count, False)))
+        rows.append(Row(f"scaler-sgd-{count}-unscale", partial(scale_sgd, count, True)))
+    for count in (1, 16, 300):
+        rows.append(Row(f"load-state-{count}", partial(load_state, count)))
+    for count in (1, 2, 4, 16):
+        rows.append(Row(f"adamw-{count}", partial(step_adamw, count, None)))
+        rows.append(Row(f"adamw-{count}-fused", partial(step_adamw, count, True)))
+    return rows
+
+
+ROWS: list[Row] = [*attention_rows(), *module_rows(), *optimizer_rows()]
 
 
 # ---- Measuring -----------------------------------------------------------------------

@@ -229,6 +229,26 @@ def test_optimizers_pickled_before_the_options_step():
     assert_same_state(optimizer, theirs)
 
 
+@pytest.mark.parametrize("extra", [None, 3, [torch.ones(2)], torch.arange(3)])
+def test_entries_of_others_in_a_state_are_loaded_as_torch_does(extra):
+    params = make_params(shapes=[(5,), (3, 4)])
+    saved = copy.deepcopy(train(torch.optim.AdamW, params).state_dict())
+    if extra is not None:
+        saved["state"][0]["theirs"] = extra
+    saved["state"]["nobody's"] = {"value": 1}
+    loaded = []
+    for cls in (torch.optim.AdamW, AdamW):
+        optimizer = cls(params)
+        optimizer.load_state_dict(saved)
+        loaded.append(optimizer)
+    theirs, ours = (dict(optimizer.state) for optimizer in loaded)
+    assert ours.keys() == theirs.keys()
+    for key, wanted in theirs.items():
+        assert list(ours[key]) == list(wanted)
+        for name, value in wanted.items():
+            torch.testing.assert_close(ours[key][name], value)
+
+
 def test_state_of_the_wrong_shape_is_refused(backend, device):
     params = make_params(device, shapes=[(5,)])
     optimizer = train(AdamW, params)

@@ -21,6 +21,7 @@ OPTIONS: dict[str, Any] = {
 _DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALF = (torch.float16, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_EXTRAS = ("master_param", "weight_copy", "ema")
 
 
 def bump_versions(tensors: Iterable[Any]) -> None:
@@ -237,25 +238,34 @@ def match_masters(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) ->
 def load_state_dict(
     optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Loads by torch's `load`, then gives every array the dtype that is wanted here.
+    """Loads by torch's `load`, but gives every array the dtype that is wanted here.
 
     torch casts all state to the parameter's dtype and takes all options of the groups
     from what was saved; the optimizer's own `OPTIONS` stay, and the state follows them.
     """
     own = [{name: g[name] for name in OPTIONS} for g in optimizer.param_groups]
-    loaded: dict[str, Any] = {}
+    saved: dict[Any, Any] = {}  # the states of places
+    places: list[Any] = []
     dropped: set[str] = set()
 
-    def note(_: Any, final: dict[str, Any]) -> None:
-        _check_steps(final.get("state", {}))
-        loaded.update(final)
+    def take(_: Any, final: dict[str, Any]) -> dict[str, Any]:
+        places.extend(i for group in final["param_groups"] for i in group["params"])
+        saved.update(final["state"])
+        _check_steps(saved)
+        known = set(places)  # torch, which searches lists for them, gets the others
+        rest = {k: v for k, v in saved.items() if k not in known or not _is_plain(v)}
+        return {**final, "state": rest}
 
     def cast(_: Any) -> None:
         for group, options in zip(optimizer.param_groups, own, strict=True):
             group.update(options)
-        dropped.update(_cast_state(optimizer, loaded))
+        pairs = [(p, g) for g in optimizer.param_groups for p in g["params"]]
+        for place, (param, group) in zip(places, pairs, strict=True):
+            if saved.get(place):
+                state = optimizer.state[param]
+                dropped.update(_cast_state(state, saved[place], param, group))
 
-    before = optimizer.register_load_state_dict_pre_hook(note)
+    before = optimizer.register_load_state_dict_pre_hook(take)
     after = optimizer.register_load_state_dict_post_hook(cast, prepend=True)
     try:
         load(state_dict)
@@ -268,6 +278,15 @@ def load_state_dict(
                 f"the saved {name} is dropped where parameters have no {option}",
                 stacklevel=2,
             )
+
+
+def _is_plain(state: Any) -> bool:
+    """True for the state of a parameter that is nothing but tensors."""
+    return (
+        isinstance(state, dict)
+        and bool(state)
+        and all(isinstance(value, Tensor) for value in state.values())
+    )
 
 
 def _check_steps(states: dict[Any, Any]) -> None:
@@ -283,26 +302,38 @@ def _check_steps(states: dict[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def _cast_state(optimizer: Any, loaded: dict[str, Any]) -> set[str]:
-    """Casts what torch has loaded, and returns the names of what it dropped."""
+def _cast_state(
+    state: dict[str, Any], saved: dict[str, Any], param: Tensor, group: dict[str, Any]
+) -> set[str]:
+    """Puts the saved state of a parameter in place; returns the names of what it drops.
+
+    `state` is what torch has loaded of it: nothing, or all.
+    """
     dropped = set()
-    saved = [i for group in loaded["param_groups"] for i in group["params"]]
-    mine = [(p, g) for g in optimizer.param_groups for p in g["params"]]
-    for place, (param, group) in zip(saved, mine, strict=True):
-        extras = _extra_dtypes(param, group)
-        for name, value in loaded["state"].get(place, {}).items():
-            state = optimizer.state[param]
-            if name in ("master_param", "weight_copy", "ema") and name not in extras:
-                del state[name]  # of a layout that this optimizer does not have
-                dropped.add(name)
-            elif name == "step":
-                state[name] = torch.as_tensor(
-                    value, dtype=torch.float32, device=param.device
-                ).reshape(())
-            elif isinstance(value, Tensor) and value.is_floating_point():
-                dtype = extras.get(name, group["state_dtype"] or param.dtype)
-                cast = value.to(device=param.device, dtype=dtype)
-                if cast.shape == param.shape and cast.stride() != param.stride():
-                    cast = relayout(param, cast)
-                state[name] = cast
+    device, strides = param.device, param.stride()
+    wanted = group["state_dtype"] or param.dtype
+    extras = _extra_dtypes(param, group)
+    for name, value in saved.items():
+        if name in _EXTRAS and name not in extras:
+            state.pop(name, None)  # of a layout that this optimizer does not have
+            dropped.add(name)
+        elif name == "step":
+            state[name] = _cast_step(value, device)
+        elif isinstance(value, Tensor):
+            floating = value.is_floating_point()
+            if floating:
+                dtype = extras.get(name, wanted)
+            else:  # entries of others, as torch casts them
+                dtype = param.dtype if param.is_floating_point() else value.dtype
+            if value.dtype != dtype or value.device != device:
+                value = value.to(device=device, dtype=dtype)
+            if floating and value.stride() != strides and value.shape == param.shape:
+                value = relayout(param, value)
+            state[name] = value
     return dropped
+
+
+def _cast_step(value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and not value.ndim:
+        return value if value.device == device else value.to(device)
+    return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())

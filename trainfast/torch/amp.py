@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -98,8 +99,9 @@ class GradScaler(torchs.GradScaler):
         self._repeated_unscale = repeated_unscale
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None  # where there is a _scale
-        # The flags of each optimizer's last step; the last one to step comes last.
+        # The flags of each optimizer's last step, and those of the last one to step.
         self._steps: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
+        self._last_step: list[Tensor] | None = None
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -118,25 +120,49 @@ class GradScaler(torchs.GradScaler):
 
     # ---- An iteration --------------------------------------------------------------
 
-    @disable_dynamo  # a compiled loop breaks its graph here and goes on
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place.
 
         A second call before step() raises RuntimeError, as torch's does, or does
         nothing with `repeated_unscale`. Waits for nothing.
         """
-        if self._enabled and self._repeated_unscale:
-            state = self._per_optimizer_states.get(id(optimizer))
-            if state is not None and state["stage"] is OptState.UNSCALED:
-                return
-        super().unscale_(optimizer)
+        if torch.compiler.is_compiling():
+            self._uncompiled(self._unscale, optimizer)
+        else:
+            self._unscale(optimizer)
 
-    @torch.no_grad()
+    @disable_dynamo  # a compiled loop breaks its graph here and goes on
+    def _uncompiled(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            if self._repeated_unscale:
+                return
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last "
+                "update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        if scale.is_cpu:
+            inverse = scale.reciprocal()
+        else:  # where float32 may be divided less exactly, as in torch
+            inverse = scale.double().reciprocal().float()
+        state["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, inverse, None, False
+        )
+        state["stage"] = OptState.UNSCALED
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
         inv_scale: Tensor,
-        found_inf: Tensor,
+        found_inf: Tensor | None,  # torch's hook for scripts that allow float16
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         grads, tally = _grads_of(optimizer, allow_fp16), CallTally("amp")
@@ -148,9 +174,10 @@ class GradScaler(torchs.GradScaler):
             call_core(tally, part, "multiply", found_inf=found, factor=factor)
             return found
 
+        @torch.no_grad()
         def by_torch(part: list[Tensor]) -> Tensor:
             device = part[0].device
-            found = found_inf.to(device, copy=True)
+            found = torch.zeros((), dtype=torch.float32, device=device)
             inverse = inv_scale.to(device)
             for there in by_mesh(part).values():
                 for dtype in dict.fromkeys(grad.dtype for grad in there):
@@ -173,7 +200,6 @@ class GradScaler(torchs.GradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
-    @disable_dynamo
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> float | None:
@@ -183,15 +209,24 @@ class GradScaler(torchs.GradScaler):
         ones do that as they step, without waiting for the GPU; for others gradients are
         unscaled in place, and the host waits to know whether to step.
         """
+        if torch.compiler.is_compiling():
+            return self._uncompiled(self._step, optimizer, *args, **kwargs)
+        return self._step(optimizer, *args, **kwargs)
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> float | None:
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or not _takes_scale(optimizer):
             result = super().step(optimizer, *args, **kwargs)
         else:
             result = self._step_with_scale(optimizer, args, kwargs)
-        flags = self._found_inf_per_device(optimizer).values()
-        self._steps.pop(optimizer, None)
-        self._steps[optimizer] = list(flags)
+        flags = self._steps.get(optimizer)
+        if flags is None:
+            flags = self._steps[optimizer] = []
+        flags[:] = self._found_inf_per_device(optimizer).values()
+        self._last_step = flags
         return result
 
     def _step_with_scale(self, optimizer: Any, args: Any, kwargs: Any) -> float | None:
@@ -244,8 +279,8 @@ class GradScaler(torchs.GradScaler):
     def _flags_of(self, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
         if not self._enabled:
             return []
-        if optimizer is None and self._steps:
-            return list(self._steps.values())[-1]
+        if optimizer is None and self._last_step is not None:
+            return self._last_step
         if optimizer is None or optimizer not in self._steps:
             raise RuntimeError(
                 "step_was_skipped() must come after a step() of this scaler"
@@ -254,15 +289,21 @@ class GradScaler(torchs.GradScaler):
 
     # ---- The scale -----------------------------------------------------------------
 
-    @disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale at the end of an iteration, or sets it to `new_scale`."""
+        if torch.compiler.is_compiling():
+            self._uncompiled(self._update, new_scale)
+        else:
+            self._update(new_scale)
+
+    def _update(self, new_scale: float | Tensor | None) -> None:
         if not self._enabled or new_scale is not None:
             super().update(new_scale)
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        device = scale.device
         flags = [
-            flag.to(scale.device, non_blocking=True)
+            flag if flag.device == device else flag.to(device, non_blocking=True)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
@@ -368,12 +409,13 @@ class GradScaler(torchs.GradScaler):
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._overflows_left()
         state["_hysteresis_tracker"] = None
-        del state["_steps"]
+        del state["_steps"], state["_last_step"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps = WeakKeyDictionary()
+        self._last_step = None
 
 
 class CudaGradScaler(GradScaler, torch.cuda.amp.GradScaler):

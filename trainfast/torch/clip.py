@@ -16,8 +16,7 @@ from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.u
 
 from trainfast import _core
 from trainfast.stats import CallTally, count_fallback
-from trainfast.torch.adamw_state import bump_versions
-from trainfast.torch.versions import cuda_stream
+from trainfast.torch.versions import cuda_stream, increment_version
 
 _REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
 # Workspaces that no call is in, so that warm calls allocate nothing in the core. A
@@ -45,7 +44,7 @@ def call_core(
     finally:
         idle.append(workspace)
     if rewrite != "read":
-        bump_versions(grads)
+        increment_version(grads)
     tally.count_call("cuda" if device.type == "cuda" else _core.backend_in_use())
 
 
