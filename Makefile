@@ -48,6 +48,14 @@ $(INSTALLED): .venv/.build pyproject.toml
 # .test and .demo build nothing, but need what the build needs for tests of packaging.
 .venv/.test .venv/.demo .venv/.dev: .venv/.build
 .venv/.oracles: .venv/.test # so that the torch that they find is ours
+.venv/.clients: .venv/.oracles build/clients/.installed
+
+# timm apart: torchvision, which it needs, breaks other packages where its C++ part was
+# built for another torch than ours.
+build/clients/.installed: .venv/.test
+	-$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --upgrade --target build/clients timm==1.0.31 torchvision==0.28.0
+	@mkdir -p build/clients && touch $@
 
 check: lint stubs
 
