@@ -224,6 +224,14 @@ tfast_backend_for(int32_t device_type)
     return backend;
 }
 
+const tfast_graph_kernels *
+tfast_graph_kernels_in_use(void)
+{
+    const tfast_graph_kernels *kernels = chosen_cpu->graph_cache;
+
+    return kernels != NULL ? kernels : best_cpu()->graph_cache;
+}
+
 bool
 tfast_backend_describe(int i, const char **name, const char **unusable, bool *in_use)
 {

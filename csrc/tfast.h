@@ -435,6 +435,10 @@ tfast_status tfast_backend_init(void);
  * first call for TFAST_CUDA opens the CUDA library. */
 const tfast_backend *tfast_backend_for(int32_t device_type);
 
+/* The graph cache's kernels: of the backend for the CPU, or, where one is forced that
+ * has none, of the best CPU backend. Never NULL. */
+const tfast_graph_kernels *tfast_graph_kernels_in_use(void);
+
 /* Forces one backend by name, for tests and bug reports; NULL goes back to the best. An
  * unknown or unusable name fails and changes nothing. */
 tfast_status tfast_backend_use(const char *name);

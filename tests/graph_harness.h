@@ -1,16 +1,13 @@
-/* What the harnesses of the graph cache put in the place of the rest of the core: one
- * plain backend, and memory that can run out. After graph_disk.h. */
+/* What the harnesses of the graph cache put in the place of the rest of the core: plain
+ * kernels, and memory that can run out. After graph_disk.h. */
 #include "graph_kernels.h"
 #include "kernels/crc32c.h"
 #include "kernels/graph_cache.h"
 
-static const tfast_backend backend = {.graph_cache = &graph_kernels};
-
-const tfast_backend *
-tfast_backend_for(int32_t device)
+const tfast_graph_kernels *
+tfast_graph_kernels_in_use(void)
 {
-    (void)device;
-    return &backend;
+    return &graph_kernels;
 }
 
 /* ---- Memory that runs out -------------------------------------------------------- */

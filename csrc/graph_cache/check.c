@@ -21,9 +21,9 @@ check_indices(const tfast_graph_schema *schema, int field,
         if (bound_by[row] == GRAPH_NONE) {
             continue;
         }
-        tfast_backend_for(TFAST_CPU)->graph_cache->range(
-            (const uint8_t *)array->data + row * n * bytes, bytes, is_signed, n, &low,
-            &high);
+        tfast_graph_kernels_in_use()->range((const uint8_t *)array->data +
+                                                row * n * bytes,
+                                            bytes, is_signed, n, &low, &high);
         if (low < 0 || high >= (int64_t)counts[bound_by[row]]) {
             return graph_damage("%s must be >= 0 and < %u, got %lld",
                                 schema->field_names[field], counts[bound_by[row]],

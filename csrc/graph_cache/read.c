@@ -275,7 +275,7 @@ tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
     }
     memcpy(made->path, path, strlen(path) + 1);
     made->options = *options;
-    made->kernels = tfast_backend_for(TFAST_CPU)->graph_cache;
+    made->kernels = tfast_graph_kernels_in_use();
     atomic_init(&made->references, 1);
     status = open_whole(made);
     if (status != TFAST_OK) {

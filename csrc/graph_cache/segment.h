@@ -67,7 +67,7 @@ graph_index_column_bytes(int64_t records, int element)
 static inline uint32_t
 graph_crc_more(uint32_t crc, const void *data, size_t bytes)
 {
-    return tfast_backend_for(TFAST_CPU)->graph_cache->crc32c(crc, data, bytes);
+    return tfast_graph_kernels_in_use()->crc32c(crc, data, bytes);
 }
 
 static inline uint32_t

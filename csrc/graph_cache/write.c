@@ -146,7 +146,7 @@ tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
     w->file = -1;
     w->durable = durable;
     w->process = getpid();
-    w->kernels = tfast_backend_for(TFAST_CPU)->graph_cache;
+    w->kernels = tfast_graph_kernels_in_use();
     status = prepare(w, path, schema, schema_bytes);
     if (status == TFAST_OK) {
         status = graph_directory_make(path, durable, &lock);

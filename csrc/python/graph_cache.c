@@ -16,8 +16,8 @@ typedef struct {
 static void
 widen(void *out, int bytes, const tfast_graph_array *array)
 {
-    tfast_backend_for(TFAST_CPU)->graph_cache->widen(out, bytes, array->data,
-                                                     array->stored, array->numel, 0);
+    tfast_graph_kernels_in_use()->widen(out, bytes, array->data, array->stored,
+                                        array->numel, 0);
 }
 
 /* A field of integers that is stored narrow. */

@@ -170,7 +170,7 @@ PyObject *
 py_crc32c(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"data", "crc", NULL};
-    const tfast_graph_kernels *kernels = tfast_backend_for(TFAST_CPU)->graph_cache;
+    const tfast_graph_kernels *kernels = tfast_graph_kernels_in_use();
     Py_buffer data;
     unsigned int crc = 0;
 
