@@ -331,7 +331,7 @@ def left(tmp_path):
 
 
 def test_unclosed_cache_says_what_is_safe(left):
-    with pytest.raises(OSError, match="left without closing it: 6 graphs are safe"):
+    with pytest.raises(OSError, match="without closing it: 0 graphs are sealed"):
         gc.open(str(left))
     assert len(gc.open(str(left), partial=True)) == 0
     assert _core.graph_adopt(str(left)) == (6, 0)

@@ -219,16 +219,14 @@ tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n)
 
 typedef struct {
     int64_t segments; /* that are not in the manifest */
-    int64_t graphs;   /* committed in them */
     bool alive;       /* a writer is */
 } pending;
 
-/* Errors are left to whoever adopts or repairs. */
+/* Whoever adopts or repairs reads what is in it: that takes as long as the file is. */
 static void
-look_at_open(pending *p, const char *path, const uint8_t uuid[16])
+look_at_open(pending *p, const char *path)
 {
     int file = graph_io_table->open(path, O_RDONLY);
-    graph_recovery recovery;
 
     if (file < 0) {
         return;
@@ -237,32 +235,38 @@ look_at_open(pending *p, const char *path, const uint8_t uuid[16])
     p->alive =
         p->alive || graph_io_table->lock(file, LOCK_SH | LOCK_NB) == -EWOULDBLOCK;
     graph_io_table->lock(file, LOCK_UN); /* somebody may want to adopt it */
-    if (graph_recover(&recovery, file, path, uuid) == TFAST_OK) {
-        p->graphs += recovery.index.records;
-        graph_recovery_free(&recovery);
-    }
     graph_io_table->close(file);
 }
 
 static void
-look_at_sealed(pending *p, const graph_contents *contents, const char *path,
-               const uint8_t uuid[16])
+look_at_sealed(pending *p, const char *path)
 {
-    graph_segment segment;
-    tfast_status status;
+    int file = graph_io_table->open(path, O_RDONLY);
 
-    if (graph_contents_has(contents, uuid)) {
-        return;
-    }
-    status = graph_segment_open(&segment, path, true);
-    if (status == TFAST_EIO && graph_errno() == ENOENT) {
+    if (file == -ENOENT) {
         return; /* a build that has ended since has deleted it */
     }
     p->segments++;
-    if (status == TFAST_OK) {
-        p->graphs += segment.records;
-        graph_segment_close(&segment);
+    if (file >= 0) {
+        graph_io_table->close(file);
     }
+}
+
+static tfast_status
+incomplete(const char *directory, const graph_contents *contents, const pending *p)
+{
+    const char *what = p->alive ? "which is being written"
+                       : contents->head.building
+                           ? "whose build has not ended"
+                           : "which a writer has left without closing it";
+    const char *remedy = p->alive
+                             ? "wait until it is closed, or open those with partial"
+                             : "what was committed is safe: build it again to go on, "
+                               "or keep it with `trainfast cache repair`";
+
+    return graph_damage(
+        "path must be a complete cache, got %s, %s: %lld graphs are sealed; %s",
+        directory, what, (long long)contents->head.n_graphs, remedy);
 }
 
 tfast_status
@@ -270,35 +274,25 @@ graph_must_be_closed(const char *directory, const graph_listing *listing,
                      const graph_contents *contents)
 {
     char path[GRAPH_PATH_BYTES];
-    int64_t n = listing->n_open + listing->n_sealed;
     pending p = {0};
 
-    for (int64_t i = 0; i < n; i++) {
-        bool is_open = i < listing->n_open;
-        const uint8_t *uuid =
-            is_open ? listing->open[i] : listing->sealed[i - listing->n_open];
-
-        if (graph_path(path, directory, is_open ? "open" : "segment", uuid, "") !=
-            TFAST_OK) {
+    for (int64_t i = 0; i < listing->n_open; i++) {
+        if (graph_path(path, directory, "open", listing->open[i], "") != TFAST_OK) {
             return TFAST_EINVAL;
         }
-        if (is_open) {
-            look_at_open(&p, path, uuid);
-        } else {
-            look_at_sealed(&p, contents, path, uuid);
+        look_at_open(&p, path);
+    }
+    for (int64_t i = 0; i < listing->n_sealed; i++) {
+        const uint8_t *uuid = listing->sealed[i];
+
+        if (graph_path(path, directory, "segment", uuid, "") != TFAST_OK) {
+            return TFAST_EINVAL;
+        }
+        if (!graph_contents_has(contents, uuid)) {
+            look_at_sealed(&p, path);
         }
     }
-    if (p.segments == 0 && !contents->head.building) {
-        return TFAST_OK;
-    }
-    return graph_damage(
-        "path must be a complete cache, got %s, %s: %lld graphs are safe; %s",
-        directory,
-        p.alive                   ? "which is being written"
-        : contents->head.building ? "whose build has not ended"
-                                  : "which a writer has left without closing it",
-        (long long)contents->head.n_graphs + (long long)p.graphs,
-        p.alive
-            ? "wait until it is closed, or open what is sealed with partial"
-            : "build it again to go on, or keep them with `trainfast cache repair`");
+    return p.segments == 0 && !contents->head.building
+               ? TFAST_OK
+               : incomplete(directory, contents, &p);
 }

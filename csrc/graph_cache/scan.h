@@ -73,7 +73,7 @@ tfast_status graph_recover(graph_recovery *recovery, int file, const char *path,
 void graph_recovery_free(graph_recovery *recovery);
 
 /* An error unless no build is under way and every segment is in the manifest; it says
- * what would be kept. */
+ * what can be done. Reads none of the segments. */
 tfast_status graph_must_be_closed(const char *directory, const graph_listing *listing,
                                   const graph_contents *contents);
 
