@@ -31,7 +31,8 @@ typedef enum {
     TFAST_EUNSUPPORTED, /* NotImplementedError: right, but nothing here computes it */
     TFAST_ENOMEM,       /* MemoryError */
     TFAST_EIO,          /* OSError */
-    TFAST_ECUDA         /* RuntimeError: the CUDA runtime said no */
+    TFAST_ECUDA,        /* RuntimeError: the CUDA runtime said no */
+    TFAST_EINTR         /* a signal's handler has raised its exception: see io.h */
 } tfast_status;
 
 #define TFAST_MESSAGE_BYTES 512

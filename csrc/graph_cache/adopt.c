@@ -157,12 +157,14 @@ adopt_sealed(adoption *a, const uint8_t uuid[16])
     return status;
 }
 
-/* Goes on after an error, so that one bad file does not hold up the others; the first
- * error is kept. */
+/* Goes on after an error, so that one bad file does not hold up the others, unless a
+ * signal wants an end; the first error is kept. */
 static void
 adopt_all(adoption *a, const graph_listing *listing)
 {
-    for (int64_t i = 0; i < listing->n_open + listing->n_sealed; i++) {
+    const int64_t n = listing->n_open + listing->n_sealed;
+
+    for (int64_t i = 0; i < n && a->error != TFAST_EINTR; i++) {
         tfast_status status;
 
         if (i < listing->n_open) {

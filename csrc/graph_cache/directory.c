@@ -138,6 +138,9 @@ graph_lock_file(int file, const char *path)
 
     do {
         error = graph_io_table->lock(file, LOCK_EX);
+        if (error == -EINTR && graph_interrupted != NULL && graph_interrupted()) {
+            return tfast_fail(TFAST_EINTR, "a signal has ended the wait for %s", path);
+        }
     } while (error == -EINTR);
     return error < 0 ? graph_io_error("lock", path, error) : TFAST_OK;
 }

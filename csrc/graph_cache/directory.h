@@ -4,7 +4,7 @@
 
 #include "io.h"
 
-/* flock(), waited for. */
+/* flock(), waited for. TFAST_EINTR where a signal has ended the wait. */
 tfast_status graph_lock_file(int file, const char *path);
 
 /* The cache's lock, waited for. graph_lock_cache() makes no lock file where there is no

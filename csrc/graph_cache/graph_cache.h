@@ -110,7 +110,8 @@ tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
 tfast_status tfast_graph_writer_commit(tfast_graph_writer *writer);
 
 /* Commits, seals the segment and enters it into the manifest; an empty segment
- * vanishes. The writer is freed by tfast_graph_writer_free() only. */
+ * vanishes. The writer is freed by tfast_graph_writer_free() only. After TFAST_EINTR it
+ * can be closed again. */
 tfast_status tfast_graph_writer_close(tfast_graph_writer *writer);
 int64_t tfast_graph_writer_appended(const tfast_graph_writer *writer);
 int64_t tfast_graph_writer_committed(const tfast_graph_writer *writer);

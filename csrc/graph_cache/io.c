@@ -179,6 +179,8 @@ graph_io_error(const char *what, const char *path, int error)
     if (strerror_r(error, text, sizeof text) != 0) {
         snprintf(text, sizeof text, "error %d", error);
     }
+bool (*graph_interrupted)(void);
+
     last_error = error;
     return tfast_fail(error == ENOMEM ? TFAST_ENOMEM : TFAST_EIO, "cannot %s %s: %s",
                       what, path, text);

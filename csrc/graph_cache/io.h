@@ -36,6 +36,10 @@ typedef struct graph_io {
 extern const graph_io *graph_io_table;
 
 /* All of it, or an error. Status with a message that names `path`. Reading past the end
+/* Asked when a signal has interrupted a wait for a lock: true ends the wait with
+ * TFAST_EINTR, and nothing has changed. The binding sets it; NULL: waits go on. */
+extern bool (*graph_interrupted)(void);
+
  * is TFAST_EIO ("... must have ... bytes"). */
 tfast_status graph_read_all(int file, const char *path, void *data, size_t bytes,
                             int64_t at);

@@ -315,8 +315,8 @@ tfast_graph_writer_close(tfast_graph_writer *w)
         return status;
     }
     status = finish(w);
-    if (status != TFAST_OK) {
-        return die(w, status);
+    if (status != TFAST_OK) { /* a wait that a signal has ended may be tried again */
+        return status == TFAST_EINTR ? status : die(w, status);
     }
     w->closed = true;
     graph_io_table->close(w->file);

@@ -7,6 +7,10 @@
 /* Turns a status into None, or into its exception with the thread's message. */
 PyObject *py_result(tfast_status status);
 
+/* Runs the handlers of signals that have come, with or without the GIL; whether one has
+ * raised an exception. */
+bool py_signal_raised(void);
+
 /* Workspace: what one optimizer keeps between its steps. */
 typedef struct {
     PyObject_HEAD

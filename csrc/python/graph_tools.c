@@ -123,7 +123,7 @@ say_line(void *context, const char *text)
     PyObject *string, *said = NULL;
 
     PyEval_RestoreThread(l->thread);
-    if (!l->failed) { /* else an exception waits for the end */
+    if (!l->failed && !PyErr_Occurred()) { /* else an exception waits for the end */
         string = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
         if (string != NULL) {
             said = PyObject_CallFunctionObjArgs(l->line, string, NULL);

@@ -193,7 +193,9 @@ writer_close(graph_writer *self, PyObject *Py_UNUSED(unused))
     status = tfast_graph_writer_close(self->writer);
     Py_END_ALLOW_THREADS
     result = py_result(status);
-    drop_writer(self);
+    if (status != TFAST_EINTR) {
+        drop_writer(self);
+    }
     self->busy = false;
     return result;
 }

@@ -1,4 +1,5 @@
 /* The module trainfast._core: its methods and its state. */
+#include "../graph_cache/io.h"
 #include "graph.h"
 
 #include <string.h>
@@ -123,6 +124,7 @@ module_exec(PyObject *module)
     py_state *state = PyModule_GetState(module);
     PyObject *workspace;
 
+    graph_interrupted = py_signal_raised;
     memset(state->numpy_numbers, -1, sizeof state->numpy_numbers);
     state->s_grad = PyUnicode_InternFromString("grad");
     state->s_step = PyUnicode_InternFromString("step");

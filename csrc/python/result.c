@@ -30,6 +30,16 @@ os_error(void)
     return NULL;
 }
 
+bool
+py_signal_raised(void)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    const bool raised = PyErr_CheckSignals() < 0;
+
+    PyGILState_Release(state);
+    return raised;
+}
+
 PyObject *
 py_result(tfast_status status)
 {
@@ -52,6 +62,11 @@ py_result(tfast_status status)
         break;
     case TFAST_EIO:
         return os_error();
+    case TFAST_EINTR: /* py_signal_raised() has set the exception */
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+        break;
     case TFAST_ECUDA:
         break;
     }

@@ -161,13 +161,18 @@ class Writer:
         except BaseException as error:
             if type(error) is not RuntimeError:  # another thread is in it
                 with suppress(OSError):
-                    self.abandon()
+                    self._abandon(adopt=isinstance(error, Exception))
             raise
         self._closed = True
         self._plain = False
 
     def abandon(self) -> None:
         """Gives up what is not committed, and enters the rest into the cache."""
+        self._abandon(adopt=True)
+
+    def _abandon(self, adopt: bool) -> None:
+        """Without `adopt` the next writer enters what was committed: Ctrl-C, which may
+        have ended a wait for the cache's lock, must not be followed by another."""
         if self._closed:
             return
         if self._core is not None:
@@ -175,7 +180,7 @@ class Writer:
         self._closed = True
         self._plain = False
         self._waiting.clear()
-        if self._core is not None:
+        if adopt and self._core is not None:
             _core.graph_adopt(self._path)
 
     def __enter__(self) -> "Writer":
