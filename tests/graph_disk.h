@@ -557,8 +557,15 @@ disk_draw(void *data, size_t bytes)
     return 0;
 }
 
+static int64_t
+disk_file_system(const char *path)
+{
+    (void)path;
+    return 0;
+}
+
 static const graph_io disk_table = {
     disk_open, disk_close, disk_pread,  disk_pwrite,      disk_size,   disk_truncate,
     disk_sync, disk_sync,  disk_forget, disk_rename_file, disk_unlink, disk_mkdir,
-    disk_lock, disk_list,  disk_map,    disk_unmap,       disk_draw,
+    disk_lock, disk_list,  disk_map,    disk_unmap,       disk_draw,   disk_file_system,
 };

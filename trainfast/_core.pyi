@@ -39,20 +39,22 @@ class GraphWriter:
 
 @final
 class GraphCache:
-    """An open cache. verify: 0 never, 1 once, 2 always."""
+    """An open cache. verify: 0 never, 1 once, 2 always. pread: whether files are read,
+    not mapped; None: on network file systems."""
 
     def __new__(
         cls,
         path: str | PathLike[str],
         *,
         verify: int = 1,
-        pread: bool = False,
+        pread: bool | None = None,
         partial: bool = False,
     ) -> GraphCache: ...
     schema: bytes | None
     fingerprint: bytes
     file_bytes: int
     segments: int
+    pread: bool
     def __len__(self) -> int: ...
     def get(self, index: int, /) -> list[Any]: ...
     # One entry a field: a NumPy array (read-only view of the file where it is stored as

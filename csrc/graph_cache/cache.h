@@ -92,10 +92,10 @@ graph_frame(graph_place place)
     return file->map == NULL ? NULL : file->map + file->offsets[place.row];
 }
 
-/* Memory that one thread reads frames into, with `pread`; zero-initialised. The caller
- * frees `data`. */
+/* Memory that one thread reads frames into, or their heads where they are mapped;
+ * zero-initialised. The caller frees `data`. */
 typedef struct {
-    void *data;
+    uint8_t *data;
     int64_t room;
 } graph_buffer;
 
@@ -107,9 +107,10 @@ typedef struct {
 tfast_status graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
                           graph_buffer *buffer, tfast_graph_array *arrays);
 
-/* The same, verified in this way whatever the cache's is; *record is the frame. */
+/* The same, verified in this way whatever the cache's is; *record is the frame, whose
+ * head is in buffer->data. */
 tfast_status graph_arrays_as(tfast_graph_cache *cache, int64_t i, graph_place place,
                              graph_buffer *buffer, int verify,
-                             tfast_graph_array *arrays, const void **record);
+                             tfast_graph_array *arrays, graph_record_view *record);
 
 #endif

@@ -34,16 +34,15 @@ check_indices(const tfast_graph_schema *schema, int field,
 }
 
 tfast_status
-graph_record_check(const tfast_graph_schema *schema, uint32_t seed, const void *record,
-                   const tfast_graph_array *arrays)
+graph_record_check(const tfast_graph_schema *schema, uint32_t seed,
+                   const graph_record_view *record, const tfast_graph_array *arrays)
 {
-    const graph_record *head = record;
-    const uint8_t *payload = (const uint8_t *)record + schema->record_bytes;
-    size_t bytes = (size_t)head->units * GRAPH_UNIT - schema->record_bytes;
+    const graph_record *head = record->head;
+    const size_t bytes = (size_t)record->bytes - schema->record_bytes;
     tfast_status status = TFAST_OK;
 
-    if (graph_record_header_crc(schema, seed, record) != head->header_crc ||
-        graph_crc(payload, bytes) != head->payload_crc) {
+    if (graph_record_header_crc(schema, seed, head) != head->header_crc ||
+        graph_crc(record->payload, bytes) != head->payload_crc) {
         return graph_damage("its checksum is wrong");
     }
     for (int i = 0; i < schema->header.n_fields && status == TFAST_OK; i++) {

@@ -64,11 +64,20 @@ typedef struct {
     int64_t numel;
 } tfast_graph_array;
 
-/* Where the fields of a record lie. `record` points at `bytes` readable bytes, of which
- * nothing is trusted: sizes are checked against them, and `units` against both. Fills
- * arrays[n_fields]. */
-tfast_status graph_record_arrays(const tfast_graph_schema *schema, const void *record,
-                                 int64_t bytes, tfast_graph_array *arrays);
+/* A record in two parts. A mapped file may change at any time, so that what has been
+ * checked in it need not be so any more when it is used. */
+typedef struct {
+    const void *head;       /* graph_record, counts and `stored`, in memory that nobody
+                               else writes: schema->record_bytes of it */
+    const uint8_t *payload; /* may be in a map: any bytes at any time */
+    int64_t bytes;          /* of both, readable */
+} graph_record_view;
+
+/* Where the fields of a record lie. Nothing in it is trusted: sizes are checked against
+ * the view's bytes, and `units` against both. Fills arrays[n_fields]. */
+tfast_status graph_record_arrays(const tfast_graph_schema *schema,
+                                 const graph_record_view *record,
+                                 tfast_graph_array *arrays);
 
 /* ---- Writing (write.c, manifest.c) ----------------------------------------------- */
 
@@ -142,15 +151,21 @@ typedef struct tfast_graph_cache tfast_graph_cache;
 
 enum { TFAST_GRAPH_VERIFY_NEVER, TFAST_GRAPH_VERIFY_ONCE, TFAST_GRAPH_VERIFY_ALWAYS };
 
+/* Files are mapped, or read graph by graph. A map of a file that is cut short kills the
+ * process (SIGBUS), which on network file systems others may do, and where pages are
+ * lost with the connection. */
+enum { TFAST_GRAPH_MMAP, TFAST_GRAPH_PREAD, TFAST_GRAPH_BY_FILE_SYSTEM };
+
 typedef struct {
     int verify;
-    bool pread;   /* read instead of mapping: for network file systems */
+    int mode; /* TFAST_GRAPH_BY_FILE_SYSTEM: reads on network file systems, else maps */
     bool partial; /* open what is sealed although a build or a writer has not ended */
 } tfast_graph_open_options;
 
 /* Opened once, it may be read by any number of threads at once, and after a fork. */
 tfast_status tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
                                     const tfast_graph_open_options *options);
+int tfast_graph_cache_mode(const tfast_graph_cache *cache); /* the one of the two */
 void tfast_graph_cache_retain(tfast_graph_cache *cache);
 void tfast_graph_cache_release(tfast_graph_cache *cache);
 
@@ -170,9 +185,9 @@ void tfast_graph_cache_frame_bytes(const tfast_graph_cache *cache, int64_t *out)
 /* out[16 * len]: the keys, from the records. */
 tfast_status tfast_graph_cache_keys(const tfast_graph_cache *cache, uint8_t *out);
 
-/* The arrays of graph i, in the map while the cache is held. With `pread` they lie in
- * *owned, which the caller frees with free(); else *owned is NULL. Verifies as the
- * cache was opened. Threads may call it at once. */
+/* The arrays of graph i, in the map while the cache is held. Where files are read they
+ * lie in *owned, which the caller frees with free(); else *owned is NULL. Verifies as
+ * the cache was opened. Threads may call it at once. */
 tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
                                    tfast_graph_array *arrays, void **owned);
 

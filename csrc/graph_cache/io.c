@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 static _Thread_local int last_error;
@@ -162,13 +163,23 @@ os_random(void *data, size_t bytes)
     return getrandom(data, bytes, 0) == (ssize_t)bytes ? 0 : -EIO;
 }
 
+static int64_t
+os_file_system(const char *path)
+{
+    struct statfs status;
+
+    return statfs(path, &status) < 0 ? -errno : (int64_t)(uint32_t)status.f_type;
+}
+
 static const graph_io operating_system = {
     os_open,     os_close, os_pread,  os_pwrite, os_size,   os_truncate,
     os_datasync, os_sync,  os_forget, os_rename, os_unlink, os_mkdir,
-    os_lock,     os_list,  os_map,    os_unmap,  os_random,
+    os_lock,     os_list,  os_map,    os_unmap,  os_random, os_file_system,
 };
 
 const graph_io *graph_io_table = &operating_system;
+
+bool (*graph_interrupted)(void);
 
 tfast_status
 graph_io_error(const char *what, const char *path, int error)
@@ -179,8 +190,6 @@ graph_io_error(const char *what, const char *path, int error)
     if (strerror_r(error, text, sizeof text) != 0) {
         snprintf(text, sizeof text, "error %d", error);
     }
-bool (*graph_interrupted)(void);
-
     last_error = error;
     return tfast_fail(error == ENOMEM ? TFAST_ENOMEM : TFAST_EIO, "cannot %s %s: %s",
                       what, path, text);
@@ -210,6 +219,37 @@ graph_damage(const char *format, ...)
     va_end(arguments);
     last_error = 0;
     return tfast_fail(TFAST_EIO, "%s", text);
+}
+
+bool
+graph_is_remote(const char *path)
+{
+    static const uint32_t remote[] = {
+        /* of linux/magic.h, or of their sources */
+        0x6969,     /* NFS */
+        0x517b,     /* SMB */
+        0xff534d42, /* CIFS */
+        0xfe534d42, /* SMB 2 and later */
+        0x65735546, /* FUSE: gcsfuse, s3fs, sshfs, virtiofs */
+        0x01021997, /* 9p */
+        0x0bd00bd0, /* Lustre */
+        0x00c36400, /* Ceph */
+        0x47504653, /* GPFS */
+        0x19830326, /* BeeGFS */
+        0x20030528, /* OrangeFS */
+        0x5346414f, /* OpenAFS */
+        0x6b414653, /* the kernel's AFS */
+        0x73757245, /* Coda */
+        0x786f4256, /* VirtualBox's shared folders */
+    };
+    const int64_t type = graph_io_table->file_system(path);
+
+    for (size_t i = 0; i < sizeof remote / sizeof *remote; i++) {
+        if (type == remote[i]) {
+            return true;
+        }
+    }
+    return false;
 }
 
 tfast_status

@@ -30,16 +30,17 @@ typedef struct graph_io {
     const void *(*map)(int file, int64_t bytes, int *error);
     void (*unmap)(const void *map, int64_t bytes);
     int (*random)(void *data, size_t bytes);
+    int64_t (*file_system)(const char *path); /* its f_type, of statfs() */
 } graph_io;
 
 /* The table in use: the operating system, unless a test has set another. */
 extern const graph_io *graph_io_table;
 
-/* All of it, or an error. Status with a message that names `path`. Reading past the end
 /* Asked when a signal has interrupted a wait for a lock: true ends the wait with
  * TFAST_EINTR, and nothing has changed. The binding sets it; NULL: waits go on. */
 extern bool (*graph_interrupted)(void);
 
+/* All of it, or an error. Status with a message that names `path`. Reading past the end
  * is TFAST_EIO ("... must have ... bytes"). */
 tfast_status graph_read_all(int file, const char *path, void *data, size_t bytes,
                             int64_t at);
@@ -56,6 +57,10 @@ tfast_status graph_damage(const char *format, ...) TFAST_PRINTF(1, 2);
 
 /* An error of another thread: its message, and what graph_errno() was there. */
 tfast_status graph_fail_again(tfast_status status, int error, const char *message);
+
+/* Whether `path` lies on a network file system, or on one that a process serves (FUSE),
+ * which mostly is one; false where the system does not say. */
+bool graph_is_remote(const char *path);
 
 /* *joined = directory/name. */
 enum { GRAPH_PATH_BYTES = 4096 };

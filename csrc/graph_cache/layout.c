@@ -65,27 +65,27 @@ place(const graph_schema_field *field, const uint32_t *counts, int stored,
 }
 
 tfast_status
-graph_record_arrays(const tfast_graph_schema *schema, const void *record, int64_t bytes,
+graph_record_arrays(const tfast_graph_schema *schema, const graph_record_view *record,
                     tfast_graph_array *arrays)
 {
-    const graph_record *head = record;
+    const graph_record *head = record->head;
     const uint32_t *counts = (const uint32_t *)(head + 1);
     const uint8_t *stored = (const uint8_t *)(counts + schema->header.n_counts);
-    const uint8_t *payload = (const uint8_t *)record + schema->record_bytes;
+    const int64_t bytes = record->bytes;
     uint64_t payload_bytes, at = 0;
 
     if (bytes < (int64_t)schema->record_bytes || head->magic != GRAPH_RECORD_MAGIC ||
         (int64_t)head->units * GRAPH_UNIT != bytes) {
         return graph_damage("a record must have its own %lld bytes, got %lld",
-                            bytes < (int64_t)sizeof *head
+                            bytes < (int64_t)schema->record_bytes
                                 ? (long long)schema->record_bytes
                                 : (long long)head->units * GRAPH_UNIT,
                             (long long)bytes);
     }
     payload_bytes = (uint64_t)bytes - schema->record_bytes;
     for (int i = 0; i < schema->header.n_fields; i++) {
-        if (!place(&schema->fields[i], counts, stored[i], payload, payload_bytes, &at,
-                   &arrays[i])) {
+        if (!place(&schema->fields[i], counts, stored[i], record->payload,
+                   payload_bytes, &at, &arrays[i])) {
             return graph_damage("field %s must fit into its record of %lld bytes",
                                 schema->field_names[i], (long long)bytes);
         }

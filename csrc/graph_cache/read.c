@@ -74,7 +74,8 @@ open_part(tfast_graph_cache *cache, const graph_manifest_segment *wanted, int64_
     tfast_status status = graph_path(path, cache->path, "segment", wanted->uuid, "");
 
     if (status == TFAST_OK) {
-        status = graph_segment_open(&part->file, path, cache->options.pread);
+        status = graph_segment_open(&part->file, path,
+                                    cache->options.mode == TFAST_GRAPH_PREAD);
     }
     if (status == TFAST_EIO && graph_errno() == 0) {
         return graph_damage("%s: `trainfast cache repair` keeps what can be read",
@@ -275,6 +276,10 @@ tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
     }
     memcpy(made->path, path, strlen(path) + 1);
     made->options = *options;
+    if (options->mode == TFAST_GRAPH_BY_FILE_SYSTEM) {
+        made->options.mode =
+            graph_is_remote(path) ? TFAST_GRAPH_PREAD : TFAST_GRAPH_MMAP;
+    }
     made->kernels = tfast_graph_kernels_in_use();
     atomic_init(&made->references, 1);
     status = open_whole(made);
@@ -284,6 +289,12 @@ tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
     }
     *cache = made;
     return TFAST_OK;
+}
+
+int
+tfast_graph_cache_mode(const tfast_graph_cache *cache)
+{
+    return cache->options.mode;
 }
 
 void
@@ -378,41 +389,54 @@ tfast_graph_cache_keys(const tfast_graph_cache *cache, uint8_t *out)
 /* ---- One graph ------------------------------------------------------------------- */
 
 static tfast_status
-fetch(graph_place place, graph_buffer *buffer, const void **record)
+reserve(graph_buffer *buffer, int64_t bytes)
 {
-    const graph_segment *file = &place.part->file;
-    int64_t bytes = graph_frame_bytes(place);
-
-    *record = graph_frame(place);
-    if (*record != NULL) {
-        return TFAST_OK;
-    }
     if (buffer->room < bytes) {
         free(buffer->data);
         buffer->data = malloc((size_t)bytes);
         buffer->room = buffer->data == NULL ? 0 : bytes;
-        if (buffer->data == NULL) {
-            return tfast_fail(TFAST_ENOMEM, "no memory for a graph of %lld bytes",
-                              (long long)bytes);
-        }
     }
-    *record = buffer->data;
-    return graph_read_all(file->file, file->path, buffer->data, (size_t)bytes,
-                          (int64_t)file->offsets[place.row]);
+    return buffer->data != NULL
+               ? TFAST_OK
+               : tfast_fail(TFAST_ENOMEM, "no memory for a graph of %lld bytes",
+                            (long long)bytes);
+}
+
+/* The frame, or where it is mapped its head alone, in buffer->data. */
+static tfast_status
+fetch(graph_place place, graph_buffer *buffer, graph_record_view *record)
+{
+    const graph_segment *file = &place.part->file;
+    const uint8_t *mapped = graph_frame(place);
+    const size_t head = file->schema->record_bytes;
+    const int64_t bytes = graph_frame_bytes(place); /* not less than the head */
+    tfast_status status = reserve(buffer, mapped != NULL ? (int64_t)head : bytes);
+
+    if (status == TFAST_OK && mapped != NULL) {
+        memcpy(buffer->data, mapped, head);
+    } else if (status == TFAST_OK) {
+        status = graph_read_all(file->file, file->path, buffer->data, (size_t)bytes,
+                                (int64_t)file->offsets[place.row]);
+    }
+    if (status == TFAST_OK) {
+        record->head = buffer->data;
+        record->payload = (mapped != NULL ? mapped : buffer->data) + head;
+        record->bytes = bytes;
+    }
+    return status;
 }
 
 /* Sizes first: whatever `verify` is, nothing outside the frame may be read. */
 static tfast_status
-check(tfast_graph_cache *cache, graph_place place, const void *record, int verify,
-      tfast_graph_array *arrays)
+check(tfast_graph_cache *cache, graph_place place, const graph_record_view *record,
+      int verify, tfast_graph_array *arrays)
 {
     const graph_segment *file = &place.part->file;
     const uint32_t *counts =
-        (const uint32_t *)((const uint8_t *)record + sizeof(graph_record));
+        (const uint32_t *)((const uint8_t *)record->head + sizeof(graph_record));
     int64_t number = place.part->first + place.row;
     uint64_t bit = UINT64_C(1) << number % 64;
-    tfast_status status =
-        graph_record_arrays(file->schema, record, graph_frame_bytes(place), arrays);
+    tfast_status status = graph_record_arrays(file->schema, record, arrays);
 
     for (int i = file->schema->header.n_fields; i < cache->schema->header.n_fields;
          i++) {
@@ -439,14 +463,14 @@ check(tfast_graph_cache *cache, graph_place place, const void *record, int verif
 tfast_status
 graph_arrays_as(tfast_graph_cache *cache, int64_t i, graph_place place,
                 graph_buffer *buffer, int verify, tfast_graph_array *arrays,
-                const void **record)
+                graph_record_view *record)
 {
     tfast_status status = fetch(place, buffer, record);
 
     if (status != TFAST_OK) {
         return status;
     }
-    status = check(cache, place, *record, verify, arrays);
+    status = check(cache, place, record, verify, arrays);
     return status == TFAST_EIO
                ? graph_damage("graph %lld in %s must be whole: %s", (long long)i,
                               place.part->file.path, tfast_message())
@@ -457,7 +481,7 @@ tfast_status
 graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
              graph_buffer *buffer, tfast_graph_array *arrays)
 {
-    const void *record;
+    graph_record_view record;
 
     return graph_arrays_as(cache, i, place, buffer, cache->options.verify, arrays,
                            &record);
@@ -476,10 +500,10 @@ tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i, tfast_graph_array *ar
                           (long long)cache->n_graphs, (long long)i);
     }
     status = graph_arrays(cache, i, graph_find(cache, i), &buffer, arrays);
-    if (status != TFAST_OK) {
+    if (status == TFAST_OK && cache->options.mode == TFAST_GRAPH_PREAD) {
+        *owned = buffer.data;
+    } else { /* what they point at is in the map */
         free(buffer.data);
-        return status;
     }
-    *owned = buffer.data;
-    return TFAST_OK;
+    return status;
 }

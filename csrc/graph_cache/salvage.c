@@ -30,16 +30,19 @@ typedef struct {
 static tfast_status
 check_record(salvaging *s, int64_t at, int64_t bytes, const uint8_t **frame)
 {
+    const tfast_graph_schema *schema = s->to->schema;
     tfast_status status = graph_window_get(&s->window, at, bytes, frame);
+    graph_record_view record = {*frame, NULL, bytes};
 
     if (status == TFAST_OK && *frame == NULL) {
         return graph_damage("it ends after the file");
     }
     if (status == TFAST_OK) {
-        status = graph_record_arrays(s->to->schema, *frame, bytes, s->arrays);
+        record.payload = *frame + schema->record_bytes;
+        status = graph_record_arrays(schema, &record, s->arrays);
     }
     return status == TFAST_OK
-               ? graph_record_check(s->to->schema, s->window.seed, *frame, s->arrays)
+               ? graph_record_check(schema, s->window.seed, &record, s->arrays)
                : status;
 }
 

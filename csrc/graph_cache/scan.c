@@ -121,7 +121,9 @@ record_at(graph_window *window, const tfast_graph_schema *schema, int64_t at,
     }
     if (whole) {
         status = graph_window_get(window, at, *bytes, frame);
-        if (status != TFAST_OK || *frame == NULL ||
+        if (status != TFAST_OK || *frame == NULL || /* it may have been read again: */
+            graph_record_header_crc(schema, window->seed, *frame) !=
+                record.header_crc ||
             graph_crc(*frame + before, (size_t)(*bytes - before)) !=
                 record.payload_crc) {
             return status;

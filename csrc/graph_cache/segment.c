@@ -191,31 +191,19 @@ read_trailer(graph_segment *s)
     return TFAST_OK;
 }
 
-/* Maps the file, or reads its index. */
 static tfast_status
-take_index(graph_segment *s, bool pread)
+read_index(graph_segment *s)
 {
-    const uint8_t *index;
+    const uint8_t *index = s->index = malloc(s->trailer.index_bytes + 1);
     tfast_status status;
-    int error = 0;
 
-    if (pread) {
-        s->owned = malloc(s->trailer.index_bytes + 1);
-        if (s->owned == NULL) {
-            return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
-        }
-        status = graph_read_all(s->file, s->path, s->owned, s->trailer.index_bytes,
-                                (int64_t)s->trailer.index_offset);
-        if (status != TFAST_OK) {
-            return status;
-        }
-        index = s->owned;
-    } else {
-        s->map = graph_io_table->map(s->file, s->bytes, &error);
-        if (s->map == NULL) {
-            return graph_io_error("map", s->path, error);
-        }
-        index = s->map + s->trailer.index_offset;
+    if (index == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
+    }
+    status = graph_read_all(s->file, s->path, s->index, s->trailer.index_bytes,
+                            (int64_t)s->trailer.index_offset);
+    if (status != TFAST_OK) {
+        return status;
     }
     if (graph_crc(index, s->trailer.index_bytes) != s->trailer.index_crc) {
         return graph_damage("%s must have a whole index, its checksum is wrong",
@@ -262,6 +250,15 @@ check_entries(const graph_segment *s)
 }
 
 static tfast_status
+map_file(graph_segment *s)
+{
+    int error = 0;
+
+    s->map = graph_io_table->map(s->file, s->bytes, &error);
+    return s->map == NULL ? graph_io_error("map", s->path, error) : TFAST_OK;
+}
+
+static tfast_status
 open_whole(graph_segment *s, bool pread)
 {
     graph_header header;
@@ -279,9 +276,12 @@ open_whole(graph_segment *s, bool pread)
         status = read_trailer(s);
     }
     if (status == TFAST_OK) {
-        status = take_index(s, pread);
+        status = read_index(s);
     }
-    return status == TFAST_OK ? check_entries(s) : status;
+    if (status == TFAST_OK) {
+        status = check_entries(s);
+    }
+    return status == TFAST_OK && !pread ? map_file(s) : status;
 }
 
 tfast_status
@@ -320,7 +320,7 @@ graph_segment_close(graph_segment *segment)
         graph_io_table->close(segment->file);
     }
     tfast_graph_schema_free(segment->schema);
-    free(segment->owned);
+    free(segment->index);
     free(segment->path);
     memset(segment, 0, sizeof *segment);
 }

@@ -19,16 +19,16 @@ typedef struct {
     int64_t begin; /* offset of the first frame */
     graph_trailer trailer;
     int64_t records;
-    /* The index, in the map or in `owned`. Count k: counts[k * count_step + record]. */
+    /* The index, in memory of our own: what has been checked of it stays so, whatever
+     * becomes of the file. Count k: counts[k * count_step + record]. */
     const uint64_t *offsets;
     const uint32_t *units;
     const uint32_t *counts;
     int64_t count_step;
-    void *owned;
+    void *index;
 } graph_segment;
 
-/* Opens a file and checks all but the frames. With `pread` the index is read into
- * memory. */
+/* Opens a file, reads its index and checks all but the frames. */
 tfast_status graph_segment_open(graph_segment *segment, const char *path, bool pread);
 void graph_segment_close(graph_segment *segment);
 
@@ -86,6 +86,7 @@ uint32_t graph_trailer_crc(const graph_trailer *trailer);
 /* Whether a record is as it was written: both checksums, and all indices in range.
  * `arrays` are its own, as graph_record_arrays() gave them. */
 tfast_status graph_record_check(const tfast_graph_schema *schema, uint32_t seed,
-                                const void *record, const tfast_graph_array *arrays);
+                                const graph_record_view *record,
+                                const tfast_graph_array *arrays);
 
 #endif

@@ -115,17 +115,17 @@ wrong_values(const checking *c, int dtype, const tfast_graph_array *array)
 
 /* Zeros between the fields and around them. */
 static bool
-gaps_are_zero(const tfast_graph_schema *schema, const void *record,
+gaps_are_zero(const tfast_graph_schema *schema, const graph_record_view *record,
               const tfast_graph_array *arrays)
 {
-    const graph_record *head = record;
-    const uint8_t *begin = record, *at = begin + sizeof *head;
+    const uint8_t *head = record->head, *at = record->payload;
+    const uint8_t *end = at + record->bytes - schema->record_bytes;
+    const size_t used = sizeof(graph_record) + 4 * (size_t)schema->header.n_counts +
+                        schema->header.n_fields;
 
-    at += 4 * (size_t)schema->header.n_counts + schema->header.n_fields;
-    if (!graph_all_zero(at, begin + schema->record_bytes - at)) {
+    if (!graph_all_zero(head + used, (int64_t)(schema->record_bytes - used))) {
         return false;
     }
-    at = begin + schema->record_bytes;
     for (int i = 0; i < schema->header.n_fields; i++) {
         const tfast_graph_array *a = &arrays[i];
         const uint8_t *data = a->data;
@@ -138,7 +138,7 @@ gaps_are_zero(const tfast_graph_schema *schema, const void *record,
                  a->numel * graph_stored_bytes(schema->fields[i].dtype, a->stored);
         }
     }
-    return graph_all_zero(at, begin + (size_t)head->units * GRAPH_UNIT - at);
+    return graph_all_zero(at, end - at);
 }
 
 static tfast_status
@@ -147,14 +147,14 @@ verify_graph(checking *c, int64_t i)
     graph_place place = graph_find(c->cache, i);
     const tfast_graph_schema *schema = place.part->file.schema;
     const char *path = place.part->file.path;
-    const void *record;
+    graph_record_view record;
     tfast_status status = graph_arrays_as(
         c->cache, i, place, &c->buffer, TFAST_GRAPH_VERIFY_ALWAYS, c->arrays, &record);
 
     if (status != TFAST_OK) {
         return status == TFAST_EIO ? note(c, i) : status;
     }
-    if (!gaps_are_zero(schema, record, c->arrays)) {
+    if (!gaps_are_zero(schema, &record, c->arrays)) {
         graph_damage("graph %lld in %s must have zeros between its fields",
                      (long long)i, path);
         return note(c, i);

@@ -117,8 +117,7 @@ prepare(tfast_graph_writer *w, const char *path, const void *schema,
     tfast_status status = tfast_graph_schema_parse(&w->schema, schema, schema_bytes);
 
     if (status != TFAST_OK) { /* here it is an argument, not a file */
-        return status == TFAST_EIO ? tfast_fail(TFAST_EINVAL, "%s", tfast_message())
-                                   : status;
+        return status == TFAST_EIO ? TFAST_EINVAL : status;
     }
     w->index.n_counts = w->schema->header.n_counts;
     w->counts = malloc((size_t)w->index.n_counts * sizeof *w->counts + 1);

@@ -56,6 +56,21 @@ number_of(const entry *e)
     }
 }
 
+/* From a copy: the decoder looks at bytes more than once, and what is mapped may change
+ * meanwhile. */
+static PyObject *
+text_of(const tfast_graph_array *array)
+{
+    PyObject *text, *bytes = PyBytes_FromStringAndSize(array->data, array->numel);
+
+    if (bytes == NULL) {
+        return NULL;
+    }
+    text = PyUnicode_DecodeUTF8(PyBytes_AsString(bytes), array->numel, NULL);
+    Py_DECREF(bytes);
+    return text;
+}
+
 /* The field as what Python gets. */
 static PyObject *
 value_of(const entry *e)
@@ -68,7 +83,7 @@ value_of(const entry *e)
         Py_RETURN_NONE;
     }
     if (dtype == GRAPH_STRING) {
-        return PyUnicode_DecodeUTF8(array->data, array->numel, NULL);
+        return text_of(array);
     }
     if (dtype == GRAPH_BYTES) {
         return PyBytes_FromStringAndSize(array->data, array->numel);
@@ -350,6 +365,12 @@ cache_segments(py_graph_cache *self, void *Py_UNUSED(closure))
     return PyLong_FromLongLong(tfast_graph_cache_segments(self->cache));
 }
 
+static PyObject *
+cache_pread(py_graph_cache *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(self->pread);
+}
+
 static Py_ssize_t
 cache_len(py_graph_cache *self)
 {
@@ -365,16 +386,26 @@ cache_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *path = NULL;
     py_graph_cache *self;
     tfast_graph_cache *cache = NULL;
-    tfast_graph_open_options options = {TFAST_GRAPH_VERIFY_ONCE, false, false};
-    int pread = 0, partial = 0;
+    tfast_graph_open_options options = {TFAST_GRAPH_VERIFY_ONCE,
+                                        TFAST_GRAPH_BY_FILE_SYSTEM, false};
+    PyObject *pread = Py_None;
+    int partial = 0;
     tfast_status status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ipp:GraphCache", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$iOp:GraphCache", names,
                                      PyUnicode_FSConverter, &path, &options.verify,
                                      &pread, &partial)) {
         return NULL;
     }
-    options.pread = pread != 0;
+    if (pread != Py_None) {
+        const int truth = PyObject_IsTrue(pread);
+
+        if (truth < 0) {
+            Py_DECREF(path);
+            return NULL;
+        }
+        options.mode = truth ? TFAST_GRAPH_PREAD : TFAST_GRAPH_MMAP;
+    }
     options.partial = partial != 0;
     if (options.verify < TFAST_GRAPH_VERIFY_NEVER ||
         options.verify > TFAST_GRAPH_VERIFY_ALWAYS) {
@@ -395,7 +426,7 @@ cache_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         tfast_graph_cache_release(cache);
     } else {
         self->cache = cache;
-        self->pread = options.pread;
+        self->pread = tfast_graph_cache_mode(cache) == TFAST_GRAPH_PREAD;
     }
     return (PyObject *)self;
 }
@@ -441,11 +472,14 @@ static PyGetSetDef cache_attributes[] = {
      "16 bytes that change when the cache does.", NULL},
     {"file_bytes", (getter)cache_file_bytes, NULL, "Of all files.", NULL},
     {"segments", (getter)cache_segments, NULL, "How many.", NULL},
+    {"pread", (getter)cache_pread, NULL, "Whether files are read, not mapped.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot cache_slots[] = {
-    {Py_tp_doc, "An open graph cache; verify: 0 never, 1 once, 2 always."},
+    {Py_tp_doc,
+     "An open graph cache; verify: 0 never, 1 once, 2 always. pread: whether files\n"
+     "are read, not mapped; None: on network file systems."},
     {Py_tp_new, cache_new},
     {Py_tp_traverse, cache_traverse},
     {Py_tp_dealloc, cache_dealloc},

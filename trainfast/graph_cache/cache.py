@@ -22,15 +22,19 @@ def open(
     path: str | PathLike[str],
     verify: str = "once",
     *,
-    mode: str = "mmap",
+    mode: str | None = None,
     partial: bool = False,
 ) -> "Cache":
     """Opens the graph cache in the directory `path` for reading.
 
     verify: when checksums are compared: "once" for each graph the first time that this
     process reads it, "always", or "never".
-    mode: "mmap" maps the files; "pread" reads them, for network file systems, where a
-    file that shrinks under a map ends the process.
+    mode: "mmap" maps the files, "pread" reads them graph by graph. None: "pread" on
+    network file systems (NFS, SMB, FUSE such as gcsfuse, Lustre, Ceph, 9p and others),
+    "mmap" on all others. With "mmap" a file that is cut short while the cache is open
+    kills the process by SIGBUS, without an exception; with "pread" it is an OSError.
+    A cache that is written again beside its readers is safe in both: files are
+    replaced, never shortened.
     partial: opens what is sealed although a build has not ended or a writer still
     lives or was killed; without it that is an error.
 
@@ -148,19 +152,19 @@ class Cache(Graphs):
         path: str | PathLike[str],
         verify: str = "once",
         *,
-        mode: str = "mmap",
+        mode: str | None = None,
         partial: bool = False,
     ) -> None:
         if verify not in VERIFY:
             raise ValueError(f"verify must be one of {list(VERIFY)}, got {verify!r}")
-        if mode not in MODES:
+        if mode not in (None, *MODES):
             raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}")
         self.path = Path(as_path(path))
         self._options = {"verify": verify, "mode": mode, "partial": partial}
         self._core = GraphCache(
             str(self.path),
             verify=VERIFY[verify],
-            pread=mode == "pread",
+            pread=None if mode is None else mode == "pread",
             partial=bool(partial),
         )
         encoded = self._core.schema
@@ -177,6 +181,11 @@ class Cache(Graphs):
     def fingerprint(self) -> str:
         """32 hexadecimal digits that change whenever the cache does."""
         return self._core.fingerprint.hex()
+
+    @property
+    def mode(self) -> str:
+        """How files are read: "mmap" or "pread"."""
+        return MODES[self._core.pread]
 
     @cached_property
     def sizes(self) -> Sizes:
