@@ -17,6 +17,7 @@ from trainfast.torch.adamw_fallback import (
     is_for_torch,
     warn_of_fallback,
 )
+from trainfast.torch.adamw_pickle import reduce_as_torchs
 from trainfast.torch.adamw_state import OPTIONS, bump_versions, is_wide, relayout
 from trainfast.torch.clip import measure
 
@@ -75,6 +76,14 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         kept = ("max_grad_norm", "_step_supports_amp_scaling")
         own = {name: self.__dict__[name] for name in kept if name in self.__dict__}
         return {**super().__getstate__(), **own}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_as_torchs(self) or super().__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        twin.__setstate__(self.__getstate__())
+        return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -437,8 +446,12 @@ class AdamW(_FusedStep, torch.optim.AdamW):
 
     The state is torch's (`step`, `exp_avg`, `exp_avg_sq`, with amsgrad
     `max_exp_avg_sq`), but `step` is always a float32 on the parameter's device.
-    Checkpoints load both ways. Parameters and gradients may be float64, float32,
-    float16 or bfloat16, in any mix; anything else runs torch's own step, which
+    Checkpoints load both ways. A pickle of the whole optimizer needs trainfast to load,
+    unless patch() was in force when it was written and no option of this class is used:
+    then it loads as torch's wherever torch's name is not patched.
+
+    Parameters and gradients may be float64, float32, float16 or bfloat16, in any mix;
+    anything else runs torch's own step, which
     trainfast.stats() counts with the reason, and so does a step inside torch.compile
     (not counted), unless a scaler or an option asks for more: that breaks the graph and
     runs as everywhere. State tensors may be replaced between steps, or written in
