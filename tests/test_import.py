@@ -48,6 +48,16 @@ print([name for name in ("libcuda", "libcudart", "trainfast_cuda") if name in ma
     assert python(code).splitlines() == ["['trainfast']", "['trainfast']", "[]"]
 
 
+def test_star_import_leaves_the_users_names_alone():
+    code = """
+import sys, types
+torch = types.ModuleType("torch")
+from trainfast import *
+print(torch.__name__, "AdamW" in globals(), "trainfast.torch" in sys.modules)
+"""
+    assert python(code) == "torch True False"
+
+
 def test_import_starts_no_thread():
     code = """
 import os

@@ -18,8 +18,10 @@ from trainfast.patching import PatchReport, patch, patched, unpatch
 from trainfast.stats import reset_stats, stats
 
 if TYPE_CHECKING:  # __getattr__ loads them
-    from trainfast import graph_cache, torch
+    from trainfast import graph_cache
+    from trainfast import torch as torch
 
+# Without "torch": `from trainfast import *` must not rebind the user's name.
 __all__ = [
     "AdamW",
     "AttentionGradients",
@@ -35,7 +37,6 @@ __all__ = [
     "patched",
     "reset_stats",
     "stats",
-    "torch",
     "unpatch",
     "use_backend",
 ]
