@@ -129,3 +129,12 @@ def stopped_clock(monkeypatch):
 @pytest.fixture
 def rng():
     return np.random.default_rng(1234)
+
+
+@pytest.fixture
+def kernels_at_any_size(monkeypatch):
+    """trainfast.patch("attention") leaves no call to torch for its size."""
+    from trainfast.torch import attention_patch
+
+    monkeypatch.setattr(attention_patch, "is_small", lambda *tensors: False)
+    monkeypatch.setattr(attention_patch, "is_fused_faster", lambda *sizes: False)

@@ -144,7 +144,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_patched_script_trains_to_the_same_loss(kind):
+def test_patched_script_trains_to_the_same_loss(kernels_at_any_size, kind):
     def train():
         torch.manual_seed(0)
         model = getattr(transformers, model_name)(config(**sizes)).train()
@@ -212,6 +212,40 @@ def test_dropout_is_on_in_training_only():
     torch.manual_seed(0)
     assert torch.equal(model(**inputs).logits, first)
     assert not torch.equal(first, second)
+
+
+def test_registration_is_listed_and_reversible():
+    trainfast.unpatch("huggingface")
+    before = dict(vars(transformers.PreTrainedModel))
+    report = trainfast.torch.huggingface.register()
+    assert vars(transformers.PreTrainedModel) != before
+    [change] = report.changes
+    assert change.name == "huggingface" and change.places
+    assert trainfast.torch.huggingface.register().changes[0].places == []
+    model = make("llama", "trainfast")
+    trainfast.unpatch()
+    assert vars(transformers.PreTrainedModel) == before
+    model(**batch())  # looks its attention up in each call
+    assert calls() == 2
+
+
+def test_patch_without_names_does_not_ask_for_transformers():
+    trainfast.unpatch("huggingface")
+    with trainfast.patched() as report:
+        assert "huggingface" not in {change.name for change in report.changes}
+
+
+def test_a_gpu_with_torchs_flash_attention_is_warned_of_once(monkeypatch):
+    device = torch.device("cuda", 0)
+    where = trainfast.torch.huggingface
+    where._warn_of_flash_attention.cache_clear()
+    monkeypatch.setattr(where, "has_flash_attention", lambda device: False)
+    where._say_where_torch_has_flash_attention(device)
+    monkeypatch.setattr(where, "has_flash_attention", lambda device: True)
+    with pytest.warns(UserWarning, match='^cuda:0 has torch.*implementation="sdpa"'):
+        where._say_where_torch_has_flash_attention(device)
+    where._say_where_torch_has_flash_attention(device)
+    where._warn_of_flash_attention.cache_clear()
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}])

@@ -16,6 +16,8 @@ import pytest
 import trainfast
 from trainfast import patching
 
+OLD = "shop.tools.Hammer"
+
 
 class Hammer:
     """What the package `shop` offers."""
@@ -348,7 +350,63 @@ def test_unknown_name_is_an_error_that_lists_the_known(shop, function):
     assert shop.Hammer is Hammer
 
 
-@pytest.mark.parametrize("old", ["closed.Saw", "shop.tools.Saw"])
+@pytest.mark.parametrize("old", ["shop.tools.Saw", "shop.saws.Saw"])
+def test_a_missing_target_is_skipped_and_the_report_says_so(shop, old):
+    patching.register("saw", [(old, "fastshop.Hammer"), (OLD, "fastshop.Hammer")])
+    report = trainfast.patch("saw")
+    assert shop.Hammer is FastHammer
+    assert [(row.name, row.old) for row in report.skipped] == [("saw", old)]
+    assert "skipped, because this version does not have them" in str(report)
+    assert report.to_dict()["skipped"][0]["old"] == old
+    trainfast.unpatch("saw")
+    assert shop.Hammer is Hammer
+
+
+def test_a_missing_setting_is_skipped(shop):
+    settings = [("shop.light.get", "shop.light.put", "off")]
+    patching.register("saw", [(OLD, "fastshop.Hammer")], settings=settings)
+    assert [row.old for row in trainfast.patch("saw").skipped] == ["shop.light.get"]
+    assert shop.Hammer is FastHammer
+
+
+def test_a_setting_by_name_is_made_only_by_name(switch):
+    by_name = [("shop.light.get", "shop.light.put", "dim")]
+    patching.register("dimmer", [(OLD, "fastshop.Hammer")], by_name=by_name)
+    trainfast.unpatch()
+    with trainfast.patched():
+        trainfast.unpatch("light")
+        assert switch.get() == "on"
+        trainfast.patch("dimmer")
+        assert switch.get() == "dim"
+    assert switch.get() == "on"
+
+
+SOURCES = {
+    "from fastshop import Hammer": False,  # that of another package: cannot be told
+    "from trainfast.tools import Hammer": True,
+    "from trainfast.tools import Saw as Hammer": True,
+    "from trainfast.tools import Hammer as Other": False,
+    "%matplotlib inline": False,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("where", ["file", "notebook"])
+def test_unpatch_leaves_what_was_imported_from_trainfast(
+    shop, monkeypatch, tmp_path, source, where
+):
+    trainfast.patch("hammer")
+    late = add_module(monkeypatch, "late", Hammer=FastHammer)
+    if where == "file":
+        (tmp_path / "late.py").write_text(source)
+        late.__file__ = str(tmp_path / "late.py")
+    else:
+        late.In = ["", source]
+    trainfast.unpatch("hammer")
+    assert late.Hammer is (FastHammer if SOURCES[source] else Hammer)
+
+
+@pytest.mark.parametrize("old", ["closed.Saw"])
 def test_a_missing_package_is_an_error_and_changes_nothing(shop, old):
     patching.register("saw", [(old, "fastshop.Hammer")])
     package = old.partition(".")[0]

@@ -361,7 +361,7 @@ def test_sdpa_leaves_a_gpu_to_torch_where_its_kernels_are_faster():
 def test_a_gpu_without_flash_attention_takes_what_tensor_cores_do(
     monkeypatch, dtype, expected
 ):
-    monkeypatch.setattr(attention_route, "_has_flash_attention", lambda device: False)
+    monkeypatch.setattr(attention_route, "has_flash_attention", lambda device: False)
     with FakeTensorMode():
         q = torch.empty(1, 2, 5, 8, dtype=dtype, device="cuda")
         assert attention_route.torchs_are_faster(q) == expected

@@ -1,6 +1,6 @@
-"""The kernels under torch's own operators: what trainfast.patch("attention") serves of
-calls that do not go through torch's names. Operators of CUDA run here on the CPU, where
-torch has none of that name, with a stand-in for torch's own kernel."""
+"""The kernels under torch's own operators: what trainfast.patch("attention_operators")
+serves of calls that do not go through torch's names. Operators of CUDA run here on the
+CPU, where torch has none of that name, with a stand-in for torch's own kernel."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_direct_calls_run_on_the_kernel_while_patched(name):
         function = torch.jit.script(function)
     wanted = with_grads(function, q, k, k, is_causal=True)
     assert calls() == 0
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         out = with_grads(function, q, k, k, is_causal=True)
     assert calls() == 2 and fallbacks() == {}
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
@@ -98,15 +98,17 @@ def test_compiled_calls_of_torchs_operator_run_on_the_kernel(layout):
     q = rows(2, 3, 5, 8, layout=layout)
     wanted = with_grads(function, q)
     torch._dynamo.reset()
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         out = with_grads(torch.compile(function, fullgraph=True), q)
     assert calls() == 2
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_what_our_function_leaves_to_torch_is_torchs_and_counted_once():
+def test_what_our_function_leaves_to_torch_is_torchs_and_counted_once(
+    kernels_at_any_size,
+):
     q = rows(1, 2, 5, 300)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention", "attention_operators"):
         F.scaled_dot_product_attention(q, q, q)
         assert calls() == 0
         assert fallbacks() == {"a head dim of 0 or above 256": 1}
@@ -121,7 +123,7 @@ def test_what_our_function_leaves_to_torch_is_torchs_and_counted_once():
 def test_what_the_kernel_refuses_goes_on_to_torchs_own():
     q = rows(1, 2, 5, 300)
     wanted = with_grads(DIRECT["aten"], q, q, q)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         out = with_grads(DIRECT["aten"], q, q, q)
         with pytest.raises(RuntimeError, match="only 4 dims"):
             FLASH_ON_CPU(*[q[0, ..., :8]] * 3)
@@ -138,7 +140,7 @@ def test_what_the_core_refuses_goes_on_to_torchs_own(monkeypatch):
     wanted = with_grads(DIRECT["aten"], q, q, q)
     monkeypatch.setattr(attention_overrides.attention_ops, "forward", refuse)
     monkeypatch.setattr(attention_overrides.attention_ops, "backward", refuse)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         out = with_grads(DIRECT["aten"], q, q, q)
     assert all(torch.equal(a, b) for a, b in zip(out, wanted))
     assert fallbacks() == {"nothing here computes it": 2}
@@ -157,7 +159,7 @@ def test_results_on_the_cpu_are_laid_out_as_torchs(dtype, layout, masked):
         mask = torch.rand(5, 7, dtype=dtype)
         mask[1] = -torch.inf  # a row without a key
     found = []
-    for names in (["attention"], ["clip"]):
+    for names in (["attention_operators"], ["clip"]):
         with trainfast.patched(*names):
             out, lse = FLASH_ON_CPU(q, k, k, attn_mask=mask)
             grads = FLASH_ON_CPU_BACKWARD(
@@ -168,20 +170,22 @@ def test_results_on_the_cpu_are_laid_out_as_torchs(dtype, layout, masked):
     same_layout(*found)
     tolerance = {"atol": 0.03, "rtol": 0.03} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(*found, **tolerance)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         meta = [x.to("meta") for x in (q, k)]
         made = FLASH_ON_CPU(meta[0], meta[1], meta[1])
     same_layout([x.to("meta") for x in found[0][:2]], made)
     assert calls() == 2
 
 
-@pytest.mark.parametrize("forwards", ["attention", "clip"])
+@pytest.mark.parametrize("forwards", ["attention_operators", "clip"])
 def test_forward_and_backward_may_be_on_either_side_of_patch(forwards):
     q, mask = rows(2, 3, 40, 8).requires_grad_(), torch.rand(40, 40) > 0.5
     mask[3] = False
     with trainfast.patched(forwards):
         out = aten.scaled_dot_product_attention(q, q, q, mask)
-    with trainfast.patched("clip" if forwards == "attention" else "attention"):
+    with trainfast.patched(
+        "clip" if forwards == "attention_operators" else "attention_operators"
+    ):
         (grad,) = torch.autograd.grad(out.square().sum(), q)
     assert calls() == 1
     leaf = q.detach().requires_grad_()
@@ -232,7 +236,7 @@ def test_efficient_attention_has_torchs_layout_and_autograd(on_cpu, n, layout, m
         mask[:, :, 1] = -torch.inf
     wanted = with_grads(sdpa, q, k, v, attn_mask=mask)
     trainfast.reset_stats()
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         found = with_grads(efficient, q, k, v, mask=mask)
         made = EFFICIENT(q, k, v, mask, True)
         short = EFFICIENT(q, k, v, mask, False)
@@ -259,7 +263,7 @@ def test_efficient_attention_has_torchs_layout_and_autograd(on_cpu, n, layout, m
 
 def test_dropout_and_gradients_of_a_mask_are_torchs_own(on_cpu):
     q, mask = rows(1, 2, 5, 8), rows(1, 2, 5, 5)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         with pytest.raises(RuntimeError, match="torch's own"):
             efficient(q, q, q, dropout_p=0.5)
         out = EFFICIENT(q, q, q, mask, True)
@@ -277,7 +281,10 @@ def test_dropout_and_gradients_of_a_mask_are_torchs_own(on_cpu):
 
 def test_flash_attention_is_overridden_only_by_choice(on_cpu):
     q, k = rows(2, 3, 70, 8, layout="bnhd"), rows(2, 3, 9, 8)
-    with trainfast.patched("attention"), pytest.raises(RuntimeError, match="own"):
+    with (
+        trainfast.patched("attention_operators"),
+        pytest.raises(RuntimeError, match="own"),
+    ):
         flash(q, k, k)
     register_flash_attention_impl()
     registry.activate_flash_attention_impl("trainfast")
@@ -312,20 +319,20 @@ def test_patch_and_choice_may_end_in_any_order(patch_first):
     q, name = rows(1, 2, 5, 8), "_scaled_dot_product_flash_attention_for_cpu"
     torchs = kernel_of(name, "CPU")
     if patch_first:
-        trainfast.patch("attention")
+        trainfast.patch("attention_operators")
     registry.activate_flash_attention_impl("trainfast")
     if not patch_first:
-        trainfast.patch("attention")
+        trainfast.patch("attention_operators")
         registry.restore_flash_attention_impl()
     else:
-        trainfast.unpatch("attention")
+        trainfast.unpatch("attention_operators")
     assert kernel_of(name, "CPU") != torchs
     DIRECT["aten"](q, q, q)
     assert calls() == 1 and fallbacks() == {}
     if patch_first:
         registry.restore_flash_attention_impl()
     else:
-        trainfast.unpatch("attention")
+        trainfast.unpatch("attention_operators")
     assert kernel_of(name, "CPU") == torchs
     DIRECT["aten"](q, q, q)
     assert calls() == 1
@@ -334,7 +341,7 @@ def test_patch_and_choice_may_end_in_any_order(patch_first):
 def test_what_is_unregistered_is_kept_as_a_thread_may_be_in_it():
     """Torch frees it, and the thread's process ends with a fault."""
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         ours = kernel_of(name, "CPU")
     assert ours != kernel_of(name, "CPU")
     assert ours in map(str, attention_overrides._kept)
@@ -345,17 +352,17 @@ def test_operators_of_cuda_are_overridden_where_torch_has_them():
     names = [n for p in pairs for n in (p.name, f"{p.name}_backward")]
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{names[0]}", "CUDA"):
         pytest.skip("this torch has them")
-    trainfast.patch("attention")
+    trainfast.patch("attention_operators")
     for name in names:
         assert not torch._C._dispatch_has_kernel_for_dispatch_key(
             f"aten::{name}", "CUDA"
         )
-    trainfast.unpatch("attention")
+    trainfast.unpatch("attention_operators")
     library = torch._C._dispatch_library("IMPL", "aten", "", __file__, 0)
     for name in names:
         library.impl(name, "CUDA", lambda *_: None, False)
     before = [kernel_of(name, "CUDA") for name in names]
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         ours = [kernel_of(name, "CUDA") for name in names]
     after = [kernel_of(name, "CUDA") for name in names]
     library.reset()
@@ -374,7 +381,7 @@ def test_what_another_library_overrides_is_left_to_it():
 
     theirs.impl(name, other, "CPU")
     q = rows(1, 2, 5, 8)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         FLASH_ON_CPU(q, q, q)
         theirs._destroy()
         FLASH_ON_CPU(q, q, q)
@@ -385,6 +392,6 @@ def test_a_torch_that_cannot_get_kernels_is_left_alone(monkeypatch):
     monkeypatch.delattr(torch.library, "get_kernel")
     assert not register_flash_attention_impl()
     q = rows(1, 2, 5, 8)
-    with trainfast.patched("attention"):
+    with trainfast.patched("attention_operators"):
         DIRECT["aten"](q, q, q)
     assert calls() == 0

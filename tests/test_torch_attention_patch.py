@@ -7,11 +7,19 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 
 import trainfast
-from trainfast.torch import register_flash_attention_impl, scaled_dot_product_attention
+from trainfast.torch import (
+    attention_patch,
+    attention_route,
+    register_flash_attention_impl,
+    scaled_dot_product_attention,
+)
+
+FLASH = "CUDA: torch's flash attention, until ours is measured beside it"
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +29,12 @@ def fresh():
     yield
     trainfast.unpatch()
     assert torch.backends.mha.get_fastpath_enabled()
+    assert "__call__" not in vars(torch.nn.MultiheadAttention)
+
+
+@pytest.fixture
+def kernel(kernels_at_any_size):
+    """Tests that count calls of the kernel have small tensors."""
 
 
 def calls():
@@ -31,16 +45,15 @@ def fallbacks():
     return trainfast.stats().fallbacks.get("attention", {})
 
 
-def test_patch_reroutes_the_function_and_unpatch_restores_it(monkeypatch):
+def test_patch_reroutes_the_function_and_unpatch_restores_it(kernel, monkeypatch):
     before = F.scaled_dot_product_attention, F.multi_head_attention_forward
     user = types.ModuleType("user")
     user.sdpa = before[0]
     monkeypatch.setitem(__import__("sys").modules, "user", user)
     with trainfast.patched("attention") as report:
-        assert F.scaled_dot_product_attention is scaled_dot_product_attention
-        assert user.sdpa is scaled_dot_product_attention
-        assert not torch.backends.mha.get_fastpath_enabled()
-        assert "torch.backends.mha.get_fastpath_enabled()" in str(report)
+        assert F.scaled_dot_product_attention is not before[0]
+        assert user.sdpa is F.scaled_dot_product_attention
+        assert "torch.backends.mha.get_fastpath_enabled" in str(report)
         q = torch.randn(1, 2, 5, 8)
         F.scaled_dot_product_attention(q, q, q)
         assert calls() == 1
@@ -51,7 +64,7 @@ def test_patch_reroutes_the_function_and_unpatch_restores_it(monkeypatch):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_transformer_encoder_layer_runs_on_the_kernel(training, batch_first):
+def test_transformer_encoder_layer_runs_on_the_kernel(kernel, training, batch_first):
     layer = torch.nn.TransformerEncoderLayer(
         16, 4, 32, dropout=0.0, batch_first=batch_first
     ).train(training)
@@ -69,8 +82,15 @@ def test_transformer_encoder_layer_runs_on_the_kernel(training, batch_first):
     assert calls() == 2 and fallbacks() == {}
 
 
-def test_multihead_attention_with_weights_is_counted():
-    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_multihead_attention_with_weights_is_counted(kernel, training, grad):
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).train(training)
+    with torch.set_grad_enabled(grad):
+        check_multihead_attention_with_weights(layer)
+
+
+def check_multihead_attention_with_weights(layer):
     x = torch.randn(2, 5, 16)
     wanted, _ = layer(x, x, x)
     with trainfast.patched("attention"):
@@ -84,7 +104,7 @@ def test_multihead_attention_with_weights_is_counted():
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_padding_masks_of_multihead_attention_run_on_the_kernel(kind):
+def test_padding_masks_of_multihead_attention_run_on_the_kernel(kernel, kind):
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     x, padding = torch.randn(2, 5, 16), torch.tensor([[0, 0, 0, 1, 1], [0] * 5]).bool()
     if kind == "float":
@@ -98,7 +118,7 @@ def test_padding_masks_of_multihead_attention_run_on_the_kernel(kind):
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("align", [causal_upper_left, causal_lower_right])
-def test_causal_bias_of_torch_is_understood(align, patched):
+def test_causal_bias_of_torch_is_understood(kernel, align, patched):
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
     wanted = F.scaled_dot_product_attention(q, k, k, align(3, 5))
     with trainfast.patched("attention" if patched else "clip"):
@@ -108,7 +128,7 @@ def test_causal_bias_of_torch_is_understood(align, patched):
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_function_modes_see_the_call_and_leave_it_to_the_kernel(patched):
+def test_function_modes_see_the_call_and_leave_it_to_the_kernel(kernel, patched):
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(func)
@@ -183,13 +203,10 @@ def test_nested_tensors_work_as_without_the_patch(kind, grad):
         with trainfast.patched("attention"):
             found = run(module, x)
             assert "a nested tensor, in multi-head attention" in fallbacks()
-            assert not torch.backends.mha.get_fastpath_enabled()
             with pytest.raises(AssertionError, match="does not support NestedTensor"):
                 run(module.train(), x)  # torch has none either
-            assert not torch.backends.mha.get_fastpath_enabled()
     assert found.is_nested
     torch.testing.assert_close(found.to_padded_tensor(0), wanted.to_padded_tensor(0))
-    assert "__call__" not in vars(torch.nn.MultiheadAttention)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -218,7 +235,6 @@ def test_nested_tensors_hinder_no_other_thread():
             thread.start()
         for thread in threads:
             thread.join()
-        assert not torch.backends.mha.get_fastpath_enabled()
     assert stuck == [False, False]
     torch.testing.assert_close(found, [wanted, wanted])
 
@@ -235,9 +251,11 @@ def test_patch_may_end_while_a_nested_tensor_is_inside():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_padded_batch_of_an_encoder_is_right_where_it_has_rows():
-    model, x = encoder().eval(), torch.randn(3, 5, 16)
-    padded = torch.arange(5) >= torch.tensor([3, 5, 2])[:, None]
+@pytest.mark.parametrize("n", [5, 300])
+def test_padded_batch_of_an_encoder_is_right_where_it_has_rows(n):
+    """At any size on the kernel: torch's fused path has other rows where it pads."""
+    model, x = encoder().eval(), torch.randn(3, n, 16)
+    padded = torch.arange(n) >= torch.tensor([3, n, 2])[:, None]
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         wanted = model(x, src_key_padding_mask=padded)
         with trainfast.patched("attention"):
@@ -246,18 +264,137 @@ def test_padded_batch_of_an_encoder_is_right_where_it_has_rows():
     torch.testing.assert_close(found[~padded], wanted[~padded])
 
 
-def test_setting_that_somebody_else_changed_is_left_alone():
-    torch.backends.mha.set_fastpath_enabled(True)
-    trainfast.patch("attention")
-    torch.backends.mha.set_fastpath_enabled(True)
-    report = trainfast.unpatch("attention")
-    name = "torch.backends.mha.get_fastpath_enabled()"
-    assert [change.left for change in report.changes if change.old == name] == [[name]]
-    torch.backends.mha.set_fastpath_enabled(False)
+def test_the_users_own_setting_of_the_fused_path_holds():
     with trainfast.patched("attention"):
-        trainfast.patch("attention")
+        assert torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        assert not torch.backends.mha.get_fastpath_enabled()
     assert not torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(True)
+
+
+# ---- What is left to torch for its size ----------------------------------------------
+
+SMALL = "a small call: torch's function is faster"
+FUSED = "a small input: torch's fused inference path is faster"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str
+)
+def test_small_calls_are_torchs_and_counted(options, grad):
+    q, k, v = (torch.randn(1, 4, 8, 16, requires_grad=grad) for _ in range(3))
+    wanted = F.scaled_dot_product_attention(q, k, v, **options)
+    with trainfast.patched("attention"):
+        out = F.scaled_dot_product_attention(q, k, v, **options)
+    assert torch.equal(out, wanted) and out.requires_grad == grad
+    assert fallbacks() == {SMALL: 1} and calls() == 0
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, grad, small",
+    [
+        ((1, 4, 16, 16), torch.float32, False, True),
+        ((1, 4, 32, 16), torch.float32, False, False),
+        ((1, 4, 32, 16), torch.float32, True, True),
+        ((1, 4, 32, 16), torch.bfloat16, True, False),
+        ((32, 8, 8, 16), torch.float32, False, True),  # the kernels' tiles are empty
+        ((32, 8, 8, 16), torch.bfloat16, False, False),
+        ((1, 4, 128, 16), torch.float32, True, False),
+        ((8, 4, 8, 64), torch.float32, True, False),
+        ((8, 4, 16, 64), torch.float32, True, False),
+    ],
+    ids=str,
+)
+def test_what_is_small_follows_from_shapes_and_dtypes(shape, dtype, grad, small):
+    q = torch.randn(shape, dtype=dtype, requires_grad=grad)
+    with trainfast.patched("attention"):
+        F.scaled_dot_product_attention(q, q, q)
+    assert fallbacks() == ({SMALL: 1} if small else {})
+    assert calls() == (0 if small else 1)
+
+
+def test_masks_and_dropout_stay_with_the_kernel_at_any_size():
+    """A row without a key is 0 at any size, in any version of torch."""
+    q, mask = torch.randn(1, 4, 8, 16), torch.zeros(8, 8, dtype=torch.bool)
+    with trainfast.patched("attention"):
+        assert not F.scaled_dot_product_attention(q, q, q, mask).any()
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert calls() == 2 and fallbacks() == {}
+
+
+def test_by_its_own_name_the_kernel_runs_at_any_size():
+    q = torch.randn(1, 4, 8, 16)
+    with trainfast.patched("attention"):
+        scaled_dot_product_attention(q, q, q)
+        trainfast.torch.attention(q, q, q)
+    assert calls() == 2 and fallbacks() == {}
+
+
+@pytest.mark.parametrize("arguments", [(None,) * 3, (1, 2, 3), ()], ids=str)
+def test_arguments_that_are_no_tensors_have_torchs_error(arguments):
+    with pytest.raises(TypeError):
+        F.scaled_dot_product_attention(*arguments)
+    with trainfast.patched("attention"), pytest.raises(TypeError):
+        F.scaled_dot_product_attention(*arguments)
+
+
+@pytest.mark.parametrize("n", [8, 300])
+@pytest.mark.parametrize("kind", NESTED)
+def test_inference_takes_the_faster_way_and_counts_it_once(kind, n):
+    module = NESTED[kind]().eval()
+    x, layers = torch.randn(2, n, 16), 2 if kind == "encoder" else 1
+    run = attend_itself if kind == "attention" else (lambda module, x: module(x))
+    with torch.no_grad():
+        wanted = run(module, x)
+        with trainfast.patched("attention"):
+            found = run(module, x)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    if n == 8:
+        assert torch.equal(found, wanted)
+        assert fallbacks() == {FUSED: layers} and calls() == 0
+    else:
+        assert fallbacks() == {} and calls() == layers
+
+
+def test_a_module_that_has_no_fused_path_counts_its_own_calls():
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 4, 32, activation=torch.tanh, batch_first=True
+    ).eval()
+    with torch.no_grad(), trainfast.patched("attention"):
+        layer(torch.randn(2, 8, 16))  # its attention has one
+        assert fallbacks() == {FUSED: 1}
+    trainfast.reset_stats()
+    with trainfast.patched("attention"):
+        layer(torch.randn(2, 8, 16))
+    assert fallbacks() == {SMALL: 1}
+
+
+def test_where_torch_has_flash_attention_patch_leaves_attention_alone(monkeypatch):
+    monkeypatch.setattr(attention_route, "has_flash_attention", lambda device: True)
+    left, named = [], []
+    with FakeTensorMode():
+        q = torch.empty(8, 8, 128, 64, dtype=torch.float16, device="cuda")
+        trainfast.patch()
+        assert attention_route.torchs_are_faster(q) == FLASH
+        F.scaled_dot_product_attention(q, q, q)
+        left.append(fallbacks())
+        trainfast.patch("attention")
+        assert attention_route.torchs_are_faster(q) is None
+        named.append(str(trainfast.unpatch()))
+        assert attention_route.torchs_are_faster(q) == FLASH
+    assert left == [{FLASH: 1}] and "is_named" in named[0]
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_fused_path_stays_where_our_kernels_would_refuse(monkeypatch, flash):
+    """A GPU's tensors; the CPU's stand in for them."""
+    monkeypatch.setattr(attention_route, "has_flash_attention", lambda device: flash)
+    with FakeTensorMode():
+        x = torch.empty(2, 300, 16, dtype=torch.float16, device="cuda")
+        reason = attention_patch._stays_fused(x, masked=False, weights=False)
+    assert reason == (FLASH if flash else None)
 
 
 # ---- torch.nn.attention.activate_flash_attention_impl --------------------------------

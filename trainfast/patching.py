@@ -5,9 +5,12 @@ every module's global that was imported from them before; names imported later f
 replacement by themselves, so that it does not matter which comes first. Only globals of
 modules are rebound: existing objects, subclasses, defaults of arguments and entries of
 containers stay what they are. So do the framework's other modules, which pickle and its
-own classes look into, and trainfast's.
+own classes look into, and trainfast's. What this version of the framework lacks is
+skipped, and the report says so.
 """
 
+import ast
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +25,7 @@ from trainfast.report import Report, Table
 # Reads a module's dict without running code that a lazy module may have put in the way.
 _namespace_of: Any = vars(ModuleType)["__dict__"].__get__
 _MISSING = object()
+_OWN = "trainfast"
 
 
 class Target(NamedTuple):
@@ -59,7 +63,7 @@ class Replacement:
     """A target in force: both objects, where they are, and where `new` was before."""
 
     def __init__(self, target: Target) -> None:
-        self.target = target
+        self.entry = self.target = target
         self.old = _resolve(target.old)
         self.new = _resolve(target.new)
         self.places: list[Place] = []
@@ -90,7 +94,7 @@ class Replacement:
             else:
                 left.append(place)
         for place in _places_of(self.new):  # imported since
-            if place.key not in self.before:
+            if place.key not in self.before and not _imports_from_trainfast(place):
                 place.namespace[place.attribute] = self.old
                 changed.append(place)
         return changed, left
@@ -100,6 +104,7 @@ class Changed:
     """A setting in force, and the value that it had before."""
 
     def __init__(self, setting: Setting) -> None:
+        self.entry = setting
         self.target = Target(f"{setting.getter}()", repr(setting.value))
         self.read, self.write = _resolve(setting.getter), _resolve(setting.setter)
         self.value = setting.value
@@ -120,6 +125,7 @@ class Changed:
 
 
 _registry: dict[str, list[Target | Setting]] = {}
+_by_name: dict[str, list[Setting]] = {}
 _opt_in: set[str] = set()
 _active: dict[str, list[Replacement | Changed]] = {}
 _blocks: Counter[str] = Counter()  # of `patched` that are in force, of each name
@@ -131,17 +137,20 @@ def register(
     targets: Iterable[tuple[str, str]],
     settings: Iterable[tuple[str, str, Any]] = (),
     opt_in: bool = False,
+    by_name: Iterable[tuple[str, str, Any]] = (),
 ) -> None:
     """Makes `patch(name)` replace the first name of each pair by the second.
 
     Both are dotted names of a module's attribute, looked up when `patch` needs them. So
     are the first two of each setting: what reads it, what writes it, and the value.
-    `opt_in`: not without being named, as for a package that few have.
+    `opt_in`: not without being named, as for a package that few have. `by_name`:
+    settings that are made only when `patch` is given the name.
     """
     if name in _registry:
         raise ValueError(f"name must be new, got {name!r}, which is registered")
     _registry[name] = [Target(*pair) for pair in targets]
     _registry[name] += [Setting(*setting) for setting in settings]
+    _by_name[name] = [Setting(*setting) for setting in by_name]
     if opt_in:
         _opt_in.add(name)
 
@@ -149,8 +158,14 @@ def register(
 def patch(*names: str) -> "PatchReport":
     """Replaces a framework's names by trainfast's; without names all of torch's.
 
-    Names: "adamw", "amp", "clip", "attention", and "pyg", which must be asked for: it
-    replaces what makes PyG's batches of lists of graphs in RAM.
+    Names: "adamw", "amp", "clip" and "attention"; and three that must be asked for:
+    "attention_operators" puts the kernels under torch's operators, for C++, scripted
+    code and direct calls of torch.ops.aten (small calls become slower); "huggingface"
+    is trainfast.torch.huggingface.register(); "pyg" replaces what makes PyG's batches
+    of lists of graphs in RAM.
+
+    On a GPU where torch has flash attention, "attention" changes nothing unless it is
+    given by name.
 
     Names that modules have already imported are rebound, too. Patching twice changes
     nothing more, except that it finds what was imported around the first one. Objects
@@ -162,16 +177,17 @@ def patch(*names: str) -> "PatchReport":
     Raises:
         ValueError: an unknown name.
         ImportError: what is to be patched is not installed.
-        Nothing has changed when it raises.
+        Nothing has changed when it raises. A single name that the installed version
+        lacks is no error: it is skipped, and the report lists it.
     """
     with _lock:
-        chosen = _chosen(names)
-        ready = {name: _active.get(name) or _prepare(name) for name in chosen}
+        ready = {name: _prepare(name, name in names) for name in _chosen(names)}
         report = PatchReport("patched")
-        for name, replacements in ready.items():
+        for name, (replacements, skipped) in ready.items():
             _active[name] = replacements
             for replacement in replacements:
                 report.add(name, replacement.target, replacement.apply())
+            report.skipped += skipped
         return report
 
 
@@ -179,8 +195,10 @@ def unpatch(*names: str) -> "PatchReport":
     """Takes back what `patch` did; without names all of it.
 
     Every name bound to a replacement gets the framework's object back, those imported
-    since among them, except where it was bound to the replacement before `patch`. What
-    is bound to something else by now is left alone, and the report says so.
+    since among them, except where it was bound to the replacement before `patch`, or
+    where the source of the module (or a cell of the notebook) imports it from
+    trainfast. What is bound to something else by now is left alone, and the report says
+    so.
 
     Raises:
         ValueError: an unknown name. One that is not patched is fine.
@@ -223,12 +241,22 @@ class Change(NamedTuple):
     left: list[str]
 
 
+class Skipped(NamedTuple):
+    """A name that was not replaced, and why."""
+
+    name: str
+    old: str
+    reason: str
+
+
 class PatchReport(Report):
-    """What one call of `patch` or `unpatch` changed, in `changes`."""
+    """What one call of `patch` or `unpatch` changed, in `changes`, and what `patch` had
+    to leave out, in `skipped`."""
 
     def __init__(self, action: str) -> None:
         self.action = action
         self.changes: list[Change] = []
+        self.skipped: list[Skipped] = []
 
     def add(
         self,
@@ -252,11 +280,15 @@ class PatchReport(Report):
         if kept:
             title = "left alone, because they have been bound to something else since"
             tables.append(Table(title, ("name", "place"), kept))
+        if self.skipped:
+            title = "skipped, because this version does not have them"
+            tables.append(Table(title, Skipped._fields, list[Any](self.skipped)))
         return tables
 
     def to_dict(self) -> dict[str, Any]:
         changes = [change._asdict() for change in self.changes]
-        return {"action": self.action, "changes": changes}
+        skipped = [each._asdict() for each in self.skipped]
+        return {"action": self.action, "changes": changes, "skipped": skipped}
 
 
 def _check(names: tuple[str, ...]) -> list[str]:
@@ -271,19 +303,41 @@ def _chosen(names: tuple[str, ...]) -> list[str]:
     return _check(names) or [name for name in _registry if name not in _opt_in]
 
 
-def _prepare(name: str) -> list[Replacement | Changed]:
+def _prepare(
+    name: str, by_name: bool
+) -> tuple[list[Replacement | Changed], list[Skipped]]:
+    """What is in force already and what is new, not yet applied; what is missing."""
+    entries = _registry[name] + (_by_name[name] if by_name else [])
+    ready = list(_active.get(name, []))
+    known = {each.entry for each in ready}
+    skipped = []
+    for entry in entries:
+        if entry in known:
+            continue
+        try:
+            _resolve(entry[0])
+        except ImportError as error:
+            package = entry[0].partition(".")[0]
+            _must_be_installed(package, name, error)
+            skipped.append(Skipped(name, entry[0], str(error)))
+        else:
+            kind = Replacement if isinstance(entry, Target) else Changed
+            ready.append(kind(entry))  # type: ignore[arg-type]
+    return ready, skipped
+
+
+def _must_be_installed(package: str, name: str, error: ImportError) -> None:
+    """Raises where it is not the version of the package that the error is about."""
     try:
-        return [
-            Replacement(entry) if isinstance(entry, Target) else Changed(entry)
-            for entry in _registry[name]
-        ]
-    except ImportError as error:
-        package = _registry[name][0][0].partition(".")[0]
+        import_module(package)
+    except ImportError:
         raise ImportError(
             f"{package} must be installed to patch {name!r}, got: {error}",
             name=error.name,
             path=error.path,
         ) from error
+    if package == _OWN:
+        raise error
 
 
 def _resolve(dotted: str) -> Any:
@@ -300,13 +354,37 @@ def _places_of(wanted: Any) -> list[Place]:
     From copies, which no thread that imports meanwhile can change."""
     found: dict[tuple[int, str], Place] = {}  # a module may have two names
     for name, module in sys.modules.copy().items():
-        if issubclass(type(module), ModuleType) and not _in_package(name, "trainfast"):
+        if issubclass(type(module), ModuleType) and not _in_package(name, _OWN):
             namespace = _namespace_of(module)
             for attribute, value in namespace.copy().items():
                 if value is wanted:
                     place = Place(name, attribute, namespace)
                     found.setdefault(place.key, place)
     return list(found.values())
+
+
+def _imports_from_trainfast(place: Place) -> bool:
+    """Whether the source of the place's module binds its name by an import from
+    trainfast. The object alone cannot tell: torch's name is bound to the same one."""
+    cells = place.namespace.get("In")
+    try:
+        sources = [inspect.getsource(sys.modules[place.module])]
+    except (OSError, TypeError, KeyError):
+        sources = cells if isinstance(cells, list) else []  # a notebook's
+    return any(_binds_by_import(str(text), place.attribute) for text in sources)
+
+
+def _binds_by_import(source: str, attribute: str) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:  # a cell may be more than Python
+        return False
+    return any(
+        (alias.asname or alias.name) == attribute
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and _in_package(node.module or "", _OWN)
+        for alias in node.names
+    )
 
 
 def _in_package(module: str, package: str) -> bool:
@@ -337,23 +415,55 @@ register(
 register(
     "attention",
     [
-        (f"torch.nn.functional.{name}", f"trainfast.torch.attention_patch.{name}")
-        for name in ("scaled_dot_product_attention", "multi_head_attention_forward")
+        *(
+            (f"torch.nn.functional.{name}", f"trainfast.torch.attention_patch.{name}")
+            for name in ("scaled_dot_product_attention", "multi_head_attention_forward")
+        ),
+        (
+            "torch.backends.mha.get_fastpath_enabled",
+            "trainfast.torch.attention_patch.get_fastpath_enabled",
+        ),
     ],
     settings=[
         # Outside training, torch's transformer modules would compute all by themselves.
         (
-            "torch.backends.mha.get_fastpath_enabled",
-            "torch.backends.mha.set_fastpath_enabled",
-            False,
+            "trainfast.torch.attention_patch.are_modules_patched",
+            "trainfast.torch.attention_patch.set_modules_patched",
+            True,
         ),
-        # What does not go through these names, torch's C++ for one.
+    ],
+    by_name=[
+        # Also where torch has flash attention.
+        (
+            "trainfast.torch.attention_route.is_named",
+            "trainfast.torch.attention_route.set_named",
+            True,
+        ),
+    ],
+)
+register(
+    "attention_operators",
+    [],
+    settings=[
         (
             "trainfast.torch.attention_overrides.are_patched",
             "trainfast.torch.attention_overrides.set_patched",
             True,
         ),
     ],
+    opt_in=True,
+)
+register(
+    "huggingface",
+    [],
+    settings=[
+        (
+            "trainfast.torch.huggingface.are_tables_completed",
+            "trainfast.torch.huggingface.set_tables_completed",
+            True,
+        ),
+    ],
+    opt_in=True,
 )
 register(
     "pyg",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainfast.torch import attention_ops, attention_patch
+from trainfast.torch import attention_ops
 from trainfast.torch.attention_math import Extras, Inputs, Options
 from trainfast.torch.attention_route import (
     DTYPES,
@@ -371,8 +371,7 @@ def are_patched() -> bool:
 
 def set_patched(value: bool) -> None:
     """Puts the kernels under torch's operators where they are the better choice, or
-    takes them away: trainfast.patch("attention")'s part below torch's names."""
-    attention_patch.take_nested(value)
+    takes them away: trainfast.patch("attention_operators")."""
     _held.change("patch", value)
 
 

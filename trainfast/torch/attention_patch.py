@@ -1,91 +1,254 @@
-"""What takes the place of torch's names under trainfast.patch("attention")."""
+"""What takes the place of torch's names under trainfast.patch("attention").
+
+The patch serves each call by what is faster at its size: the kernels, or for small
+calls torch's own function, counted in trainfast.stats(). `trainfast.torch.attention`
+and `trainfast.torch.scaled_dot_product_attention` run the kernels at any size.
+"""
 
 import functools
 import inspect
-from threading import Lock
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from trainfast.torch.attention_route import count_once
-from trainfast.torch.sdpa import scaled_dot_product_attention
+from trainfast.stats import _fallbacks
+from trainfast.torch import sdpa
+from trainfast.torch.attention_route import PLAIN, count_once, torchs_are_faster
+from trainfast.torch.sdpa import by_torch
 
-__all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
+__all__ = [
+    "get_fastpath_enabled",
+    "multi_head_attention_forward",
+    "scaled_dot_product_attention",
+]
 
 _torchs = functional.multi_head_attention_forward
 _NEED_WEIGHTS = list(inspect.signature(_torchs).parameters).index("need_weights")
+_FUSED = "a small input: torch's fused inference path is faster"
+_SMALL = ("attention", "a small call: torch's function is faster")
+
+# Limits of what torch is faster at, measured as torch's time over the kernels' in
+# float32 and bfloat16 on 2 threads of a Zen 4 with AVX-512, torch 2.13.
+SMALL_TENSOR = (
+    2**10
+)  # elements of query and key: calls of 4 to 15 us, half of it Python
+# For float32 alone, since torch's bfloat16 converts:
+SMALL_KEYS = 2**17  # elements of key for a query of SMALL_TENSOR, as in decoding
+SMALL_HEAD = 2**7  # n_k * dim: the kernels' tiles are mostly empty
+# with gradients, where torch's autograd in C++ saves 15 of 60 to 200 us:
+SMALL_WIDTH, SMALL_SCORES = 2**9, 2**13  # batch * heads times dim, times n_q * n_k
+
+
+def is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's function is faster for plain tensors without mask and dropout.
+    Reads shapes, dtype, device and requires_grad, the quickest first."""
+    elements = query.numel()
+    if elements <= SMALL_TENSOR:
+        keys = key.numel()
+        if keys <= SMALL_TENSOR:
+            return True
+        return keys <= SMALL_KEYS and query.dtype is torch.float32 and query.is_cpu
+    if query.dtype is not torch.float32 or not query.is_cpu:
+        return False
+    *_, n_k, dim = key.shape
+    if n_k * dim <= SMALL_HEAD:
+        return True
+    n_q = query.shape[-2]
+    return (
+        elements <= SMALL_WIDTH * n_q
+        and elements * n_k <= SMALL_SCORES * dim
+        and torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    )
+
+
+@functools.wraps(sdpa.scaled_dot_product_attention)
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # Masks and dropout stay with the kernels at any size: for rows without a key
+    # versions of torch differ, and a seed shall give one result.
+    try:
+        small = (
+            attn_mask is None
+            and not dropout_p
+            and type(query) is Tensor
+            and is_small(query, key, value)
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        small = False  # torch words the error
+    if not small:
+        run = _not_small
+    else:
+        try:  # count_once() takes 0.2 us longer
+            _fallbacks[_SMALL] += 1
+        except KeyError:
+            count_once(_SMALL[1])
+        if not is_causal and scale is None and not enable_gqa:
+            return by_torch(query, key, value)  # keywords take 0.3 us
+        run = by_torch
+    return run(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def _not_small(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The kernels, or torch's function on a device where it is the better choice."""
+    reason = torchs_are_faster(query) if getattr(query, "is_cuda", False) else None
+    if reason is None:
+        return sdpa.scaled_dot_product_attention(query, *args, **kwargs)
+    count_once(reason)
+    out: Tensor = by_torch(query, *args, **kwargs)
+    return out
+
+
+# Compiled graphs hold the operator at any size: a size may change between their calls.
+scaled_dot_product_attention.__dict__["_torchdynamo_inline"] = (
+    sdpa.scaled_dot_product_attention
+)
 
 
 @functools.wraps(_torchs)
 def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     """torch's own, but it counts the calls that no attention kernel can take: those
     that ask for the weights, as nn.MultiheadAttention does by default."""
+    if not torch.compiler.is_compiling():
+        _here.attended += 1
     wanted = args[_NEED_WEIGHTS:][:1] or (kwargs.get("need_weights", True),)
     if wanted[0]:
         count_once("need_weights=True of multi-head attention")
     return _torchs(*args, **kwargs)
 
 
-class _FastPath:
-    """Torch's, there for all threads as long as one of them is within."""
-
-    def __init__(self) -> None:
-        self.lock, self.inside, self.before = Lock(), 0, False
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.inside == 0:
-                self.before = torch.backends.mha.get_fastpath_enabled()
-            self.inside += 1
-            torch.backends.mha.set_fastpath_enabled(True)
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if self.inside == 0 and _is_patched():  # it may have ended meanwhile
-                torch.backends.mha.set_fastpath_enabled(self.before)
+# ---- The fused inference path of torch's modules -------------------------------------
+# torch.backends.mha.get_fastpath_enabled() is what the modules ask in each call. The
+# classes' __call__ decides before that, by the size of the input.
 
 
-_fast_path = _FastPath()
+class _Here(threading.local):
+    unfused = False  # the module in call shall take the path through torch's names
+    attended = 0  # how often it has been taken, or the fused path been counted
 
 
-def _call(self: torch.nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-    """MultiheadAttention's: nested tensors take torch's fast path, since only that one
-    does."""
+_here = _Here()
+_torchs_fastpath = torch.backends.mha.get_fastpath_enabled
+
+
+@functools.wraps(_torchs_fastpath)
+def get_fastpath_enabled() -> bool:
+    if torch.compiler.is_compiling() or _here.unfused:
+        return False
+    return _torchs_fastpath()
+
+
+def is_fused_faster(x: Tensor, n: int, dim: int) -> bool:
+    """Whether torch's fused path is faster for an input [batch, n, dim] on a CPU.
+
+    The kernels gain on the n * n scores and lose 20 to 50 us of Python a layer: torch's
+    time over theirs is 0.73 to 0.9 at n = 32; at n = 128 with a batch of 8 it is 1.1
+    for dim 64 and 0.95 for dim 256.
+    """
+    return n <= max(64, dim // 2) or (n <= 128 and x.numel() <= 2**14)
+
+
+def _stays_fused(x: Tensor, masked: bool, weights: bool) -> str | None:
+    """Why a module shall take torch's fused path if it can; None for the kernels."""
+    if x.is_nested:
+        return "a nested tensor, in multi-head attention"
+    if weights:
+        return "need_weights=True of multi-head attention"
+    if not x.is_cpu:
+        return torchs_are_faster(x) if x.is_cuda else f"device {x.device.type}"
+    if not masked and x.dim() == 3 and is_fused_faster(x, x.shape[1], x.shape[2]):
+        return _FUSED
+    return None
+
+
+def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Module.__call__ with the choice between the fused path and torch's names."""
     call = torch.nn.Module.__call__
-    query = args[0] if args else kwargs.get("query")
-    if getattr(query, "is_nested", False) is not True:  # a proxy of torch.fx has all
+    x: Any = args[0] if args else kwargs.get("query", kwargs.get("src"))
+    if torch.compiler.is_compiling() or self.training or type(x) not in PLAIN:
         return call(self, *args, **kwargs)
-    count_once("a nested tensor, in multi-head attention")
-    with _fast_path:
-        return call(self, *args, **kwargs)
+    masks, weights = _MASKS[_kind_of(self)], False
+    if isinstance(self, torch.nn.MultiheadAttention):
+        weights = args[4] if len(args) > 4 else kwargs.get("need_weights", True)
+    masked = any(kwargs.get(name) is not None for _, name in masks) or any(
+        len(args) > at and args[at] is not None for at, _ in masks
+    )
+    reason = _stays_fused(x, masked, bool(weights))
+    before = _here.unfused, _here.attended
+    _here.unfused = reason is None
+    try:
+        out = call(self, *args, **kwargs)
+    finally:
+        _here.unfused = before[0]
+    if reason is not None and _here.attended == before[1]:
+        _here.attended += 1
+        count_once(reason)
+    return out
 
 
-def _is_patched() -> bool:
+# The classes, and their masks by place and name.
+_MASKS: dict[type[torch.nn.Module], tuple[tuple[int, str], ...]] = {
+    torch.nn.MultiheadAttention: ((3, "key_padding_mask"), (5, "attn_mask")),
+    torch.nn.TransformerEncoderLayer: ((1, "src_mask"), (2, "src_key_padding_mask")),
+    torch.nn.TransformerEncoder: ((1, "mask"), (2, "src_key_padding_mask")),
+}
+
+
+def _kind_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    return next(kind for kind in type(module).__mro__ if kind in _MASKS)
+
+
+def are_modules_patched() -> bool:
     return torch.nn.MultiheadAttention.__dict__.get("__call__") is _call
 
 
-def take_nested(value: bool) -> None:
-    """Lets nn.MultiheadAttention take nested tensors without torch's fast path."""
-    kind: Any = torch.nn.MultiheadAttention
-    if value:
-        kind.__call__ = _call
-    elif _is_patched():
-        del kind.__call__
+def set_modules_patched(value: bool) -> None:
+    """Lets torch's transformer modules choose by size between their fused inference
+    path and the kernels, or takes the choice back."""
+    for kind in _MASKS:
+        if value:
+            kind.__call__ = _call  # type: ignore[method-assign]
+        elif kind.__dict__.get("__call__") is _call:
+            del kind.__call__
 
 
-def _keep_scriptable() -> None:
-    """torch.jit.script goes on compiling torch's functions where it finds these."""
-    multi_head_attention_forward.__dict__["__script_if_tracing_wrapper"] = True
-    multi_head_attention_forward.__dict__["__original_fn"] = _torchs
+def _keep_scriptable(ours: Any, torchs: Callable[..., Any]) -> None:
+    """torch.jit.script goes on compiling torch's function where it finds ours."""
+    ours.__dict__["__script_if_tracing_wrapper"] = True
+    ours.__dict__["__original_fn"] = torchs
+
+
+def _keep_builtin() -> None:
     try:
         from torch.jit._builtins import _register_builtin
     except ImportError:
         return
-    _register_builtin(
-        scaled_dot_product_attention, "aten::scaled_dot_product_attention"
-    )
+    for ours in (scaled_dot_product_attention, sdpa.scaled_dot_product_attention):
+        _register_builtin(ours, "aten::scaled_dot_product_attention")
 
 
-_keep_scriptable()
+_keep_scriptable(multi_head_attention_forward, _torchs)
+_keep_scriptable(get_fastpath_enabled, _torchs_fastpath)
+_keep_builtin()

@@ -4,6 +4,7 @@ know, or torch's own operations.
 What the kernels do not take is counted, with the reason, in trainfast.stats().
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,6 +118,20 @@ def is_left_to_torch() -> bool:
     return _left.to_torch
 
 
+_named = False
+
+
+def is_named() -> bool:
+    return _named
+
+
+def set_named(value: bool) -> None:
+    """patch("attention"), which asks for the kernels by name: they also run on devices
+    where torch has flash attention."""
+    global _named
+    _named = value
+
+
 def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
     """Why torch's own function is the better choice where it computes the same.
     `chosen`: the user has asked for our kernels by name.
@@ -128,7 +143,7 @@ def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
     """
     if not q.is_cuda:
         return None
-    if not chosen and _has_flash_attention(q.device):
+    if not (chosen or _named) and has_flash_attention(q.device):
         return "CUDA: torch's flash attention, until ours is measured beside it"
     dtype = q.dtype
     if torch.is_autocast_enabled("cuda"):
@@ -139,8 +154,13 @@ def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
 
 
 @constant_when_compiled
-def _has_flash_attention(device: torch.device) -> bool:
+def has_flash_attention(device: torch.device) -> bool:
     """Whether torch's runs there, or there is no GPU to ask."""
+    return _ask_for_flash_attention(device)
+
+
+@functools.cache
+def _ask_for_flash_attention(device: torch.device) -> bool:
     return not torch.cuda.is_available() or (
         torch.cuda.get_device_capability(device)[0] >= 8
     )

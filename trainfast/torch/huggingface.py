@@ -12,22 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfast.patching import PatchReport, patch
 from trainfast.torch.attention import attention
 from trainfast.torch.attention_route import (
     MAX_DIM,
     constant_when_compiled,
     count_once,
+    has_flash_attention,
 )
 
 NAME = "trainfast"
 
 
-def register(name: str = NAME) -> None:
+def register(name: str = NAME) -> PatchReport:
     """Makes transformers know these kernels as an attention implementation.
 
     Models take it as `attn_implementation=name`, or later by
     `model.set_attn_implementation(name)`. Masks are those that transformers makes for
-    "sdpa". Registering again changes nothing.
+    "sdpa". Registering again changes nothing. The name asks for these kernels on every
+    device, also on a GPU where torch has flash attention, with a warning: there
+    attn_implementation="sdpa" is torch's.
 
     What transformers leaves to the models: those with attention of their own (Bloom,
     MPT, RemBERT, ...) go on with it, counted in trainfast.stats() where they ask for a
@@ -35,6 +39,11 @@ def register(name: str = NAME) -> None:
     the vision parts of SAM and Data2Vec, ...) run its "sdpa", or its "eager" if there
     is none, with a warning, counted; trainfast.patch("attention") puts these kernels
     under "sdpa".
+
+    transformers has registration for names, but none for these tables:
+    PreTrainedModel.get_correct_attn_implementation is wrapped to complete them. The
+    report lists that, and trainfast.unpatch("huggingface") takes it back; the name
+    stays registered, since models that exist look it up in each call.
 
     Raises:
         ImportError: no transformers, or one that has no AttentionMaskInterface (before
@@ -46,20 +55,34 @@ def register(name: str = NAME) -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     _names.add(name)
-    _look_after_tables()
+    return patch("huggingface")
 
 
 _names: set[str] = set()
+_CHECK = "get_correct_attn_implementation"  # of every new model; is later than 4.53
+_completed: list[tuple[dict[str, Any], str]] = []  # tables, and the names added
 
 
-def _look_after_tables() -> None:
-    """Lets models that look their attention up in a table of their own be made with
-    these names: transformers knows the names, the tables do not."""
+def are_tables_completed() -> bool:
     from transformers import PreTrainedModel
 
-    name = "get_correct_attn_implementation"  # is later than 4.53
-    check = getattr(PreTrainedModel, name, None)  # of what every model is asked for
-    if check is None or getattr(check, "looks_after_tables", False):
+    return hasattr(getattr(PreTrainedModel, _CHECK, None), "by_transformers")
+
+
+def set_tables_completed(value: bool) -> None:
+    """Lets models that look their attention up in a table of their own be made with
+    these names: transformers knows the names, the tables do not. False takes it back.
+    """
+    from transformers import PreTrainedModel
+
+    check = getattr(PreTrainedModel, _CHECK, None)
+    if check is None or value == are_tables_completed():
+        return
+    if not value:
+        setattr(PreTrainedModel, _CHECK, check.by_transformers)
+        while _completed:
+            table, name = _completed.pop()
+            table.pop(name, None)
         return
 
     @functools.wraps(check)
@@ -71,18 +94,17 @@ def _look_after_tables() -> None:
                 _complete_tables(sys.modules.get(module), requested)
         return check(self, *args, **kwargs)
 
-    check_with_tables.looks_after_tables = True  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, name, check_with_tables)
+    check_with_tables.by_transformers = check  # type: ignore[attr-defined]
+    setattr(PreTrainedModel, _CHECK, check_with_tables)
 
 
 def _complete_tables(module: Any, name: str) -> None:
     for key, table in list(getattr(module, "__dict__", {}).items()):
         if key.endswith("_ATTENTION_CLASSES") and isinstance(table, dict):
             default = "sdpa" if "sdpa" in table else "eager"
-            if default in table:
-                table.setdefault(
-                    name, functools.partial(_by_table, key, table, default)
-                )
+            if default in table and name not in table:
+                table[name] = functools.partial(_by_table, key, table, default)
+                _completed.append((table, name))
 
 
 def _by_table(
@@ -191,6 +213,8 @@ def attention_forward(
     """
     if kwargs.get("output_attentions"):
         _miss_weights()
+    if query.is_cuda:
+        _say_where_torch_has_flash_attention(query.device)
     for_sdpa = all(x is None for x in (softcap, s_aux, sinks))
     refusal = _refusal(query, value, kwargs, for_sdpa)
     if refusal is not None:
@@ -297,6 +321,22 @@ def _packed(
         **how,
     )
     return out[None]
+
+
+@constant_when_compiled
+def _say_where_torch_has_flash_attention(device: torch.device) -> None:
+    if has_flash_attention(device):
+        _warn_of_flash_attention(device)
+
+
+@functools.cache  # once for each device
+def _warn_of_flash_attention(device: torch.device) -> None:
+    warnings.warn(
+        f'{device} has torch\'s flash attention; attn_implementation="{NAME}" runs '
+        "trainfast's kernels, which have not been measured beside it. "
+        'Use attn_implementation="sdpa" for torch\'s.',
+        stacklevel=2,
+    )
 
 
 @constant_when_compiled

@@ -31,7 +31,7 @@ from trainfast.torch.attention_route import (
     torchs_are_faster,
 )
 
-_by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
+by_torch = torch._C._nn.scaled_dot_product_attention  # whatever is patched
 
 
 def scaled_dot_product_attention(
@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     way = sdpa_kernel(SDPBackend.MATH) if refusal == FORWARD_MODE else nullcontext()
     own = nullcontext() if torch.compiler.is_compiling() else left_to_torch()
     with own, way:
-        out = _by_torch(
+        out = by_torch(
             query,
             key,
             value,
@@ -121,11 +121,12 @@ def _by_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     function: Any = scaled_dot_product_attention
     others = [type(x).__name__ for x in args[:4] if not is_plain(x)]
     if "NestedTensor" in others:
-        function = _by_torch  # which it looks for
+        function = by_torch  # which it looks for
         count_once("a tensor of type NestedTensor")
     elif others and functional.scaled_dot_product_attention is not function:
         function = functional.scaled_dot_product_attention
-        count_once(f"a tensor of type {others[0]}")
+        if function is by_torch:
+            count_once(f"a tensor of type {others[0]}")
     return handle_torch_function(function, args[:4], *args, **kwargs)
 
 
