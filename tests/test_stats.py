@@ -65,6 +65,34 @@ def test_a_real_step_is_counted_once():
     assert trainfast.stats().fallbacks == {}
 
 
+def test_a_compiled_call_is_a_call_and_no_export():
+    torch = pytest.importorskip("torch")
+    from trainfast.torch import attention, scaled_dot_product_attention
+
+    q = torch.randn(1, 2, 5, 8)
+    for function in (attention, scaled_dot_product_attention):
+        torch._dynamo.reset()
+        trainfast.reset_stats()
+        torch.compile(function, backend="aot_eager", fullgraph=True)(q, q, q)
+        assert sum(trainfast.stats().calls["attention"].values()) == 1
+        assert trainfast.stats().fallbacks == {}
+
+
+def test_an_exported_call_is_a_fallback():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("before torch 2.7 nobody can ask whether it is an export")
+    from trainfast.torch import scaled_dot_product_attention
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return scaled_dot_product_attention(q, q, q)
+
+    torch.export.export(Model(), (torch.randn(1, 2, 5, 8),), strict=True)
+    [reason] = trainfast.stats().fallbacks["attention"]
+    assert reason.startswith("torch.export")
+
+
 def test_threads_lose_no_count():
     each, n_threads = 20_000, 4
 

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 TILE = 1 << 22  # scores at a time
-is_exporting = getattr(torch.compiler, "is_exporting", bool)  # new in torch 2.7
+
+
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting(), new in torch 2.7."""
+    return bool(getattr(torch.compiler, "is_exporting", bool)())
+
+
+# torch.compile calls it at tracing. It takes torch's own for True before torch 2.13.
+is_exporting.__dict__["_dynamo_marked_constant"] = True
 
 
 class Options(NamedTuple):
