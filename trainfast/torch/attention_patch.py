@@ -37,7 +37,7 @@ SMALL_TENSOR = (
     2**10
 )  # elements of query and key: calls of 4 to 15 us, half of it Python
 # For float32 alone, since torch's bfloat16 converts:
-SMALL_KEYS = 2**17  # elements of key for a query of SMALL_TENSOR, as in decoding
+SMALL_KEYS = 2**18  # elements of key for a query of SMALL_TENSOR, as in decoding
 SMALL_HEAD = 2**7  # n_k * dim: the kernels' tiles are mostly empty
 # with gradients, where torch's autograd in C++ saves 15 of 60 to 200 us:
 SMALL_WIDTH, SMALL_SCORES = 2**9, 2**13  # batch * heads times dim, times n_q * n_k
@@ -178,59 +178,72 @@ def _stays_fused(x: Tensor, masked: bool, weights: bool) -> str | None:
         return "need_weights=True of multi-head attention"
     if not x.is_cpu:
         return torchs_are_faster(x) if x.is_cuda else f"device {x.device.type}"
-    if not masked and x.dim() == 3 and is_fused_faster(x, x.shape[1], x.shape[2]):
+    if masked:
+        return None
+    shape = x.shape
+    if len(shape) == 3 and is_fused_faster(x, shape[1], shape[2]):
         return _FUSED
     return None
 
 
-def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Module.__call__ with the choice between the fused path and torch's names."""
-    call = torch.nn.Module.__call__
-    x: Any = args[0] if args else kwargs.get("query", kwargs.get("src"))
-    if torch.compiler.is_compiling() or self.training or type(x) not in PLAIN:
-        return call(self, *args, **kwargs)
-    masks, weights = _MASKS[_kind_of(self)], False
-    if isinstance(self, torch.nn.MultiheadAttention):
-        weights = args[4] if len(args) > 4 else kwargs.get("need_weights", True)
-    masked = any(kwargs.get(name) is not None for _, name in masks) or any(
-        len(args) > at and args[at] is not None for at, _ in masks
-    )
-    reason = _stays_fused(x, masked, bool(weights))
-    before = _here.unfused, _here.attended
-    _here.unfused = reason is None
-    try:
-        out = call(self, *args, **kwargs)
-    finally:
-        _here.unfused = before[0]
-    if reason is not None and _here.attended == before[1]:
-        _here.attended += 1
-        count_once(reason)
-    return out
+def _choosing(
+    input_name: str, mask: tuple[int, str], padding: tuple[int, str], weights_at: int
+) -> Callable[..., Any]:
+    """Module.__call__ with the choice between the fused path and torch's names. The
+    arguments: names and places of the module's own; weights_at 0: it has none."""
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else kwargs.get(input_name)
+        if self.training or torch.compiler.is_compiling() or type(x) not in PLAIN:
+            return torch.nn.Module.__call__(self, *args, **kwargs)
+        given = len(args)
+        masked = (
+            args[mask[0]] if given > mask[0] else kwargs.get(mask[1])
+        ) is not None or (
+            args[padding[0]] if given > padding[0] else kwargs.get(padding[1])
+        ) is not None
+        weights = weights_at and (
+            args[weights_at] if given > weights_at else kwargs.get("need_weights", True)
+        )
+        reason = _stays_fused(x, masked, bool(weights))
+        before, attended = _here.unfused, _here.attended
+        _here.unfused = reason is None
+        try:
+            out = torch.nn.Module.__call__(self, *args, **kwargs)
+        finally:
+            _here.unfused = before
+        if reason is not None and _here.attended == attended:
+            _here.attended += 1
+            count_once(reason)
+        return out
+
+    return call
 
 
-# The classes, and their masks by place and name.
-_MASKS: dict[type[torch.nn.Module], tuple[tuple[int, str], ...]] = {
-    torch.nn.MultiheadAttention: ((3, "key_padding_mask"), (5, "attn_mask")),
-    torch.nn.TransformerEncoderLayer: ((1, "src_mask"), (2, "src_key_padding_mask")),
-    torch.nn.TransformerEncoder: ((1, "mask"), (2, "src_key_padding_mask")),
+_CALLS: dict[type[torch.nn.Module], Callable[..., Any]] = {
+    torch.nn.MultiheadAttention: _choosing(
+        "query", (5, "attn_mask"), (3, "key_padding_mask"), weights_at=4
+    ),
+    torch.nn.TransformerEncoderLayer: _choosing(
+        "src", (1, "src_mask"), (2, "src_key_padding_mask"), weights_at=0
+    ),
+    torch.nn.TransformerEncoder: _choosing(
+        "src", (1, "mask"), (2, "src_key_padding_mask"), weights_at=0
+    ),
 }
 
 
-def _kind_of(module: torch.nn.Module) -> type[torch.nn.Module]:
-    return next(kind for kind in type(module).__mro__ if kind in _MASKS)
-
-
 def are_modules_patched() -> bool:
-    return torch.nn.MultiheadAttention.__dict__.get("__call__") is _call
+    return all(kind.__dict__.get("__call__") is call for kind, call in _CALLS.items())
 
 
 def set_modules_patched(value: bool) -> None:
     """Lets torch's transformer modules choose by size between their fused inference
     path and the kernels, or takes the choice back."""
-    for kind in _MASKS:
+    for kind, call in _CALLS.items():
         if value:
-            kind.__call__ = _call  # type: ignore[method-assign]
-        elif kind.__dict__.get("__call__") is _call:
+            kind.__call__ = call  # type: ignore[method-assign]
+        elif kind.__dict__.get("__call__") is call:
             del kind.__call__
 
 
