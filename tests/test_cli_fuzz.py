@@ -32,7 +32,15 @@ OBJECTS += ["", ":", "..a:b", "a\0b:c", ".:x", "no_such_module:x", "fuzzed_scrip
 PLACES = ["cache", "empty", "file", "folder", "missing", "damaged", "deep/er", "new"]
 PLACES += ["graphs.npz", "object.npz", "lines\nof\nthem", "bytes\udcff", ".", "a\0b"]
 ACTIONS = ["build", "inspect", "stat", "verify", "repair", "import", "export"]
-OPTIONS = ["--json", "--make", "--key", "--transform-id", "--workers", "--again", "-h"]
+OPTIONS = [
+    "--json",
+    "--make",
+    "--key",
+    "--transform-id",
+    "--workers",
+    "--rebuild",
+    "-h",
+]
 OPTIONS += ["--quiet", "--graph", "--values", "--trust", "--format", "--backend", "--"]
 NUMBERS = [
     "0",

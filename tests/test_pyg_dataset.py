@@ -20,6 +20,7 @@ from tests.pyg_graphs import (
     batch_of,
     graph,
 )
+from trainfast.graph_cache import StaleCacheError
 from trainfast.torch import pyg
 from trainfast.torch.pyg import DataLoader, cached
 
@@ -210,7 +211,7 @@ def test_on_disk_dataset_is_cached(tmp_path, ten):
 @pytest.mark.parametrize("other", [slice(5, 10), slice(5, 8)])
 def test_cache_of_another_dataset_is_said(tmp_path, ten, other):
     cached(ten[:5], tmp_path / "c", progress=False)
-    with pytest.warns(UserWarning, match="first graph is not the one in .* another"):
+    with pytest.raises(StaleCacheError, match=r"changed: graph 0, .* another path"):
         cached(ten[other], tmp_path / "c", progress=False)
 
 
@@ -243,4 +244,4 @@ def test_path_that_is_none_is_named(tmp_path, monkeypatch, ten, path):
 def test_cache_of_the_same_dataset_is_used_without_a_word(tmp_path, ten, recwarn):
     for part in (ten[:5], ten[:5], ten, ten[:3]):
         cached(part, tmp_path / "c", progress=False)
-    assert not [w for w in recwarn if "first graph" in str(w.message)]
+    assert not recwarn.list

@@ -288,7 +288,7 @@ def test_first_graph_that_somebody_changed_is_not_batched_from_the_cache(
     assert dataset.__getitems__([1, 2]).batch((), ()) is not None
 
 
-def test_dataset_that_draws_is_said_to_draw_by_every_run(tmp_path):
+def test_dataset_that_draws_is_used_again_under_a_name_alone(tmp_path):
     class Drawing(torch.utils.data.Dataset):
         def __len__(self):
             return 3
@@ -296,9 +296,13 @@ def test_dataset_that_draws_is_said_to_draw_by_every_run(tmp_path):
         def __getitem__(self, i):
             return Data(x=torch.rand(4, 2))
 
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="is another each time"):
-            cached(Drawing(), tmp_path / "c", progress=False)
+    with pytest.warns(UserWarning, match="is another each time"):
+        cached(Drawing(), tmp_path / "c", progress=False)
+    with pytest.raises(ValueError, match=r"graph 0 .'x' differs.*transform_id="):
+        cached(Drawing(), tmp_path / "c", progress=False)
+    with pytest.warns(UserWarning, match="is another each time"):
+        cached(Drawing(), tmp_path / "d", transform_id=1, progress=False)
+    assert len(cached(Drawing(), tmp_path / "d", transform_id=1, progress=False)) == 3
 
 
 def doubled_y(data):

@@ -1,6 +1,6 @@
 """A cache of graphs: built once, read at memory speed, never a graph lost."""
 
-from trainfast.graph_cache.build import BuildError, BuildReport, build
+from trainfast.graph_cache.build import BuildError, BuildReport, StaleCacheError, build
 from trainfast.graph_cache.cache import Cache, Subset, VerifyReport, open
 from trainfast.graph_cache.loader import Loader
 from trainfast.graph_cache.schema import Counted, Rule, Schema
@@ -14,6 +14,7 @@ __all__ = [
     "Loader",
     "Rule",
     "Schema",
+    "StaleCacheError",
     "Subset",
     "VerifyReport",
     "Writer",

@@ -17,13 +17,15 @@ from trainfast import _core
 from trainfast.graph_cache import keys
 from trainfast.graph_cache.fit import agrees
 from trainfast.graph_cache.job import BuildError, Job, Todo
+from trainfast.graph_cache.origin import StaleCacheError
 from trainfast.graph_cache.progress import Progress
+from trainfast.graph_cache.reuse import Reuse, Source
 from trainfast.graph_cache.schema import Rule, Schema
 from trainfast.graph_cache.workers import make_in_processes
 from trainfast.graph_cache.writer import as_path, has_manifest, schema_of
 from trainfast.report import Report, Table
 
-__all__ = ["BuildError", "BuildReport", "build"]
+__all__ = ["BuildError", "BuildReport", "StaleCacheError", "build"]
 
 
 def build(
@@ -35,7 +37,7 @@ def build(
     transform_id: Any = None,
     workers: int = 0,
     progress: bool = True,
-    resume: bool = True,
+    rebuild: bool | None = None,
     rules: Mapping[Hashable, Rule] | None = None,
     commit_every: int = 256,
     commit_seconds: float = 2.0,
@@ -46,12 +48,25 @@ def build(
     `make` returns a graph (see `Writer`); None: the inputs are graphs. It runs only for
     inputs that are not in the cache: those whose (`key(input)`, `transform_id`) is new.
     `key` returns str, bytes, int or a tuple of them, None: an input's place is its key.
-    `transform_id` is one, too: change it when `make` has changed. Graphs whose input is
-    gone leave the cache. `inputs` is gone through once.
+    Graphs whose input is gone leave the cache. `inputs` is gone through once.
+
+    Before graphs are used again, what made them is compared with what would make them
+    now: the code of `make`, its constants, defaults and closure values, and the
+    functions, classes and values of your own modules that it refers to; the content of
+    up to 17 inputs; and 3 graphs, which are made again (where the inputs are graphs up
+    to 16, within a quarter of a second). A difference is a StaleCacheError that says
+    what has changed: `rebuild=True` makes all graphs again, `rebuild=False` keeps them
+    if those made again are the same. What cannot be compared is a warning. If only the
+    version of Python is another, the graphs made again decide.
+
+    `transform_id`, of the same types as keys: names what `make` does. It is yours to
+    change when `make` has changed, which makes all graphs again: code is not compared
+    then, nor is any graph made for it. A `make` that gives another graph of the same
+    input each time needs one for its graphs to be used again.
 
     A build that was killed goes on where it was: it has lost at most what it made since
     the last commit (`commit_every` graphs or `commit_seconds`). Until a build has ended
-    the cache does not open. `resume=False`: all is made again.
+    the cache does not open. One with `rebuild=True` goes on without it.
 
     `workers`: processes that make graphs; inputs and `make` are sent to them, so with
     the start method "spawn" they must pickle. The first few graphs are made here.
@@ -62,12 +77,15 @@ def build(
     and lack keys or have more of them (see `Writer`), unless none of those is wanted
     any more.
 
-    Raises BuildError where `make` failed (its cause is what it raised) or a worker
-    died, ValueError or TypeError where a graph cannot be cached, OSError (disk full,
-    another build of this cache runs). What was made before is kept, after Ctrl-C, too.
+    Raises StaleCacheError (a ValueError) before anything is made, but where `inputs`
+    can only be iterated over; BuildError where `make` failed (its cause is what it
+    raised) or a worker died; ValueError or TypeError where a graph cannot be cached;
+    OSError (disk full, another build of this cache runs). What was made before is kept,
+    after Ctrl-C, too.
     """
     _check_arguments(inputs, make, key, workers)
     sequence: Any = inputs if _is_sequence(inputs) else None
+    given = make is None
     if make is None and key is None and sequence is not None:
         # The workers get the graphs by themselves, and only those that are missing.
         make, inputs = sequence.__getitem__, range(len(sequence))
@@ -79,11 +97,33 @@ def build(
         commit_seconds=commit_seconds,
         samples=samples,
     )
-    key_of = keys.key_maker(key, transform_id)
+    named = transform_id is not None
+    functions = {} if given or named else {"make": make}
+    source = Source(functions, named=named, given=given)
+    return run(job, inputs, source, key, transform_id, workers, rebuild, progress)
+
+
+def run(
+    job: Job,
+    inputs: Any,
+    source: Source,
+    key: Callable[[Any], Any] | None,
+    transform_id: Any,
+    workers: int,
+    rebuild: bool | None,
+    progress: bool,
+) -> "BuildReport":
+    """Runs a build whose graphs come from `source`."""
+    name = keys.name_of(transform_id)
     with _only_builder(job.path):
-        run = _Build(job, key_of, key is not None, workers, resume)
+        reuse = Reuse(job, source, name, rebuild)
+
+        def key_maker() -> Callable[[int, Any], bytes]:
+            return keys.key_maker(key, transform_id, reuse.now.salt)
+
         try:
-            return run.run(inputs, progress)
+            one = _Build(job, key_maker, key is not None, workers, reuse)
+            return one.run(inputs, progress)
         except KeyboardInterrupt as error:
             error.add_note("What was made is kept; the next build goes on from there.")
             raise
@@ -126,28 +166,35 @@ class _Build:
     """One run: which graphs there are, which are wanted, which are to be made."""
 
     job: Job
-    key_of: Callable[[int, Any], bytes]
+    key_maker: Callable[[], Callable[[int, Any], bytes]]
     has_key: bool  # of the user's own
     workers: int
-    resume: bool
+    reuse: Reuse
+    key_of: Callable[[int, Any], bytes] = field(init=False)
+    keys: list[bytes] | None = None  # of all inputs, where they are known beforehand
     wanted: bytearray = field(default_factory=bytearray)  # keys, in order
     begun: bool = False
-    n_before: int = 0  # records that were there when it began
     reused: int = 0
 
     def run(self, inputs: Iterable[Any], progress: bool) -> BuildReport:
         start = perf_counter()
         path = self.job.path
         old = self._old_keys()
-        have = Counter(_split(old)) if self.resume else Counter()
+        have = Counter(_split(old))
         total = len(inputs) if isinstance(inputs, Sized) else None
-        with Progress(progress, total) as bar:
+        self.key_of = self.key_maker()
+        try:
             fresh = not self._may_reuse(inputs, have)
-            made = self._make(self._todo(inputs, have, bar), fresh, bar)
-        wanted = bytes(self.wanted)
-        if wanted != old or self.begun or not has_manifest(path):
-            self._begin()
-            _core.graph_build_end(path, self._order(wanted))
+            with Progress(progress, total) as bar:
+                made = self._make(self._todo(inputs, have, bar), fresh, bar)
+            wanted = bytes(self.wanted)
+            if wanted != old or self.begun or not has_manifest(path):
+                self._begin()
+                _core.graph_build_end(path, self._order(wanted))
+        except BaseException:
+            self.reuse.failed()
+            raise
+        self.reuse.end(self.begun)
         return BuildReport(
             path=path,
             graphs=len(wanted) // keys.SIZE,
@@ -177,7 +224,6 @@ class _Build:
         """Says in the cache that a build runs, once there is something to do."""
         if not self.begun:
             _core.graph_build_begin(self.job.path)
-            self.n_before = len(_core.GraphCache(self.job.path, partial=True))
             self.begun = True
 
     def _todo(
@@ -185,26 +231,62 @@ class _Build:
     ) -> Iterator[Todo]:
         """(place, key, input) of what is to be made; notes the keys of all."""
         sequence: Any = inputs if _is_sequence(inputs) else None
-        lazy = sequence is not None and not self.has_key
+        lazy = sequence is not None and (self.keys is not None or not self.has_key)
+        stored = False
         for place, item in enumerate(range(len(sequence)) if lazy else inputs):
-            key = self.key_of(place, item)
+            key = self.key_of(place, item) if self.keys is None else self.keys[place]
             self.wanted += key
+            if sequence is None:
+                self.reuse.take(place, key, item, have[key] > 0)
             if have[key] > 0:
                 have[key] -= 1
                 self.reused += 1
                 bar.reused()
             else:
                 self._begin()
+                if not stored:
+                    self.reuse.store()
+                    stored = True
                 yield place, key, sequence[place] if lazy else item
+        if sequence is None:
+            self.reuse.end_of_stream()
 
     def _may_reuse(self, inputs: Iterable[Any], have: Counter[bytes]) -> bool:
-        """Whether some input may be in the cache; False is certain."""
+        """Whether some input may be in the cache; False is certain. Raises
+        StaleCacheError where its graph would be another."""
+        if not _is_sequence(inputs):
+            return self._may_reuse_of_stream(have)
+        sequence: Any = inputs
+        reused: list[int] = []
+        if have:
+            items = enumerate(sequence if self.has_key else range(len(sequence)))
+            wanted = [self.key_of(place, item) for place, item in items]
+            reused = [place for place, key in enumerate(wanted) if key in have]
+        if reused:
+            self.keys = wanted
+            self.reuse.check(wanted, reused, sequence.__getitem__)
+        elif have and self.reuse.forsake():
+            self.key_of = self.key_maker()
+        self.reuse.sample(
+            len(sequence), lambda p: self._key_at(p, sequence), sequence.__getitem__
+        )
+        return bool(reused)
+
+    def _key_at(self, place: int, sequence: Any) -> bytes:
+        if self.keys is not None:
+            return self.keys[place]
+        return self.key_of(place, sequence[place] if self.has_key else None)
+
+    def _may_reuse_of_stream(self, have: Counter[bytes]) -> bool:
+        found = bool(have)
         if not self.has_key:
             transform = self.key_of(0, None)[8:]
-            return any(key[8:] == transform for key in have)
-        if not have or not _is_sequence(inputs):
-            return bool(have)
-        return any(self.key_of(i, item) in have for i, item in enumerate(inputs))
+            found = any(key[8:] == transform for key in have)
+        if found:
+            self.reuse.check_functions()
+        elif have and self.reuse.forsake():
+            self.key_of = self.key_maker()
+        return found
 
     def _make(self, todo: Iterator[Todo], fresh: bool, bar: Progress) -> int:
         """Makes and appends; returns how many. `fresh`: the graphs of the cache tell
@@ -237,7 +319,6 @@ class _Build:
             if old is not None and not agrees(old, new):
                 _core.graph_build_end(self.job.path, np.zeros(0, np.uint64))
                 _core.graph_build_begin(self.job.path)
-                self.n_before = 0
 
         on_schema = make_room if schema is None else None
         with self.job.writer(schema, on_schema) as writer:
@@ -254,10 +335,8 @@ class _Build:
         """The record of each wanted key: of several with one key the newest."""
         records: dict[bytes, list[int]] = {}
         found = _core.GraphCache(self.job.path, partial=True).keys()
-        skip = 0 if self.resume else self.n_before
         for record, key in enumerate(_split(found)):
-            if record >= skip:
-                records.setdefault(key, []).append(record)
+            records.setdefault(key, []).append(record)
         order = [records[key].pop() for key in reversed(_split(wanted))]
         return np.array(order[::-1], np.uint64)
 

@@ -45,9 +45,9 @@ class Job:
     path: str
     make: Callable[[Any], Any] | None
     rules: Mapping[Hashable, Rule]
-    commit_every: int
-    commit_seconds: float
-    samples: int
+    commit_every: int = 256
+    commit_seconds: float = 2.0
+    samples: int = 8
 
     @contextmanager
     def writer(

@@ -1,8 +1,9 @@
 """What identifies a graph in a cache: 16 bytes of what it was made from.
 
 Without a key of one's own it is the input's place: its number + 1 as little-endian u64,
-and 8 bytes of BLAKE2b of the transform's id. With one it is BLAKE2b-128 of both. Zeros
-mean "not known" and are never made here.
+and 8 bytes of BLAKE2b of the transform's id. With one it is BLAKE2b-128 of both. After
+a rebuild a random salt follows the transform's id. Zeros mean "not known" and are never
+made here.
 """
 
 import struct
@@ -15,10 +16,10 @@ SIZE = 16
 
 
 def key_maker(
-    key: Callable[[Any], Any] | None, transform_id: Any
+    key: Callable[[Any], Any] | None, transform_id: Any, salt: str = ""
 ) -> Callable[[int, Any], bytes]:
     """The function (place, input) -> 16 bytes. Raises TypeError for other ids."""
-    transform = b"n" if transform_id is None else stable(transform_id, "transform_id")
+    transform = _transform(transform_id) + salt.encode()
     if key is None:
         tail = blake2b(transform, digest_size=SIZE - 8).digest()
         pack = struct.Struct("<Q").pack
@@ -29,6 +30,15 @@ def key_maker(
         return blake2b(stable(key(item), what) + transform, digest_size=SIZE).digest()
 
     return own
+
+
+def name_of(transform_id: Any) -> str:
+    """A name for a transform's id."""
+    return blake2b(_transform(transform_id), digest_size=8).hexdigest()
+
+
+def _transform(transform_id: Any) -> bytes:
+    return b"n" if transform_id is None else stable(transform_id, "transform_id")
 
 
 def stable(value: Any, what: str = "a key") -> bytes:

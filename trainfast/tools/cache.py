@@ -82,7 +82,7 @@ def _build(args: argparse.Namespace) -> int:
         transform_id=args.transform_id,
         workers=args.workers,
         progress=not args.quiet,
-        resume=not args.again,
+        rebuild=args.rebuild,
     )
     _show(args, report)
     return 0
@@ -100,7 +100,9 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     text = "another one makes all graphs again"
     parser.add_argument("--transform-id", metavar="TEXT", help=text)
     parser.add_argument("--workers", type=int, default=0, help="processes (0: none)")
-    parser.add_argument("--again", action="store_true", help="make all graphs again")
+    text = "make all graphs again, or keep those that a changed --make has made"
+    action = argparse.BooleanOptionalAction
+    parser.add_argument("--rebuild", action=action, default=None, help=text)
     _add_quiet(parser)
 
 

@@ -23,8 +23,13 @@ import torch.utils.data
 from torch_geometric.data import Batch, Data, Dataset, HeteroData
 
 from trainfast._core import GraphBatch, GraphSelection, graph_collate
-from trainfast.graph_cache import BuildError, Cache, build, keys
+from trainfast.graph_cache import BuildError, Cache, keys
 from trainfast.graph_cache.batch import plan_batches
+from trainfast.graph_cache.build import run
+from trainfast.graph_cache.fingerprint import is_own
+from trainfast.graph_cache.job import Job
+from trainfast.graph_cache.origin import DrawnError
+from trainfast.graph_cache.reuse import Reuse, Source
 from trainfast.graph_cache.schema import Schema
 from trainfast.graph_cache.writer import as_path, has_manifest
 from trainfast.torch.pyg_assemble import assembler, item_assembler
@@ -42,22 +47,31 @@ def cached(
     verify: str = "once",
     transform: Callable[[Any], Any] | EllipsisType | None = ...,
     progress: bool = True,
+    rebuild: bool | None = None,
 ) -> "CachedDataset":
     """The dataset, with its graphs in the cache at `path`: a drop-in for it.
 
-    Graphs that the cache lacks are taken from `dataset` and stored, once; after that
-    only the first one is asked for, for its class. They come back as they were: the
-    same class (a subclass must be importable by the processes that use it), the same
-    attributes. How a class's own `__inc__` and `__cat_dim__` batch them is stored, too.
+    Graphs that the cache lacks are taken from `dataset` and stored, once. They come
+    back as they were: the same class (a subclass must be importable by the processes
+    that use it), the same attributes. How a class's own `__inc__` and `__cat_dim__`
+    batch them is stored, too.
 
-    A graph is known by its place and `transform_id`: change that, or take another path,
-    when what makes the graphs has changed.
+    A graph is known by its place and `transform_id`. Before stored graphs are used, the
+    dataset's first, last and middle one, and up to 1,000 spread ones within a quarter
+    of a second, are compared with them, and so is the code of the dataset's class and
+    of its `pre_transform` and `pre_filter`, and of its transform where that is applied
+    before storing, as far as they are your own (see `trainfast.graph_cache.build`). A
+    difference is a StaleCacheError that says what has changed. Of a filtered dataset
+    the last graph is another; a shuffled one of n graphs is missed once in n**3 times
+    at most, two graphs that changed places where neither is compared.
 
     Args:
         dataset: a PyG dataset, a torch Subset of one, or any sequence of `Data` or
             `HeteroData`, all of one class.
         path: a directory, made if it is not there; "~" is the home.
-        transform_id: str, bytes, int or a tuple of them.
+        transform_id: str, bytes, int or a tuple of them: names what makes the graphs.
+            Another one makes all again. It is yours to change: code is not compared
+            then, and a dataset that draws other graphs each time may be used again.
         workers: processes that take graphs from the dataset while the cache is built.
         verify: "once", "always" or "never": when checksums are compared; see
             `trainfast.graph_cache.open`.
@@ -65,12 +79,15 @@ def cached(
             own, which is then not applied before storing. None, or another function:
             what is stored has gone through the dataset's own.
         progress: show a bar while building.
+        rebuild: True: all graphs are stored anew; False: the stored ones are kept where
+            only code has changed and the compared graphs are the same.
 
     Raises:
         NotImplementedError: an attribute that cannot be stored, by its name: sparse
             tensors, lists, nested dicts, NumPy arrays, subclasses of Tensor, tensors
             that require gradients.
         ValueError: an empty dataset, or graphs that do not fit together.
+        StaleCacheError: a ValueError; the cache is of something else.
         BuildError: the dataset failed; what was built before is kept.
         OSError: the disk is full or fails.
     """
@@ -78,40 +95,72 @@ def cached(
     size = len(dataset)
     if not size:
         raise ValueError("dataset must have graphs, got an empty one")
+    named = transform_id is not None
+    transformed = transform is not ...
     if transform is ...:
         dataset, transform = _split_transform(dataset)
     else:
         transform_id = (b"transformed", () if transform_id is None else transform_id)
+    functions = {} if named else _functions(dataset, transformed)
+    source = Source(functions, named=named, given=True)
     first = dataset[0]
     known = has_manifest(path)
-    cache = _complete(path, size, transform_id, verify)
+    cache = None if rebuild else _complete(path, size, transform_id, verify)
     if cache is None:
         some = [first, *(dataset[i] for i in range(1, min(8, size)))]
-        _build(path, dataset, Flattener(some), transform_id, workers, progress)
+        flatten = Flattener(some)
+        job = Job(path, _Make(dataset, flatten), flatten.rules)
+        _build(job, size, source, transform_id, workers, progress, rebuild)
         cache = Cache(path, verify)
         _write_note(cache, transform_id)
         if not known:
             _warn_of_random(CachedDataset(cache, type(first)), some)
+        return CachedDataset(cache, type(first), transform)
     made = CachedDataset(cache, type(first), transform)
-    if known:
-        _warn_of_another(made, first, dataset)
+    reuse = Reuse(Job(path, None, {}), source, keys.name_of(transform_id), rebuild)
+    reuse.compare_given(
+        range(size), lambda i: _changed(made, dataset, i, named), _MOST_COMPARED
+    )
+    reuse.end(begun=False)
     return made
 
 
-def _warn_of_another(made: "CachedDataset", first: Any, dataset: Any) -> None:
-    """Warns where the cache's first graph is not the dataset's: the cache may be of
-    another dataset (the training set's, for the test set), or of older code."""
-    other = _difference(first, made.get(0))
-    drawn = _difference(first, dataset[0]) if other else ""
-    if drawn:
-        _warn_of_drawing(0, drawn, stacklevel=4)
-    elif other:
-        warnings.warn(
-            f"the dataset's first graph is not the one in {made.cache.path} ({other!r} "
-            "differs), and the cache's graphs are what you get: for another dataset "
-            "take another path, after a change another transform_id",
-            stacklevel=3,
-        )
+def _changed(made: "CachedDataset", dataset: Any, i: int, named: bool) -> str:
+    """What differs in graph i of the cache and of the dataset; "": nothing."""
+    graph = dataset[i]
+    if type(graph) is not made.kind:
+        got, kind = type(graph).__name__, made.kind.__name__
+        return f"graph {i}, which is a {got}, not a {kind}"
+    other = _difference(graph, made.get(i))
+    if not other:
+        return ""
+    if _difference(graph, dataset[i]):
+        if named:
+            return ""
+        raise DrawnError(str(made.cache.path), f"graph {i} ({other!r} differs)")
+    return f"graph {i}, which differs in {other!r}"
+
+
+def _functions(dataset: Any, transformed: bool) -> dict[str, Any]:
+    """What makes a dataset's graphs, by name; `transformed`: so does its transform."""
+    parts = [dataset]
+    while any(hasattr(part, "datasets") or hasattr(part, "dataset") for part in parts):
+        parts = [
+            inner
+            for part in parts
+            for inner in getattr(part, "datasets", [getattr(part, "dataset", part)])
+        ]
+    found: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        which = f" of part {number}" if len(parts) > 1 else ""
+        if is_own(type(part).__module__):
+            found[f"dataset{which}"] = type(part)
+        names = ("transform", "pre_transform", "pre_filter")[not transformed :]
+        for name in names:
+            function = getattr(part, name, None)
+            if callable(function):
+                found[name + which] = function
+    return found
 
 
 def _warn_of_random(made: "CachedDataset", some: list[Any]) -> None:
@@ -176,24 +225,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _build(
-    path: str,
-    dataset: Any,
-    flatten: Flattener,
+    job: Job,
+    size: int,
+    source: Source,
     transform_id: Any,
     workers: int,
     progress: bool,
+    rebuild: bool | None,
 ) -> None:
     """Builds what is missing; what cannot be stored is the error that it is."""
     try:
-        build(
-            path,
-            range(len(dataset)),
-            _Make(dataset, flatten),
-            transform_id=transform_id,
-            workers=workers,
-            progress=progress,
-            rules=flatten.rules,
-        )
+        run(job, range(size), source, None, transform_id, workers, rebuild, progress)
     except BuildError as error:
         if isinstance(error.__cause__, NotImplementedError):
             raise NotImplementedError(str(error)) from error
@@ -228,6 +270,7 @@ def _split_transform(dataset: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     return dataset, None
 
 
+_MOST_COMPARED = 1000  # graphs, before stored ones are used
 _NOTE = "pyg.json"  # beside the cache's own files, which leave it alone
 
 
