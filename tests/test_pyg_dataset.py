@@ -245,3 +245,98 @@ def test_cache_of_the_same_dataset_is_used_without_a_word(tmp_path, ten, recwarn
     for part in (ten[:5], ten[:5], ten, ten[:3]):
         cached(part, tmp_path / "c", progress=False)
     assert not recwarn.list
+
+
+# ---- Caches of something else --------------------------------------------------------
+
+
+class Doubled(torch.utils.data.Dataset):
+    def __init__(self, graphs, factor=2):
+        self.graphs, self.factor = graphs, factor
+
+    def __len__(self):
+        return len(self.graphs)
+
+    def __getitem__(self, i):
+        data = copy.copy(self.graphs[i])
+        data.x = data.x * self.factor
+        return data
+
+
+class Halved(Doubled):
+    def __getitem__(self, i):
+        return self.graphs[i]
+
+
+@pytest.fixture(scope="module")
+def many():
+    return [graph(n % 7 + 1, 2 * n, y=n, name=str(n)) for n in range(100)]
+
+
+def others_of(graphs):
+    yield "reversed", graphs[::-1]
+    yield "one is gone", graphs[:50] + graphs[51:]
+    yield "the second last is gone", graphs[:-2] + graphs[-1:]
+    yield "filtered", [one for one in graphs if one.y % 10]
+    yield "shuffled", [graphs[i] for i in np.random.default_rng(0).permutation(100)]
+    yield "two changed places", [*graphs[:40], graphs[41], graphs[40], *graphs[42:]]
+    yield "more after others", [*graphs[1:], *graphs]
+
+
+@pytest.mark.parametrize("wrap", [list, Small, Doubled])
+@pytest.mark.parametrize("named", [{}, {"transform_id": "v1"}])
+def test_reordered_and_filtered_datasets_are_found(
+    tmp_path, many, wrap, named, recwarn
+):
+    def get(graphs, **options):
+        return cached(wrap(graphs), tmp_path / "c", progress=False, **named, **options)
+
+    get(many)
+    for what, others in others_of(many):
+        with pytest.raises(StaleCacheError, match=r"changed: graph \d+, "):
+            print(what, get(others))
+    assert_same_graph(get(many)[41], wrap(many)[41])
+    found = get(many[::-1], rebuild=True)
+    assert_same_graph(batch_of(found), Batch.from_data_list([*wrap(many[::-1])]))
+    assert not recwarn.list
+
+
+def one_more(data):
+    return add_one(add_one(copy.copy(data)))
+
+
+def test_code_of_a_dataset_is_compared(tmp_path, many, monkeypatch):
+    path = tmp_path / "c"
+    cached(Doubled(many), path, progress=False)
+    with pytest.raises(StaleCacheError, match="changed: graph 0, which differs in 'x'"):
+        cached(Doubled(many, 3), path, progress=False)
+    own = Doubled.__getitem__
+
+    def same_for_these(self, i):
+        return own(self, i) if i < 1000 else None
+
+    monkeypatch.setattr(Doubled, "__getitem__", same_for_these)
+    with pytest.raises(StaleCacheError, match=r"changed: the method `Doubled.__getit"):
+        cached(Doubled(many), path, progress=False)
+    for _ in range(2):
+        found = cached(Doubled(many), path, progress=False, rebuild=False)
+        assert_same_graph(found[3], Doubled(many)[3])
+    assert len(cached(Doubled(many), path, progress=False)) == 100
+    with pytest.raises(StaleCacheError):
+        cached(Halved(many), path, progress=False)
+
+
+def test_code_of_stored_transforms_is_compared(tmp_path, ten):
+    source = Small(ten, one_more)
+    cached(source, tmp_path / "c", transform=None, progress=False)
+    cached(source, tmp_path / "c", transform=None, progress=False)
+    for other in (add_one, lambda data: add_one(data=add_one(copy.copy(data)))):
+        source.transform = other
+        with pytest.raises(StaleCacheError, match=r"changed: the code of `transform`"):
+            cached(source, tmp_path / "c", transform=None, progress=False)
+    cached(Small(ten, one_more), tmp_path / "d", progress=False)
+    cached(Small(ten, add_one), tmp_path / "d", progress=False)  # applied on access
+    plain = Small(ten)
+    plain.pre_transform = add_one
+    with pytest.raises(StaleCacheError, match="`pre_transform`"):
+        cached(plain, tmp_path / "d", progress=False)
