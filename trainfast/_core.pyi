@@ -78,8 +78,8 @@ class GraphSelection:
         totals: Sequence[int] | None = None,
         array_type: type | None = None,
     ) -> GraphSelection: ...
-    # array_type: None for NumPy arrays, a type with the DLPack exchange API (torch's
-    # Tensor) for its objects, object for DLPack capsules.
+    # array_type: None for NumPy arrays, a type with the DLPack exchange API, or
+    # from_dlpack in its module (torch's Tensor), for its objects, object for capsules.
 
 @final
 class GraphBatch:

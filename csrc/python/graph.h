@@ -20,6 +20,7 @@ typedef struct {
     py_graph_cache *cache;                  /* a reference */
     PyObject *array_type;                   /* a reference, or NULL */
     const struct dlpack_exchange *exchange; /* of array_type, for PY_AS_OBJECT */
+    PyObject *from_dlpack; /* a reference: makes one of a capsule without `exchange` */
     py_graph_as as;
     tfast_graph_selection selection; /* its arrays are this object's */
     uint16_t *fields, *batch_of;

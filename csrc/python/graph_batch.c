@@ -3,6 +3,27 @@
 
 /* ---- GraphSelection -------------------------------------------------------------- */
 
+/* The function from_dlpack of the type's module, as the array API standard has it; NULL
+ * with an exception where there is none. */
+static PyObject *
+find_from_dlpack(PyObject *type)
+{
+    PyObject *name = PyObject_GetAttrString(type, "__module__");
+    PyObject *module = name == NULL ? NULL : PyImport_Import(name);
+    PyObject *function =
+        module == NULL ? NULL : PyObject_GetAttrString(module, "from_dlpack");
+
+    if (function == NULL) {
+        PyErr_Format(PyExc_TypeError,
+                     "array_type must have the DLPack exchange API, or its module "
+                     "from_dlpack, got %R",
+                     type);
+    }
+    Py_XDECREF(module);
+    Py_XDECREF(name);
+    return function;
+}
+
 static int
 take_array_type(py_graph_selection *self, PyObject *type)
 {
@@ -17,9 +38,8 @@ take_array_type(py_graph_selection *self, PyObject *type)
     if (type != (PyObject *)&PyBaseObject_Type) {
         self->as = PY_AS_OBJECT;
         self->exchange = py_find_maker((PyTypeObject *)type);
-        if (self->exchange == NULL) {
-            PyErr_Format(PyExc_TypeError,
-                         "array_type must have the DLPack exchange API, got %R", type);
+        if (self->exchange == NULL &&
+            (self->from_dlpack = find_from_dlpack(type)) == NULL) {
             return -1;
         }
     }
@@ -134,6 +154,7 @@ selection_traverse(py_graph_selection *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT((PyObject *)self->cache);
     Py_VISIT(self->array_type);
+    Py_VISIT(self->from_dlpack);
     return 0;
 }
 
@@ -143,6 +164,7 @@ selection_dealloc(py_graph_selection *self)
     PyObject_GC_UnTrack(self);
     Py_XDECREF((PyObject *)self->cache);
     Py_XDECREF(self->array_type);
+    Py_XDECREF(self->from_dlpack);
     PyMem_Free(self->fields);
     PyMem_Free(self->batch_of);
     PyMem_Free(self->totals);
@@ -153,8 +175,8 @@ selection_dealloc(py_graph_selection *self)
 static PyType_Slot selection_slots[] = {
     {Py_tp_doc,
      "What batches hold and as what. array_type: None for NumPy arrays, a type with\n"
-     "the DLPack exchange API (torch's Tensor) for its objects, object for DLPack\n"
-     "capsules."},
+     "the DLPack exchange API, or from_dlpack in its module (torch's Tensor), for its\n"
+     "objects, object for DLPack capsules."},
     {Py_tp_new, selection_new},
     {Py_tp_traverse, selection_traverse},
     {Py_tp_dealloc, selection_dealloc},
@@ -203,14 +225,25 @@ make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
 {
     const py_graph_selection *selection = self->selection;
     const py_made made = {(void *)data, dtype, ndim, shape};
+    PyObject *array = NULL, *capsule;
+    void *note;
 
     if (selection->as == PY_AS_NUMPY) {
         return py_make_numpy(py_graph_state((PyObject *)self), &made, true,
                              (PyObject *)self);
     }
+    note = tfast_graph_batch_note(self->batch, py_dlpack_bytes(ndim));
     tfast_graph_batch_retain(self->batch);
-    return py_make_dlpack(selection->exchange, &made, release_batch, self->batch,
-                          tfast_graph_batch_note(self->batch, py_dlpack_bytes(ndim)));
+    if (selection->from_dlpack == NULL) {
+        return py_make_dlpack(selection->exchange, &made, release_batch, self->batch,
+                              note);
+    }
+    capsule = py_make_dlpack_unversioned(&made, release_batch, self->batch, note);
+    if (capsule != NULL) {
+        array = PyObject_CallFunctionObjArgs(selection->from_dlpack, capsule, NULL);
+        Py_DECREF(capsule);
+    }
+    return array;
 }
 
 static PyObject *

@@ -34,4 +34,9 @@ size_t py_dlpack_bytes(int ndim);
 PyObject *py_make_dlpack(const struct dlpack_exchange *exchange, const py_made *made,
                          void (*release)(void *context), void *context, void *note);
 
+/* A capsule of DLPack before 1.0, which torch before 2.10 may ask for. */
+PyObject *py_make_dlpack_unversioned(const py_made *made,
+                                     void (*release)(void *context), void *context,
+                                     void *note);
+
 #endif

@@ -232,6 +232,7 @@ py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *arr
 /* One block: what the consumer sees, what we need to end it, shape and strides. */
 typedef struct {
     dlpack_versioned managed;
+    dlpack_managed unversioned; /* the same tensor, for consumers from before 1.0 */
     void (*release)(void *context);
     void *allocated; /* this block, or NULL: the context's */
     int64_t dims[];
@@ -284,6 +285,12 @@ new_tensor(const py_made *made, void (*release)(void *context), void *context,
     return &tensor->managed;
 }
 
+static void
+delete_unversioned(dlpack_managed *managed)
+{
+    delete_made(managed->context);
+}
+
 /* Of a capsule that nobody has consumed: consumers rename those that they take. */
 static void
 free_capsule(PyObject *capsule)
@@ -314,4 +321,35 @@ py_make_dlpack(const dlpack_exchange *exchange, const py_made *made,
         delete_made(managed);
     }
     return object;
+}
+
+static void
+free_unversioned(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        dlpack_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+
+        managed->deleter(managed);
+    }
+}
+
+PyObject *
+py_make_dlpack_unversioned(const py_made *made, void (*release)(void *context),
+                           void *context, void *note)
+{
+    dlpack_versioned *managed = new_tensor(made, release, context, note);
+    dlpack_managed *unversioned;
+    PyObject *capsule;
+
+    if (managed == NULL) {
+        release(context);
+        return PyErr_NoMemory();
+    }
+    unversioned = &((made_tensor *)managed)->unversioned;
+    *unversioned = (dlpack_managed){managed->tensor, managed, delete_unversioned};
+    capsule = PyCapsule_New(unversioned, "dltensor", free_unversioned);
+    if (capsule == NULL) {
+        delete_made(managed);
+    }
+    return capsule;
 }
