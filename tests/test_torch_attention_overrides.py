@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn import attention as registry
+from torch_version import TORCH
 
 import trainfast
 from trainfast.torch import attention_overrides, register_flash_attention_impl
@@ -13,6 +14,10 @@ from trainfast.torch import scaled_dot_product_attention as sdpa
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.library, "get_kernel"), reason="this torch cannot get a kernel"
+)
+RESTORES = pytest.mark.skipif(
+    not hasattr(registry, "restore_flash_attention_impl"),
+    reason="this torch cannot take an implementation away again",
 )
 aten = torch.ops.aten
 FLASH_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
@@ -170,6 +175,8 @@ def test_results_on_the_cpu_are_laid_out_as_torchs(dtype, layout, masked):
     same_layout(*found)
     tolerance = {"atol": 0.03, "rtol": 0.03} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(*found, **tolerance)
+    if dtype == torch.float64 and TORCH < (2, 13):
+        return  # torch's own fake lse is a float32, its real one a float64
     with trainfast.patched("attention_operators"):
         meta = [x.to("meta") for x in (q, k)]
         made = FLASH_ON_CPU(meta[0], meta[1], meta[1])
@@ -279,6 +286,7 @@ def test_dropout_and_gradients_of_a_mask_are_torchs_own(on_cpu):
     }
 
 
+@RESTORES
 def test_flash_attention_is_overridden_only_by_choice(on_cpu):
     q, k = rows(2, 3, 70, 8, layout="bnhd"), rows(2, 3, 9, 8)
     with (
@@ -313,6 +321,7 @@ def kernel_of(name, key):
     return str(torch.library.get_kernel(f"aten::{name}", key))
 
 
+@RESTORES
 @pytest.mark.parametrize("patch_first", [False, True])
 def test_patch_and_choice_may_end_in_any_order(patch_first):
     register_flash_attention_impl()

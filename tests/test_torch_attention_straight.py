@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_version import TORCH
 
 import trainfast
 from trainfast import _core
@@ -204,6 +205,8 @@ def test_grouped_queries_go_straight(function, taken, kv_heads):
 @pytest.mark.parametrize("kv_heads", [0, 4, 12])
 @pytest.mark.parametrize("enable_gqa", [True, False, 1])
 def test_heads_that_do_not_go_together_have_torchs_result(kv_heads, enable_gqa):
+    if kv_heads == 0 and enable_gqa and TORCH < (2, 13):
+        pytest.skip("torch's own function divides by zero, which ends the process")
     q, k, v = inputs(((2, 6, 5, 8), (2, kv_heads, 7, 8), 8))
     check_as_torch(q, k, v, enable_gqa=enable_gqa)
 
