@@ -39,7 +39,7 @@ class Client(NamedTuple):
     name: str
     packages: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ("adamw",)  # what stats() must count calls of
-    fallbacks: tuple[str, ...] = ()  # the only ones that it may count
+    fallbacks: tuple[str, ...] = ()  # the only ones, but for small attention calls
     processes: int = 1
     resumes: bool = False  # with --resume, from what a run has saved halfway
     noise: tuple[str, ...] = ()  # whose gradients are rounding errors: keys' biases
@@ -232,7 +232,9 @@ def check_pair(client, patched, plain):
             assert any(part in text for part in client.may_warn), text
     for kernel in client.kernels:
         assert sum(after["calls"].get(kernel, {}).values()) > 0, after
-    assert set(after["fallbacks"]) <= set(client.fallbacks), after
+    for kernel, reasons in after["fallbacks"].items():
+        small = all(reason.startswith("a small ") for reason in reasons)
+        assert small or kernel in client.fallbacks, after
 
 
 def test_patch_changes_no_result(client, tmp_path):
