@@ -341,7 +341,7 @@ def _check_numbers(dropout_p: float, softcap: float | None) -> None:
 def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
     """As the core takes it: -1 for any distance."""
     if window is not None and (
-        not isinstance(window, tuple | list) or len(window) != 2
+        not isinstance(window, (tuple, list)) or len(window) != 2
     ):
         raise ValueError(f"window must be (left, right) or None, got {window!r}")
     left, right = (None, None) if window is None else window
