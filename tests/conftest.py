@@ -132,6 +132,15 @@ def rng():
 
 
 @pytest.fixture
+def amp_kernels_at_any_size(monkeypatch):
+    """trainfast.torch.GradScaler leaves nothing to torch for its size."""
+    from trainfast.torch import amp
+
+    monkeypatch.setattr(amp, "_are_small", lambda grads: False)
+    monkeypatch.setattr(amp, "_is_torchs_update", lambda scaler, flags: False)
+
+
+@pytest.fixture
 def kernels_at_any_size(monkeypatch):
     """trainfast.patch("attention") leaves no call to torch for its size."""
     from trainfast.torch import attention_patch

@@ -22,7 +22,7 @@ BAD = [math.inf, -math.inf, math.nan]
 
 
 @pytest.fixture(autouse=True)
-def forget_stats():
+def forget_stats(amp_kernels_at_any_size):
     torch.manual_seed(0)
     trainfast.reset_stats()
 

@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 import trainfast
 from trainfast.torch import AdamW, GradScaler, SkipAwareScheduler, clip_grad_norm_
 
+pytestmark = pytest.mark.usefixtures("amp_kernels_at_any_size")
+
 MAKERS = {
     "ours": lambda params: AdamW(params, lr=0.1),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),

@@ -15,6 +15,8 @@ import torch
 import trainfast
 from trainfast.torch import AdamW, GradScaler, clip_grad_norm_, clip_grad_value_
 
+pytestmark = pytest.mark.usefixtures("amp_kernels_at_any_size")
+
 SEQUENCES = 100  # on each backend, which has its own
 LENGTH = 14
 SHAPES = [(3,), (2, 9), ()]

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import trainfast
 from trainfast.torch import Adam, AdamW, GradScaler, SkipAwareScheduler
 
 
@@ -107,3 +108,52 @@ def test_scaling_is_offered_where_torch_or_an_option_offers_it(cls):
     assert offered(cls(params, max_grad_norm=1.0)) is None
     for asked in (True, False):
         assert offered(cls(params, fused=not asked, amp_scaling=asked)) is asked
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("init_scale", [64.0, 3.7])
+def test_small_gradients_are_torchs_with_the_same_bits(bad, init_scale, backend):
+    runs = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        trainfast.reset_stats()
+        params = make_params()
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        scaler = cls("cpu", init_scale, growth_factor=1.7, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(sum((p * p).sum() for p in params)).backward()
+            if bad is not None and step == 2:
+                params[1].grad[2, 1] = bad
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append((params, [p.grad for p in params], scaler.get_scale()))
+    assert runs[0][2] == runs[1][2]
+    for theirs, ours in zip(
+        runs[0][0] + runs[0][1], runs[1][0] + runs[1][1], strict=True
+    ):
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=0, equal_nan=True)
+    stats = trainfast.stats()
+    assert stats.calls == {}
+    assert list(stats.fallbacks["amp"].values()) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [torch.ones(64) for _ in range(3)],
+        lambda: [torch.ones(1025)],
+        lambda: [torch.ones(64, dtype=torch.float64)],
+        lambda: [torch.ones(64, dtype=torch.bfloat16)],
+    ],
+)
+def test_other_gradients_are_unscaled_by_the_kernel(make, backend):
+    params = [torch.nn.Parameter(value) for value in make()]
+    optimizer, scaler = torch.optim.SGD(params), GradScaler("cpu", 4.0)
+    for param in params:
+        param.grad = torch.full_like(param, 8.0)
+    scaler.scale(torch.ones(()))
+    trainfast.reset_stats()
+    scaler.unscale_(optimizer)
+    assert trainfast.stats().calls == {"amp": {backend: 1}}
+    assert all((param.grad == 2).all() for param in params)

@@ -33,6 +33,7 @@ from trainfast.torch.versions import disable_dynamo
 __all__ = ["CudaGradScaler", "GradScaler", "Measured", "measure"]
 
 _MAX_FOUND = 16  # what _core.amp_update takes at once
+_FEW, _SMALL = 2, 1024  # tensors, and elements of each
 _WRAPPERS = ("torch.optim.optimizer", "torch.optim.lr_scheduler")  # of step()
 _STATE_KEYS = (
     "scale",
@@ -165,7 +166,13 @@ class GradScaler(torchs.GradScaler):
         found_inf: Tensor | None,  # torch's hook for scripts that allow float16
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        grads, tally = _grads_of(optimizer, allow_fp16), CallTally("amp")
+        grads = _grads_of(optimizer, allow_fp16)
+        if _are_small(grads):
+            count_fallback("amp", "small gradients, which torch unscales sooner")
+            found = torch.zeros(())
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+            return {found.device: found}
+        tally = CallTally("amp")
 
         def on_core(part: list[Tensor]) -> Tensor:
             device = part[0].device
@@ -312,7 +319,12 @@ class GradScaler(torchs.GradScaler):
         if len(flags) > _MAX_FOUND:
             flags = [combine_flags(flags)]
         try:
-            self._update_on_core(scale, tracker, flags)
+            if _is_torchs_update(self, flags):
+                count_fallback("amp", "a plain update, which torch does sooner")
+                rule = self._growth_factor, self._backoff_factor, self._growth_interval
+                torch._amp_update_scale_(scale, tracker, flags[0], *rule)
+            else:
+                self._update_on_core(scale, tracker, flags)
         except (NotImplementedError, ValueError, OverflowError) as reason:
             count_fallback("amp", str(reason))  # torch takes any factor and interval
             self._update_by_torch(scale, tracker, combine_flags(flags))
@@ -514,6 +526,26 @@ def _grads_of(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor
                 grad = grad._values()
             grads.append(grad)
     return grads
+
+
+def _are_small(grads: list[Tensor]) -> bool:
+    """True for few elements, for which a call of the core takes longer than torch's.
+
+    The bits are the same for float32 on the CPU.
+    """
+    return 0 < len(grads) <= _FEW and all(
+        type(grad) is Tensor
+        and grad.is_cpu
+        and grad.dtype is torch.float32
+        and grad.numel() <= _SMALL
+        for grad in grads
+    )
+
+
+def _is_torchs_update(scaler: GradScaler, flags: list[Tensor]) -> bool:
+    """True on the CPU for one flag and torch's rule, where torch's kernel is faster."""
+    plain = scaler._min_scale is scaler._max_scale is None and scaler._hysteresis == 1
+    return plain and len(flags) == 1 and flags[0].is_cpu
 
 
 # ---- Checks --------------------------------------------------------------------------
