@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from os import urandom
 from typing import Any
 
@@ -210,8 +210,8 @@ class Reuse:
 
     def _in_cache(self, key: bytes) -> dict[Any, Any]:
         """The newest graph with the key."""
-        core = _core.GraphCache(self._job.path, partial=True)
-        found, end = core.keys(), None
+        core, found = self._cache
+        end = None
         while True:
             at = found.rfind(key, 0, end)
             if at % keys.SIZE == 0:
@@ -221,6 +221,12 @@ class Reuse:
         schema = Schema.decode(core.schema)
         values = zip(schema.keys, core.get(at // keys.SIZE))
         return {name: value for name, value in values if value is not None}
+
+    @cached_property
+    def _cache(self) -> tuple[_core.GraphCache, bytes]:
+        """The cache as it was before, and the keys of all its records."""
+        core = _core.GraphCache(self._job.path, partial=True)
+        return core, core.keys()
 
     def _note_input(self, key: bytes, content: str | None) -> None:
         if content is not None:
