@@ -136,7 +136,7 @@ typedef struct {
     double beta2;        /* in [0, 1) */
     double eps;          /* finite, >= 0 */
     double weight_decay; /* finite, >= 0 */
-    double ema_decay;    /* in [0, 1]; used where there is an ema */
+    double ema_decay;    /* in [0, 1); used where there is an ema */
     bool maximize;
     bool decoupled_weight_decay; /* AdamW; false adds weight_decay * param to the
                                     gradient */

@@ -46,13 +46,82 @@ def test_what_is_replaced_between_steps_is_noticed(backend, device, what, size):
                 state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
         return optimizer
 
-    ours, theirs = run(AdamW), run(torch.optim.AdamW)
-    if what == "state_data" and size < 4096:
-        # noticed within 16 steps; the memory it had is kept alive until then
-        p = ours.param_groups[0]["params"][0]
-        assert ours.state[p]["exp_avg"].abs().sum() > 0
-    else:
-        assert_same_state(ours, theirs)
+    assert_same_state(run(AdamW), run(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("size", [10, 4095, 5000])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"])
+@pytest.mark.parametrize("how", ["data", "set_", "both moved"])
+def test_state_given_other_memory_is_stepped_there_at_once(
+    backend, device, name, how, size
+):
+    """`tensor.data = x` keeps the tensor object; so do set_() and Module._apply()."""
+
+    def run(cls):
+        params = make_params(device, shapes=[(size,), (size,)])
+        optimizer = cls(params, amsgrad=True)
+        for step in range(6):
+            set_grads(params, step)
+            optimizer.step()
+            value = optimizer.state[params[1]][name]
+            other = torch.full_like(value, 1.0 + step)
+            if how == "set_":
+                value.set_(other.untyped_storage(), 0, other.shape)
+            else:
+                value.data = other
+            if how == "both moved":
+                params[1].data = params[1].data.clone()
+        return optimizer
+
+    assert_same_state(run(AdamW), run(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("option", ["ema", "master_param", "weight_copy"])
+def test_extra_state_given_other_memory_is_stepped_there_at_once(
+    backend, device, option
+):
+    options = {
+        "ema": {"ema_decay": 0.5},
+        "master_param": {"master_weights": True},
+        "weight_copy": {"weight_copy_dtype": torch.float16},
+    }[option]
+    dtype = torch.bfloat16 if option == "master_param" else torch.float32
+    params = make_params(device, shapes=[(64,)], dtype=dtype)
+    optimizer = train(AdamW, params, steps=2, **options)
+    value = optimizer.state[params[0]][option]
+    before = value.untyped_storage()
+    left = value.detach().clone()
+    value.data = torch.full_like(value, 7.0)
+    set_grads(params, 3)
+    optimizer.step()
+    assert not torch.equal(value, torch.full_like(value, 7.0))
+    old = torch.empty(0, dtype=value.dtype, device=device).set_(before, 0, left.shape)
+    assert torch.equal(old, left)  # the memory that it had is not written
+
+
+def test_a_property_that_empties_the_list_of_params_is_survived(backend, device):
+    """The call walks a copy of the list: reading .grad may run anything."""
+    params = make_params(device, shapes=[(8,)] * 40)
+    optimizer = train(AdamW, params, steps=1)
+    emptied = []
+
+    class Emptying(torch.nn.Parameter):
+        @property
+        def grad(self):
+            emptied.append(len(optimizer.param_groups[0]["params"]))
+            del optimizer.param_groups[0]["params"][1:]
+            return super().grad
+
+        @grad.setter
+        def grad(self, value):
+            torch.Tensor.grad.__set__(self, value)
+
+    set_grads(params, 2)
+    listed = optimizer.param_groups[0]["params"]
+    listed[3] = Emptying(torch.zeros(8, device=device))
+    listed[3].grad = torch.ones(8, device=device)
+    optimizer.step()
+    assert emptied
 
 
 @pytest.mark.parametrize("size", [10, 5000])

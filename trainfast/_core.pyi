@@ -217,7 +217,7 @@ def adamw_groups(
     clip_coef: Any = None,
     stream: int = 0,
     only_prepare: bool = False,
-) -> int | tuple[int, int]: ...
+) -> tuple[int, bool] | None: ...
 def amp_grads(
     grads: list[Any],
     workspace: Workspace,

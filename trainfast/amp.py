@@ -280,7 +280,7 @@ def _update(scaler: LossScaler, arrays: list[np.ndarray], found: float) -> None:
     scale, growth, hysteresis = arrays
     _core.amp_update(
         scale,
-        growth.view(np.float32),
+        growth,
         [np.full(1, found, np.float32)],
         growth_factor=scaler.growth_factor,
         backoff_factor=scaler.backoff_factor,
@@ -288,5 +288,5 @@ def _update(scaler: LossScaler, arrays: list[np.ndarray], found: float) -> None:
         min_scale=0.0 if scaler.min_scale is None else scaler.min_scale,
         max_scale=math.inf if scaler.max_scale is None else scaler.max_scale,
         hysteresis=scaler.hysteresis,
-        hysteresis_tracker=hysteresis.view(np.float32),
+        hysteresis_tracker=hysteresis,
     )

@@ -1,33 +1,27 @@
 /* A call of the AdamW step, and _core.adamw: lists of any arrays. */
 #include "adamw_call.h"
 
-#define COLUMNS(PARAMS, COPIES, write_grads, own_copy)                                 \
+#define COLUMNS(PARAMS, COPIES, write_grads)                                           \
     {                                                                                  \
         [PARAM] = {.name = PARAMS, .write = true},                                     \
         [GRAD] = {.name = "grads",                                                     \
                   .write = write_grads,                                                \
                   .any_layout = true,                                                  \
                   .held = true},                                                       \
-        [EXP_AVG] = {.name = "exp_avgs", .write = true, .keep = true},                 \
-        [EXP_AVG_SQ] = {.name = "exp_avg_sqs",                                         \
-                        .write = true,                                                 \
-                        .keep = true,                                                  \
-                        .same_dtype = EXP_AVG},                                        \
+        [EXP_AVG] = {.name = "exp_avgs", .write = true},                               \
+        [EXP_AVG_SQ] = {.name = "exp_avg_sqs", .write = true, .same_dtype = EXP_AVG},  \
         [MAX_EXP_AVG_SQ] = {.name = "max_exp_avg_sqs",                                 \
                             .write = true,                                             \
-                            .keep = true,                                              \
                             .same_dtype = EXP_AVG},                                    \
-        [STEP] = {.name = "step", .write = true, .scalar = true, .keep = true},        \
-        [EMA] = {.name = "emas", .write = true, .keep = true},                         \
-        [COPY] = {.name = COPIES, .write = true, .keep = own_copy},                    \
+        [STEP] = {.name = "step", .write = true, .scalar = true},                      \
+        [EMA] = {.name = "emas", .write = true},                                       \
+        [COPY] = {.name = COPIES, .write = true},                                      \
     }
 
 /* By whether the gradients are written, and whether there are master weights. */
 static const py_column columns[2][2][N_COLUMNS] = {
-    {COLUMNS("params", "copies", false, true),
-     COLUMNS("master_params", "params", false, false)},
-    {COLUMNS("params", "copies", true, true),
-     COLUMNS("master_params", "params", true, false)},
+    {COLUMNS("params", "copies", false), COLUMNS("master_params", "params", false)},
+    {COLUMNS("params", "copies", true), COLUMNS("master_params", "params", true)},
 };
 
 /* ---- Shared ---------------------------------------------------------------------- */
@@ -88,14 +82,14 @@ take_lr(py_adamw_call *call, py_state *state)
 
 int
 py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
-               PyObject *relayout, Py_ssize_t rows, bool keep)
+               PyObject *relayout, Py_ssize_t rows)
 {
     const bool write = call->args.write_back_grads || call->args.zero_grad;
 
     call->workspace = py_workspace_of(state, workspace);
     if (call->workspace == NULL ||
         py_table_begin(&call->workspace->table, columns[write][call->master],
-                       call->extras ? N_COLUMNS : N_PLAIN, rows, keep) < 0) {
+                       call->extras ? N_COLUMNS : N_PLAIN, rows) < 0) {
         return -1;
     }
     call->workspace->table.relayout = relayout == Py_None ? NULL : relayout;
@@ -297,8 +291,8 @@ py_adamw(PyObject *module, PyObject *args, PyObject *kwargs)
     call.args.stream = (void *)(uintptr_t)stream;
     if (take_lists(objects, lists, &call.args.step) == 0) {
         call.extras = lists[EMA] != NULL || lists[COPY] != NULL;
-        if (py_adamw_begin(&call, state, workspace, relayout, PyList_Size(lists[PARAM]),
-                           false) == 0) {
+        if (py_adamw_begin(&call, state, workspace, relayout,
+                           PyList_Size(lists[PARAM])) == 0) {
             if (add_lists(state, &call.workspace->table, lists) == 0) {
                 result = run_lists(state, &call, scalars);
             }

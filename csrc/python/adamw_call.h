@@ -31,7 +31,7 @@ typedef struct {
 /* Starts a call of up to `rows` rows; `relayout` as in the table, NULL or None: none.
  * Returns 0 or -1. */
 int py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
-                   PyObject *relayout, Py_ssize_t rows, bool keep);
+                   PyObject *relayout, Py_ssize_t rows);
 
 /* Makes the arguments of the rows added since, but for the scalars that groups share.
  * Returns 0 or -1 with an exception. */
@@ -43,16 +43,17 @@ void py_adamw_end(py_adamw_call *call);
 /* One param group. */
 typedef struct {
     py_adamw_call call;
-    PyObject *params, *workspace; /* borrowed */
-    PyObject *written; /* owned; where gradients are written: a list of them and their
+    PyObject *params;    /* owned: a copy of the group's list, which code that runs
+                            during the call can change */
+    PyObject *workspace; /* borrowed */
+    PyObject *written;   /* owned; where gradients are written: a list of them and their
                           parameters, for autograd's versions. Else NULL */
     int amsgrad, ema, copy;
 } py_adamw_group;
 
 /* Adds the group's parameters that have gradients. Returns 0, -1 with an exception, or
- * 1 with the place of a parameter whose state must be made or that is on another device
- * than those before. */
-int py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all,
-                       Py_ssize_t *stopped);
+ * 1 where a parameter's state must be made or a parameter is on another device than
+ * those before. */
+int py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all);
 
 #endif

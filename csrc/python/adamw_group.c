@@ -12,7 +12,6 @@ typedef struct {
     PyObject *bump, *relayout;
     py_adamw_group *groups;
     Py_ssize_t n;
-    Py_ssize_t stopped_group, stopped_place;
     int only_prepare; /* do all that may fail, and step with nothing */
 } step;
 
@@ -78,10 +77,10 @@ static int
 parse_group(PyObject *tuple, py_adamw_group *group)
 {
     tfast_adamw_args *args = &group->call.args;
-    PyObject *ema_decay;
+    PyObject *params, *ema_decay;
     int maximize, decoupled, master, zero_grad, write_back;
 
-    if (!PyArg_ParseTuple(tuple, "O!OOddddpppOpppp:group", &PyList_Type, &group->params,
+    if (!PyArg_ParseTuple(tuple, "O!OOddddpppOpppp:group", &PyList_Type, &params,
                           &group->workspace, &group->call.lr, &args->beta1,
                           &args->beta2, &args->eps, &args->weight_decay,
                           &group->amsgrad, &maximize, &decoupled, &ema_decay, &master,
@@ -101,10 +100,11 @@ parse_group(PyObject *tuple, py_adamw_group *group)
     args->write_back_grads = write_back != 0;
     group->call.master = master != 0;
     group->call.extras = master != 0 || group->copy != 0 || group->ema != 0;
-    return 0;
+    group->params = PyList_GetSlice(params, 0, PyList_Size(params));
+    return group->params == NULL ? -1 : 0;
 }
 
-/* Adds all parameters. Returns 0, -1, or 1 with where it stopped. On any but 0 the
+/* Adds all parameters. Returns 0, -1 or 1, as py_adamw_add_group(). On any but 0 the
  * calls that began still have to be ended. */
 static int
 add_groups(py_state *state, step *step)
@@ -117,12 +117,11 @@ add_groups(py_state *state, step *step)
         int status;
 
         if (py_adamw_begin(&group->call, state, group->workspace, step->relayout,
-                           PyList_Size(group->params), true) < 0) {
+                           PyList_Size(group->params)) < 0) {
             group->call.workspace = NULL;
             return -1;
         }
-        step->stopped_group = g;
-        status = py_adamw_add_group(state, group, step->all, &step->stopped_place);
+        status = py_adamw_add_group(state, group, step->all);
         if (status != 0) {
             return status;
         }
@@ -134,7 +133,6 @@ add_groups(py_state *state, step *step)
             device = &table->device;
         } else if (table->device.type != device->type ||
                    table->device.index != device->index) {
-            step->stopped_place = table->rows[0].place;
             return 1;
         }
         if (py_adamw_prepare(&group->call, state) < 0) {
@@ -286,6 +284,21 @@ run_passes(step *step, const shared *shared)
     return status;
 }
 
+/* Whether a float64 is among a group's parameters or gradients. */
+static bool
+has_float64(const py_adamw_group *group)
+{
+    const py_table *table = &group->call.workspace->table;
+    bool found = false;
+
+    for (Py_ssize_t r = 0; r < table->n_rows; r++) {
+        const uint8_t *dtype = table->rows[r].dtype;
+
+        found |= dtype[PARAM] == TFAST_F64 || dtype[GRAD] == TFAST_F64;
+    }
+    return found;
+}
+
 /* Steps what add_groups() has added. */
 static PyObject *
 run_groups(py_state *state, step *step, shared *shared)
@@ -293,15 +306,17 @@ run_groups(py_state *state, step *step, shared *shared)
     tfast_device device = {TFAST_CPU, 0};
     tfast_status status;
     Py_ssize_t rows = 0;
+    bool wide = false;
 
     for (Py_ssize_t g = 0; g < step->n; g++) {
         const py_table *table = &step->groups[g].call.workspace->table;
 
         rows += table->n_rows;
         device = table->n_rows > 0 ? table->device : device;
+        wide |= has_float64(&step->groups[g]);
     }
     if (rows == 0) {
-        return PyLong_FromLong(0);
+        return Py_BuildValue("(nO)", rows, Py_False);
     }
     if (check_shared_grads(state, step) < 0 || take_shared(state, shared, device) < 0 ||
         ((shared->measure_inf || shared->measure_norm) &&
@@ -320,7 +335,7 @@ run_groups(py_state *state, step *step, shared *shared)
             return NULL;
         }
     }
-    return PyLong_FromSsize_t(rows);
+    return Py_BuildValue("(nO)", rows, wide ? Py_True : Py_False);
 }
 
 static PyObject *
@@ -332,7 +347,7 @@ step_groups(py_state *state, step *step, shared *shared)
     if (status == 0) {
         result = run_groups(state, step, shared);
     } else if (status > 0) {
-        result = Py_BuildValue("(nn)", step->stopped_group, step->stopped_place);
+        result = Py_NewRef(Py_None);
     }
     for (Py_ssize_t g = 0; g < step->n; g++) {
         py_adamw_call *call = &step->groups[g].call;
@@ -367,6 +382,7 @@ py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs)
                      .total_norm_f64 = Py_None,
                      .clip_coef = Py_None};
     step step = {0};
+    int parsed = 0;
 
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O!O!OOOppd|OOOOOKp:adamw_groups", names, &PyList_Type, &list,
@@ -382,13 +398,15 @@ py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs)
     if (step.groups == NULL) {
         return PyErr_NoMemory();
     }
-    for (Py_ssize_t g = 0; g < step.n; g++) {
-        if (parse_group(PyList_GetItem(list, g), &step.groups[g]) < 0) {
-            PyMem_Free(step.groups);
-            return NULL;
-        }
+    for (Py_ssize_t g = 0; g < step.n && parsed == 0; g++) {
+        parsed = parse_group(PyList_GetItem(list, g), &step.groups[g]);
     }
-    result = step_groups(state, &step, &shared);
+    if (parsed == 0) {
+        result = step_groups(state, &step, &shared);
+    }
+    for (Py_ssize_t g = 0; g < step.n; g++) {
+        Py_XDECREF(step.groups[g].params);
+    }
     PyMem_Free(step.groups);
     return result;
 }

@@ -1,35 +1,8 @@
-/* The walk over a param group's parameters that finds their gradients and state.
- *
- * With many small tensors it is most of a step. On a Zen 5 with 2 cores and torch 2.13,
- * ns a tensor of 64 float32: 300 of them in the cache, and 10,000 that other
- * optimizers' steps have driven out of it.
- *
- *                                           in the cache    cold
- *   reading .grad                                     35      77
- *   exchange call for the parameter                   52      54
- *   exchange call for the gradient                    19      33
- *   state dicts                                        2      18
- *   looking ahead                                      4      32
- *   the rows themselves                               10      10
- *   kernel (on two threads for 10,000)                29      73
- *   versions                                          36      67
- *
- * A line that is not asked for shows at once: the second one of storages and autograd
- * metadata took 120 ns a tensor for the parameter and 60 for the gradient. What torch
- * does in its four calls, 142 ns, is the floor; 33 of them are the parameter's Python
- * object being held and let go, because nothing else holds the tensor.
- *
- * Large tensors are always cold, since their own step drives everything else out. For
- * 300 of 40,000 float32 the kernel takes as long as a plain read-modify-write of the
- * same bytes, but of a step of 4 to 5.5 ms this walk took 410 us; with look_at_states()
- * it takes 235. Prefetching what the step before had found gave nothing: their bodies
- * lie pages apart, and the hints were dropped. Keeping the state, as is done with small
- * tensors, made it 104, but holds memory that its owner has given up.
- *
- * The versions of 10,000, asked for before they are bumped, make its step 15 to 20 %
- * faster. Bumped 128 at a time it was no faster, and each call allocates. Python around
- * the call takes 170 us after large tensors, of AMP's four calls 350: ten times what it
- * takes warm. */
+/* The walk over a param group's parameters that finds their gradients and state. Every
+ * address is read from its tensor in this call. With many small tensors the walk is most
+ * of a step: an exchange call takes 20 to 50 ns with the tensor in the cache, and more
+ * than 200 ns without, which is why look_ahead() and look_at_states() ask for what the
+ * next rows read. */
 #include "adamw_call.h"
 
 enum { AHEAD = 16 }; /* rows between two looks ahead */
@@ -129,7 +102,6 @@ add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t plac
     if (dict == NULL) {
         return PyErr_Occurred() ? -1 : 1;
     }
-    py_memory_source(&table->memories, place, dict);
     if (group->call.master) {
         objects[COPY] = param;
     }
@@ -192,48 +164,31 @@ read_grad(py_state *state, const grad_reader *reader, py_table *table, PyObject 
 /* Asks the cache for what the rows from `i` on will read: each look ahead finds in the
  * cache what the one before asked for. */
 static void
-look_ahead(const py_state *state, const py_memories *memories, PyObject *params,
-           Py_ssize_t n, Py_ssize_t i)
+look_ahead(const py_state *state, PyObject *params, Py_ssize_t n, Py_ssize_t i)
 {
-    const Py_ssize_t near = i + AHEAD, middle = i + 2 * AHEAD, far = i + 3 * AHEAD;
+    const Py_ssize_t middle = i + 2 * AHEAD, far = i + 3 * AHEAD;
 
     if (far + AHEAD < n) {
         __builtin_prefetch(PyList_GetItem(params, far + AHEAD));
     }
     if (far >= 0 && far < n) {
-        py_memory_hint(memories, far);
         py_hint_body(state, PyList_GetItem(params, far));
-        if (py_memory_is_turn(memories, far)) {
-            py_memory_hint_kept(state, memories, far, PY_HINT_OBJECTS);
-        }
     }
     if (middle >= 0 && middle < n) {
         py_hint_parts(state, PyList_GetItem(params, middle));
-        if (py_memory_is_turn(memories, middle)) {
-            py_memory_hint_kept(state, memories, middle, PY_HINT_BODIES);
-        }
-    }
-    if (near >= 0 && near < n && py_memory_is_turn(memories, near)) {
-        py_memory_hint_kept(state, memories, near, PY_HINT_PARTS);
     }
 }
 
-/* Asks for the state tensors of the rows first .. end - 1, AHEAD at most, unless all of
- * them are kept: those of large parameters never are. */
+/* Asks for the state tensors of the rows first .. end - 1, AHEAD at most. */
 static void
 look_at_states(const py_state *state, const py_workspace *workspace, PyObject *all,
                PyObject *params, Py_ssize_t first, Py_ssize_t end)
 {
-    const py_memories *memories = &workspace->table.memories;
     PyObject *found[AHEAD * N_COLUMNS], *param, *dict, *name, *value;
     Py_ssize_t position = workspace->next;
-    bool resolved = false;
     int n = 0;
 
     for (Py_ssize_t i = first; i < end; i++) {
-        resolved |= !py_memory_keeps(memories, i, EXP_AVG);
-    }
-    for (Py_ssize_t i = first; i < end && resolved; i++) {
         Py_ssize_t next = position, entry = 0;
 
         if (!PyDict_Next(all, &next, &param, &dict) ||
@@ -251,7 +206,7 @@ look_at_states(const py_state *state, const py_workspace *workspace, PyObject *a
 
 static int
 add_rows(py_state *state, py_adamw_group *group, const grad_reader *reader,
-         PyObject *all, Py_ssize_t *stopped)
+         PyObject *all)
 {
     py_table *table = &group->call.workspace->table;
     PyObject *grads[AHEAD], *params = group->params;
@@ -261,11 +216,7 @@ add_rows(py_state *state, py_adamw_group *group, const grad_reader *reader,
     for (Py_ssize_t i = -4 * AHEAD; i < n && status == 0; i++) {
         PyObject *grad = i >= 0 ? grads[i % AHEAD] : NULL; /* read AHEAD rounds ago */
 
-        if (PyList_Size(params) != n) { /* reading .grad may run Python code */
-            PyErr_SetString(PyExc_RuntimeError, "params changed during the step");
-            return -1;
-        }
-        look_ahead(state, &table->memories, params, n, i);
+        look_ahead(state, params, n, i);
         if (i >= 0 && i % AHEAD == 0) {
             look_at_states(state, group->call.workspace, all, params, i,
                            i + AHEAD < n ? i + AHEAD : n);
@@ -278,7 +229,6 @@ add_rows(py_state *state, py_adamw_group *group, const grad_reader *reader,
         if (grad != NULL) {
             PyObject *param = PyList_GetItem(params, i);
 
-            *stopped = i;
             if (group->written != NULL && (PyList_Append(group->written, param) < 0 ||
                                            PyList_Append(group->written, grad) < 0)) {
                 return -1;
@@ -290,8 +240,7 @@ add_rows(py_state *state, py_adamw_group *group, const grad_reader *reader,
 }
 
 int
-py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all,
-                   Py_ssize_t *stopped)
+py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all)
 {
     py_workspace *workspace = group->call.workspace;
     grad_reader reader;
@@ -312,7 +261,7 @@ py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all,
     workspace->first = find_position(all, param, workspace->first);
     workspace->next = workspace->first;
     reader = find_reader(state, param);
-    status = add_rows(state, group, &reader, all, stopped);
+    status = add_rows(state, group, &reader, all);
     Py_XDECREF(reader.descriptor);
     return status;
 }

@@ -43,7 +43,7 @@ typedef struct {
 /* Sets *value, of any pointer type, to the object's element; None leaves it. */
 static int
 take_scalar(py_state *state, scalars *taken, PyObject *object, const char *name,
-            tfast_dtype dtype, bool write, void *value)
+            int dtype, bool write, void *value)
 {
     void *data = NULL;
 
@@ -197,7 +197,7 @@ py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs)
     if (mine != NULL &&
         py_table_begin(&workspace->table,
                        call.rewrite == TFAST_AMP_READ ? read_grads : write_grads, 1,
-                       PyList_Size(mine), false) == 0) {
+                       PyList_Size(mine)) == 0) {
         if (add_grads(state, &workspace->table, mine) == 0) {
             result = run_grads(state, workspace, &given, &call);
         }
@@ -237,17 +237,17 @@ take_state(py_state *state, scalars *taken, PyObject *scale, PyObject *growth,
 {
     py_array *first = &taken->arrays[0];
 
-    if (py_borrow(state, scale, (py_argument){"scale", -1}, true, first) < 0) {
+    if (py_borrow(state, scale, (py_argument){"scale", -1}, PY_WRITE, first) < 0) {
         return -1;
     }
     taken->device = args->device = first->device;
     py_release(first);
     if (take_scalar(state, taken, scale, "scale", TFAST_F32, true, &args->scale) < 0 ||
-        take_scalar(state, taken, growth, "growth_tracker", TFAST_F32, true,
+        take_scalar(state, taken, growth, "growth_tracker", PY_INT32, true,
                     &args->growth_tracker) < 0) {
         return -1;
     }
-    return take_scalar(state, taken, hysteresis, "hysteresis_tracker", TFAST_F32, true,
+    return take_scalar(state, taken, hysteresis, "hysteresis_tracker", PY_INT32, true,
                        &args->hysteresis_tracker);
 }
 

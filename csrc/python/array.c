@@ -74,6 +74,9 @@ py_dtype_fits(int dtype, int how)
     if ((how & PY_ONLY_INT64) != 0) {
         return dtype == PY_INT64;
     }
+    if ((how & PY_ONLY_INT32) != 0) {
+        return dtype == PY_INT32;
+    }
     return dtype >= 0 && (dtype < TFAST_N_DTYPES || (how & PY_ANY_DTYPE) != 0 ||
                           (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0));
 }
@@ -89,10 +92,11 @@ py_dtype_error(py_argument argument, int how, const char *format, ...)
     va_end(values);
     return py_argument_error(
         PyExc_NotImplementedError, argument, "must be %s, got %s",
-        (how & PY_ONLY_INT64) != 0  ? "int64"
-        : (how & PY_ANY_DTYPE) != 0 ? "of bool, an integer, a float or a complex dtype"
-        : (how & PY_OR_BOOL) != 0   ? "bool, float64, float32, float16 or bfloat16"
-                                    : "float64, float32, float16 or bfloat16",
+        (how & PY_ONLY_INT64) != 0   ? "int64"
+        : (how & PY_ONLY_INT32) != 0 ? "int32"
+        : (how & PY_ANY_DTYPE) != 0  ? "of bool, an integer, a float or a complex dtype"
+        : (how & PY_OR_BOOL) != 0    ? "bool, float64, float32, float16 or bfloat16"
+                                     : "float64, float32, float16 or bfloat16",
         got);
 }
 

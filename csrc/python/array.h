@@ -16,6 +16,7 @@ enum {
     PY_ONLY_INT64 = 4, /* int64 is taken, and nothing else */
     PY_ANY_DTYPE = 8,  /* so is every dtype here, and NumPy's scalars; NumPy arrays with
                           swapped bytes or odd addresses are copied */
+    PY_ONLY_INT32 = 16, /* int32 is taken, and nothing else */
 };
 
 /* A py_array's dtype is a tfast_dtype, TFAST_BOOL, or one of these. */

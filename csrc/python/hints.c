@@ -96,10 +96,3 @@ py_hint_tensors(const py_state *state, PyObject *const *objects, Py_ssize_t n)
         }
     }
 }
-
-const void *
-py_dict_parts(PyObject *dict)
-{
-    /* after count, type, number of entries and version: so in CPython 3.11 to 3.14 */
-    return PyDict_CheckExact(dict) ? ((void *const *)dict)[4] : NULL;
-}

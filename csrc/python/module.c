@@ -69,16 +69,16 @@ static PyMethodDef methods[] = {
      "One AdamW step on lists of arrays; see trainfast.adamw_step."},
     {"adamw_groups", WITH_KEYWORDS(py_adamw_groups), METH_VARARGS | METH_KEYWORDS,
      "One AdamW step on torch param groups, with the pass over their gradients where\n"
-     "it is asked for. Returns how many parameters had gradients, or (group, place) "
-     "of\n"
-     "a parameter whose state is missing or which is on another device (nothing has\n"
-     "changed then)."},
+     "it is asked for. Returns how many parameters had gradients and whether a "
+     "float64\n"
+     "was among them, or None where a parameter's state is missing or a parameter is\n"
+     "on another device (nothing has changed then)."},
     {"amp_grads", WITH_KEYWORDS(py_amp_grads), METH_VARARGS | METH_KEYWORDS,
      "One pass over gradients: infinities, norm, rewriting; see csrc/tfast.h."},
     {"amp_update", WITH_KEYWORDS(py_amp_update), METH_VARARGS | METH_KEYWORDS,
      "The loss scale at the end of an iteration; see csrc/tfast.h. The trackers are "
      "one\n"
-     "int32 each, as a float32 view of its bits."},
+     "int32 each."},
     {"attention", WITH_KEYWORDS(py_attention), METH_VARARGS | METH_KEYWORDS,
      "softmax(q k^T) v with all options; see trainfast.attention and csrc/tfast.h."},
     {"attention_backward", WITH_KEYWORDS(py_attention_backward),

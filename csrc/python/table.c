@@ -21,14 +21,11 @@ grow(void **array, size_t bytes)
 
 int
 py_table_begin(py_table *table, const py_column *columns, int n_columns,
-               Py_ssize_t rows, bool keep)
+               Py_ssize_t rows)
 {
     if (table->busy) {
         PyErr_SetString(PyExc_RuntimeError,
                         "workspace must not be used by two threads at once");
-        return -1;
-    }
-    if (keep && py_memories_reserve(&table->memories, rows) < 0) {
         return -1;
     }
     if (rows > table->capacity) {
@@ -44,7 +41,6 @@ py_table_begin(py_table *table, const py_column *columns, int n_columns,
     table->n_rows = 0;
     table->n_trusted = table->n_checked;
     table->n_checked = 0; /* until py_table_check: this call may end half-way */
-    table->memories.tick++;
     table->busy = true;
     return 0;
 }
@@ -78,16 +74,9 @@ py_table_end(py_table *table)
 void
 py_table_clear(py_table *table)
 {
-    py_memories_clear(&table->memories);
     PyMem_Free(table->rows);
     PyMem_Free(table->held);
     memset(table, 0, sizeof *table);
-}
-
-int
-py_table_traverse(py_table *table, visitproc visit, void *arg)
-{
-    return py_memories_traverse(&table->memories, visit, arg);
 }
 
 /* ---- Rows ------------------------------------------------------------------------ */
@@ -180,7 +169,7 @@ repeats(const py_array *array)
 /* Replaces a borrowed array by a copy in the first one's layout. */
 static int
 relayout(py_state *state, py_table *table, PyObject *like, PyObject *object,
-         py_argument argument, bool write, py_array *array)
+         py_argument argument, int how, py_array *array)
 {
     PyObject *copy;
 
@@ -194,7 +183,7 @@ relayout(py_state *state, py_table *table, PyObject *like, PyObject *object,
     if (copy == NULL || py_table_hold(table, copy) < 0) {
         return -1;
     }
-    return py_borrow(state, copy, argument, write, array);
+    return py_borrow(state, copy, argument, how, array);
 }
 
 /* Borrows one array of a row and checks it against the row's first. */
@@ -204,8 +193,9 @@ borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject 
 {
     const py_column *column = &table->columns[c];
     const py_argument argument = {column->name, place};
+    const int how = column->write ? PY_WRITE : 0;
 
-    if (py_borrow(state, object, argument, column->write, array) < 0) {
+    if (py_borrow(state, object, argument, how, array) < 0) {
         return -1;
     }
     if (check_device(array, table, argument, place) < 0 ||
@@ -226,7 +216,7 @@ borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject 
             return py_argument_error(PyExc_ValueError, argument,
                                      "must not repeat elements where it is written");
         }
-        if (relayout(state, table, like, object, argument, column->write, array) < 0) {
+        if (relayout(state, table, like, object, argument, how, array) < 0) {
             return -1;
         }
         if (!py_same_shape(array, first) || !py_same_layout(array, first)) {
@@ -239,17 +229,28 @@ borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject 
     return 0;
 }
 
-/* Holds what keeps a borrowed array alive until the end of the call. */
+/* Holds what owns a borrowed array's memory until the end of the call. */
 static int
-hold_cell(py_table *table, int c, PyObject *object, py_array *array)
+hold_owner(py_table *table, py_array *array)
 {
     PyObject *owner = array->owner;
 
     array->owner = NULL;
-    if (owner != NULL && py_table_hold(table, owner) < 0) {
-        return -1;
+    return owner == NULL ? 0 : py_table_hold(table, owner);
+}
+
+/* Holds a row's objects before the first is borrowed: that may run Python code, which
+ * may drop the caller's references. */
+static int
+hold_objects(py_table *table, PyObject *const *objects)
+{
+    for (int c = 0; c < table->n_columns; c++) {
+        if (objects[c] != NULL && !table->columns[c].held &&
+            py_table_hold(table, Py_NewRef(objects[c])) < 0) {
+            return -1;
+        }
     }
-    return table->columns[c].held ? 0 : py_table_hold(table, Py_NewRef(object));
+    return 0;
 }
 
 static void
@@ -278,9 +279,10 @@ add_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
           py_array *first, py_row *row)
 {
     const py_argument argument = {table->columns[0].name, place};
+    const int how = table->columns[0].write ? PY_WRITE : 0;
     bool elsewhere;
 
-    if (py_borrow(state, object, argument, table->columns[0].write, first) < 0) {
+    if (py_borrow(state, object, argument, how, first) < 0) {
         return -1;
     }
     if (table->n_rows == 0) {
@@ -296,7 +298,7 @@ add_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
     }
     row->numel = first->numel;
     set_cell(row, 0, first->data, (uint8_t)first->dtype);
-    return hold_cell(table, 0, object, first);
+    return hold_owner(table, first);
 }
 
 /* True where an output of the row lies elsewhere than in the call before. */
@@ -323,41 +325,29 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
 {
     py_row row = {.place = place};
     py_array first, array;
-    py_memory *memory;
-    bool trusted = false;
-    int status = add_first(state, table, objects[0], place, &first, &row);
+    int status;
 
+    if (hold_objects(table, objects) < 0) {
+        return -1;
+    }
+    status = add_first(state, table, objects[0], place, &first, &row);
     if (status != 0) {
         return status;
     }
-    memory = py_memory_of(&table->memories, place, &first, &trusted);
     for (int c = 1; c < table->n_columns; c++) {
-        const bool keeps = memory != NULL && table->columns[c].keep;
-
         if (objects[c] == NULL) {
-            continue;
-        }
-        if (keeps && trusted && py_memory_holds(memory, c, objects[c])) {
-            set_cell(&row, c, memory->kept[c].data, memory->dtype[c]);
             continue;
         }
         if (borrow_cell(state, table, c, objects[c], objects[0], &first, place,
                         &array) < 0) {
             return -1;
         }
-        if (c == 1 && memory != NULL) {
-            memory->second = objects[1];
-            memory->second_shape = array.shape;
-        }
         set_cell(&row, c, array.data, (uint8_t)array.dtype);
         if (check_dtype(table, &row, c, place) < 0) {
             py_release(&array);
             return -1;
         }
-        if (keeps) {
-            py_memory_keep(&table->memories, place, c, objects[c], &array);
-        }
-        if (hold_cell(table, c, objects[c], &array) < 0) {
+        if (hold_owner(table, &array) < 0) {
             return -1;
         }
     }

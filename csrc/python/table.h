@@ -1,10 +1,14 @@
 /* A table of borrowed arrays: a row for each parameter, a column for each of its
- * arrays. Lives as long as an optimizer, so that a warm step allocates nothing and
- * resolves again only what may have moved. */
+ * arrays. Every address is read from its object in the call that uses the address. The
+ * table lives as long as an optimizer, so that a warm step allocates nothing, and so
+ * that the search for overlaps is left out where all addresses are those of the last
+ * call. */
 #ifndef PY_TABLE_H
 #define PY_TABLE_H
 
-#include "memory.h"
+#include "tensor.h"
+
+enum { PY_MAX_COLUMNS = 8 };
 
 /* What belongs in a column. Column 0 sets a row's shape, layout and device. */
 typedef struct {
@@ -12,7 +16,6 @@ typedef struct {
     bool write;       /* must be writable, and overlap nothing else */
     bool scalar;      /* one float32; otherwise column 0's shape and layout */
     bool any_layout;  /* another layout is copied by `relayout` instead of refused */
-    bool keep;        /* may be remembered between calls */
     bool held;        /* by the caller until the call ends */
     int same_dtype;   /* must have that column's dtype; 0: any */
 } py_column;
@@ -35,8 +38,6 @@ typedef struct {
     Py_ssize_t n_trusted; /* n_checked when this call began */
     bool changed;         /* some output moved since */
 
-    py_memories memories;
-
     PyObject **held; /* references released at the end of the call */
     Py_ssize_t n_held, held_capacity;
 
@@ -48,10 +49,10 @@ typedef struct {
 /* Starts a call of up to `rows` rows. Returns 0, or -1 with RuntimeError (another
  * thread is in the table) or MemoryError. */
 int py_table_begin(py_table *table, const py_column *columns, int n_columns,
-                   Py_ssize_t rows, bool keep);
+                   Py_ssize_t rows);
 
 /* Borrows one array for each column (NULL: absent) as the next row; `place` is its
- * index in messages and for what is kept. Returns 0, 1 if objects[0] is on another
+ * index in messages. Returns 0, 1 if objects[0] is on another
  * device than the rows before (nothing is added), or -1 with an exception. */
 int py_table_add(py_state *state, py_table *table, PyObject *const *objects,
                  Py_ssize_t place);
@@ -80,8 +81,5 @@ void py_table_end(py_table *table);
 
 /* Frees everything; the table is zero again. */
 void py_table_clear(py_table *table);
-
-/* Calls `visit` for every reference the table owns, for the garbage collector. */
-int py_table_traverse(py_table *table, visitproc visit, void *arg);
 
 #endif

@@ -229,7 +229,9 @@ py_borrow_scalar(py_state *state, PyObject *object, const char *name, int dtype,
                  tfast_device device, bool write, py_array *array, void **value)
 {
     const py_argument argument = {name, -1};
-    const int how = (write ? PY_WRITE : 0) | (dtype == PY_INT64 ? PY_ONLY_INT64 : 0);
+    const int how = (write ? PY_WRITE : 0) | (dtype == PY_INT64   ? PY_ONLY_INT64
+                                              : dtype == PY_INT32 ? PY_ONLY_INT32
+                                                                  : 0);
 
     if (py_borrow(state, object, argument, how, array) < 0) {
         return -1;

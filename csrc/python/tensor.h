@@ -36,8 +36,4 @@ void py_hint_parts(const py_state *state, PyObject *object);
  * Python code. */
 void py_hint_tensors(const py_state *state, PyObject *const *objects, Py_ssize_t n);
 
-/* Where a dict has its table of keys, or NULL: an address to ask the cache for, and for
- * nothing else. */
-const void *py_dict_parts(PyObject *dict);
-
 #endif

@@ -68,15 +68,6 @@ static int
 workspace_traverse(py_workspace *workspace, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)workspace));
-    return py_table_traverse(&workspace->table, visit, arg);
-}
-
-static int
-workspace_clear(py_workspace *workspace)
-{
-    if (!workspace->table.busy) {
-        py_table_clear(&workspace->table);
-    }
     return 0;
 }
 
@@ -103,12 +94,10 @@ workspace_dealloc(py_workspace *workspace)
 
 static PyType_Slot workspace_slots[] = {
     {Py_tp_doc,
-     "What one optimizer keeps between its steps: the pointers it has resolved,\n"
-     "scratch memory, and on CUDA the table in device memory. Not for two\n"
-     "threads at once."},
+     "What one optimizer keeps between its steps: scratch memory, and on CUDA the\n"
+     "table in device memory. Not for two threads at once."},
     {Py_tp_new, workspace_new},
     {Py_tp_traverse, workspace_traverse},
-    {Py_tp_clear, workspace_clear},
     {Py_tp_dealloc, workspace_dealloc},
     {0, NULL},
 };

@@ -18,7 +18,7 @@ from trainfast.torch.adamw_fallback import (
     warn_of_fallback,
 )
 from trainfast.torch.adamw_pickle import reduce_as_torchs
-from trainfast.torch.adamw_state import OPTIONS, bump_versions, is_wide, relayout
+from trainfast.torch.adamw_state import OPTIONS, bump_versions, relayout
 from trainfast.torch.clip import measure
 
 __all__ = ["Adam", "AdamW", "bump_versions", "relayout"]
@@ -64,7 +64,6 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             adamw_state.complete(group, self.defaults, self._is_adam)
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
-        self._widths: dict[Any, tuple[Any, bool]] = {}
         self._before_ema = []
         self._masters_loaded = True  # or copied; there may be none
 
@@ -169,12 +168,11 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         """Steps all groups in one call, or apart where that cannot be."""
         if not any(group["differentiable"] for group in groups):
             try:
-                stopped = self._call_core("all", groups)
-                if type(stopped) is tuple:
-                    for group in groups:
-                        adamw_state.make_state(group, self.state)
-                    stopped = self._call_core("all", groups)
-                if type(stopped) is not tuple:
+                if self._call_core("all", groups) is not None:
+                    return
+                for group in groups:
+                    adamw_state.make_state(group, self.state)
+                if self._call_core("all", groups) is not None:
                     return
             except NotImplementedError:
                 pass  # found again, and counted, with the group that it is about
@@ -252,7 +250,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             if not is_for_torch(reason, [part]):
                 raise
             return str(reason)
-        if type(done) is tuple:
+        if done is None:
             raise RuntimeError(f"params on {key[1]} cannot be stepped together")
         return None
 
@@ -263,12 +261,13 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         measured: dict[str, Any] | None = None,
         only_prepare: bool = False,
         retry: bool = True,
-    ) -> int | tuple[int, int]:
+    ) -> int | None:
         """Both passes over the groups; `measured` is what stands for the first.
 
-        Returns the number of gradients, or where state is missing or on another device:
-        then, and where it raises, nothing has changed. Nor with `only_prepare`, after
-        which the core has all the memory that the same call takes.
+        Returns the number of gradients, or None where state is missing or tensors are
+        on several devices: then, and where it raises, nothing has changed. Nor with
+        `only_prepare`, after which the core has all the memory that the same call
+        takes.
         """
         first = _first_with_grad(groups)
         if first is None:
@@ -282,7 +281,10 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         if find_inf:
             found = torch.empty((), dtype=torch.float32, device=first.device)
         if find_norm:
-            clip, norm, norm_f64 = self._norm_scalars(key, groups, first)
+            # Where pass 1 puts the coefficient to clip by, and the norm.
+            clip = torch.empty((), dtype=torch.float64, device=first.device)
+            norm = torch.empty((), dtype=torch.float32, device=first.device)
+            norm_f64 = torch.empty_like(clip)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             done = _core.adamw_groups(
@@ -308,18 +310,19 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             ):
                 return self._call_core(key, groups, measured, only_prepare, False)
             raise
-        if type(done) is tuple or only_prepare:
-            return done
+        if done is None or only_prepare:
+            return done if done is None else done[0]
+        stepped, is_wide = done
         if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
             for grad, copy in copies:
                 grad.copy_(copy)
-        if done:
+        if stepped:
             count_call("adamw", "cuda" if first.is_cuda else _core.backend_in_use())
             if find_inf:
                 self.found_inf = found
             if find_norm:
-                self.grad_norm = norm if norm_f64 is None else norm_f64
-        return done
+                self.grad_norm = norm_f64 if is_wide else norm
+        return stepped
 
     def _core_group(
         self, key: Any, index: int, group: dict[str, Any], first: Tensor
@@ -351,16 +354,6 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             group["zero_grad"],
             group["write_back_grads"],
         )
-
-    def _norm_scalars(
-        self, key: Any, groups: list[dict[str, Any]], first: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Where pass 1 puts the coefficient to clip by, the norm, and its float64."""
-        clip = torch.empty((), dtype=torch.float64, device=first.device)
-        norm = torch.empty((), dtype=torch.float32, device=first.device)
-        lists = [group["params"] for group in groups]
-        wide = [is_wide(self._widths, (key, i), ps) for i, ps in enumerate(lists)]
-        return clip, norm, torch.empty_like(clip) if any(wide) else None
 
     def _workspace(self, key: Any) -> _core.Workspace:
         workspace = self._workspaces.get(key)

@@ -139,19 +139,6 @@ def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
     return (*_MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else _MOMENTS
 
 
-def is_wide(seen: dict[Any, Any], key: Any, params: Any) -> bool:
-    """Whether there is a float64 among the parameters.
-
-    Kept in `seen` for as long as their number and the first one's dtype are the same:
-    to look at each takes a tenth of a step.
-    """
-    what = (len(params), params[0].dtype)
-    if seen.get(key, (None,))[0] != what:
-        seen[key] = what, any(param.dtype == torch.float64 for param in params)
-    wide: bool = seen[key][1]
-    return wide
-
-
 # ---- Making it -----------------------------------------------------------------------
 
 

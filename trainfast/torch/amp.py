@@ -336,7 +336,7 @@ class GradScaler(torchs.GradScaler):
         left = self._hysteresis_tracker
         _core.amp_update(
             scale,
-            tracker.view(torch.float32),  # their bits: the core borrows floats only
+            tracker,
             flags,
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
@@ -344,7 +344,7 @@ class GradScaler(torchs.GradScaler):
             min_scale=0.0 if self._min_scale is None else self._min_scale,
             max_scale=math.inf if self._max_scale is None else self._max_scale,
             hysteresis=self._hysteresis,
-            hysteresis_tracker=None if left is None else left.view(torch.float32),
+            hysteresis_tracker=left,
             stream=current_stream(scale.device),
         )
         bump_versions([scale, tracker] if left is None else [scale, tracker, left])
