@@ -7,6 +7,7 @@ python -m benchmarks.attention_memory ours 4      one contender, four heads: its
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -30,6 +31,7 @@ from benchmarks.attention import (
 )
 
 HEADS = (1, 2, 4)
+THREADS = (1, 2, 8, 64)
 LENGTH, SMOKE_LENGTH, DIM = 16384, 512, 64
 FORWARDS = {"ours": forward_ours, "torch": forward_torch, "math": forward_math}
 NAMES = {"ours": "trainfast", "torch": "torch", "math": "torch math"}
@@ -87,9 +89,9 @@ def growth(name: str, heads: int, n: int) -> int:
 # ---- All of them ---------------------------------------------------------------------
 
 
-def run_child(name: str, heads: int, args: argparse.Namespace) -> dict:
+def run_child(name: str, heads: int, threads: int, args: argparse.Namespace) -> dict:
     """Return a contender's {"bytes": ...}, or {"skipped": why}."""
-    words = [name, str(heads), "--threads", str(args.threads)]
+    words = [name, str(heads), "--threads", str(threads)]
     if args.smoke:
         words += ["--length", str(SMOKE_LENGTH)]
     command = [sys.executable, "-m", "benchmarks.attention_memory", *words]
@@ -99,12 +101,14 @@ def run_child(name: str, heads: int, args: argparse.Namespace) -> dict:
     return json.loads(done.stdout)
 
 
-def make_case(names: Sequence[str], heads: int, args: argparse.Namespace) -> dict:
-    """Return one number of heads' part of the report."""
+def make_case(
+    names: Sequence[str], heads: int, threads: int, args: argparse.Namespace
+) -> dict:
+    """Return the part of the report of one number of heads and of threads."""
     n = SMOKE_LENGTH if args.smoke else LENGTH
     lines, skipped = [], {}
     for name in names:
-        result = run_child(name, heads, args)
+        result = run_child(name, heads, threads, args)
         if "skipped" in result:
             skipped[name] = result["skipped"]
         else:
@@ -112,8 +116,8 @@ def make_case(names: Sequence[str], heads: int, args: argparse.Namespace) -> dic
             line = {"contender": NAMES[name], "role": role, "bytes": result["bytes"]}
             lines.append(line)
     return {
-        "name": f"memory-h{heads}",
-        "title": f"f32, B1 H{heads} N{n} D{DIM}, forward and backward",
+        "name": f"memory-h{heads}-t{threads}",
+        "title": f"f32, B1 H{heads} N{n} D{DIM}, {threads} threads, both passes",
         "dtype": "float32",
         "results_bytes": 4 * heads * n * DIM * torch.float32.itemsize,
         "lines": lines,
@@ -145,8 +149,8 @@ def run(args: argparse.Namespace, backend: str) -> dict:
     how["smoke"], how["device"] = args.smoke, args.device
     print(harness.heading("Attention's memory", about, how) + "\n", flush=True)
     cases = []
-    for heads in args.heads:
-        cases.append(make_case(names, heads, args))
+    for heads, threads in itertools.product(args.heads, THREADS):
+        cases.append(make_case(names, heads, threads, args))
         if args.json == "auto" and "ours" in cases[-1]["skipped"]:
             raise SystemExit(f"results need trainfast: {cases[-1]['skipped']['ours']}")
         print(case_text(cases[-1]) + "\n", flush=True)

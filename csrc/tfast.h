@@ -317,6 +317,7 @@ typedef struct {
 
     void *scratch; /* on the device, for this call alone: what tfast_attention_scratch()
                       says, its contents of no matter; NULL where that is nothing */
+    int64_t scratch_bytes; /* that it has */
 
     uint8_t dtype; /* of q, k, v, out, dout, dq, dk, dv */
     tfast_device device;
@@ -398,7 +399,7 @@ tfast_status tfast_gemm(const tfast_gemm_args *args);
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 6
+#define TFAST_ABI 7
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */

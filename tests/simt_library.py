@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 from arrays import DTYPES
 
-ABI = 6  # TFAST_ABI
+ABI = 7  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -133,6 +133,7 @@ class AttentionArgs(ctypes.Structure):
         ("dbias", POINTER),
         ("dbias_stride", ctypes.c_int64 * 4),
         *[(name, POINTER) for name in ("dalibi", "dsinks", "scratch")],
+        ("scratch_bytes", ctypes.c_int64),
         ("dtype", ctypes.c_uint8),
         ("device_type", ctypes.c_int32),
         ("device_index", ctypes.c_int32),

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from fake_device import run
 
+from trainfast import _core
+
 CSRC = Path(__file__).parent.parent / "csrc"
 STAND_IN = r"""
 #include "tfast.h"
@@ -280,3 +282,57 @@ thread.join()
 
 def test_a_backend_forced_by_another_thread_gets_its_scratch_or_refuses(simt):
     subprocess.run([sys.executable, "-c", FORCED_MEANWHILE], check=True)
+
+
+# ---- The CPU's own backward ----------------------------------------------------------
+
+
+def backward_scratch(heads, n, kind, threads, dim=64):
+    """The bytes that a backward of the CPU asks its caller for."""
+    import torch
+
+    asked = []
+
+    def take(n):
+        asked.append(4 * n)
+        return torch.empty(n)
+
+    q, out = (torch.randn(1, heads, n, dim).to(kind) for _ in range(2))
+    lse = torch.randn(1, heads, n)
+    grads = [torch.empty_like(q) for _ in range(3)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _core.attention_backward(
+            *(q, q, q, q, out, lse, None),
+            *(*grads, None, None, None),
+            scale=1e-3,
+            scratch=take,
+        )
+    finally:
+        torch.set_num_threads(before)
+    return sum(asked)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8, 64])
+def test_backward_of_one_head_asks_for_few_copies_of_it(threads):
+    """float32: up to 3 sums of dq beside the output's. bfloat16: up to 4, dk and dv."""
+    torch = pytest.importorskip("torch")
+    head, room = 4 * 3072 * 64, min(threads, 8) * (1 << 20)
+    assert (
+        3 * head < backward_scratch(1, 3072, torch.float32, threads) < 3 * head + room
+    )
+    copies = backward_scratch(1, 3072, torch.bfloat16, threads)
+    assert 6 * head < copies < 6 * head + 2 * room
+
+
+def test_backward_of_many_heads_asks_for_dq_of_those_in_flight():
+    torch = pytest.importorskip("torch")
+    head = 4 * 2048 * 64
+    assert backward_scratch(8, 2048, torch.float32, 2) < head
+    assert backward_scratch(8, 2048, torch.bfloat16, 2) < 2 * head + (2 << 20)
+
+
+def test_small_backward_asks_for_nothing():
+    torch = pytest.importorskip("torch")
+    assert backward_scratch(2, 64, torch.float32, 2) == 0

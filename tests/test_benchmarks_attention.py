@@ -253,7 +253,9 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
     words = ["--memory", "--smoke", "--heads", "2", "--contender", "torch", "math"]
     run("benchmarks.bench_attention", *words, "--json", str(path))
     full = json.loads(path.read_text())
-    (case,) = full["cases"]
+    names = [case["name"] for case in full["cases"]]
+    assert names == [f"memory-h2-t{threads}" for threads in (1, 2, 8, 64)]
+    case = full["cases"][0]
     fused, unfused = case["lines"]
     n, heads = attention_memory.SMOKE_LENGTH, 2
     assert case["results_bytes"] == 4 * heads * n * attention_memory.DIM * 4
@@ -262,6 +264,13 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
     rows = table.table(full).splitlines()
     assert rows[2] == "| case | output and gradients | trainfast | rivals |"
     assert "torch math" in rows[4] and rows[4].count("|") == 5
+
+
+@pytest.mark.parametrize("threads", [1, 8, 64])
+def test_memory_of_one_long_head_does_not_grow_with_threads(threads):
+    """Of it 16 MiB are results."""
+    words = ["benchmarks.attention_memory", "ours", "1", "--threads", str(threads)]
+    assert json.loads(run(*words))["bytes"] <= 40 << 20
 
 
 def test_memory_without_ours_says_why(monkeypatch):

@@ -1,6 +1,6 @@
-/* Attention backward: the keys of one head of k and v, a block at a time, against all
- * queries of the heads that share them. Weights and their gradients are formed again, a
- * tile at a time:
+/* Attention backward: the keys of one head of k and v, some blocks at a time, against
+ * all queries of the heads that share them. Weights and their gradients are formed
+ * again, a tile at a time:
  *
  *   p  = exp(s - lse)                    the weight, before dropout
  *   ds = p * (keep * dout . v - delta)   delta = dout . out - dlse
@@ -305,11 +305,20 @@ R(pair_tile)(const R(backward_room) * room, int64_t at, int64_t n_k, const R(pan
     (room->paired_scores + at / 2, room->scores + at, ATTENTION_QUERIES, n_k, width);
 }
 
-/* Weights and gradients of a tile: n_q queries from `query` on, n_k keys from `key`. */
+/* A block of keys at work. */
+typedef struct {
+    int64_t key, n_k;
+    int64_t begin, end; /* its queries; tiles of them begin at `begin` */
+    const REAL *k, *k_factor, *v;
+    int64_t k_stride, k_factor_stride, v_stride;
+    R(sums) dk, dv; /* of its rows */
+    bool fresh;     /* there is nothing in them yet */
+} R(key_block);
+
+/* Weights and gradients of a block and the n_q queries of a tile, from `query` on. */
 static void
-R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
-                 const REAL *v, int64_t v_stride, int64_t query, int64_t n_q,
-                 int64_t key, int64_t n_k)
+R(backward_tile)(const R(backward_work) * work, const R(key_block) * block,
+                 int64_t query, int64_t n_q)
 {
     const attention_head *h = work->head;
     const tfast_attention_args *args = h->args;
@@ -317,6 +326,7 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
     const bool terms = attention_head_has_terms(h), dropped = args->dropout_p > 0;
     const int64_t depth = R(depth)(work->pairs, args->dim);
     const int64_t depth_v = R(depth)(work->pairs, args->dim_v);
+    const int64_t key = block->key, n_k = block->n_k;
 
     if (dropped) {
         R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
@@ -327,16 +337,16 @@ R(backward_tile)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
         attention_ahead ahead;
         R(backward_call)
         call = {
-            .k = k,
-            .v = v,
-            .k_stride = k_stride,
-            .v_stride = v_stride,
+            .k = block->k_factor,
+            .v = block->v,
+            .k_stride = block->k_factor_stride,
+            .v_stride = block->v_stride,
             .depth = depth,
             .depth_v = depth_v,
             .pairs = work->pairs,
             .scale = (REAL)attention_query_scale(h),
-            .queries = room->queries + at * depth,
-            .douts = room->douts + at * depth_v,
+            .queries = room->queries + i * depth,
+            .douts = room->douts + i * depth_v,
             .lse = room->lse + at,
             .delta = room->delta + at,
             .share = room->share + at,
@@ -378,11 +388,11 @@ R(accumulate_rows)(int rows, int vectors, const R(product) * p)
     ATTENTION_PAIRED(R(accumulate_strip), rows, vectors, p->pairs, false, p)
 }
 
-/* to += tile . rows, for the keys of the tile: dv and dk. */
+/* to += tile . rows, for the keys of the block: dv and dk. */
 static void
-R(add_to_keys)(const R(backward_work) * work, R(sums) to, const REAL *tile,
-               const REAL *rows, int64_t stride, int64_t width, int64_t query,
-               int64_t n_q, int64_t key, int64_t n_k, bool first)
+R(add_to_keys)(const R(backward_work) * work, const R(key_block) * block, R(sums) to,
+               const REAL *tile, const REAL *rows, int64_t stride, int64_t width,
+               int64_t query, int64_t n_q)
 {
     const attention_head *h = work->head;
     R(product)
@@ -390,24 +400,25 @@ R(add_to_keys)(const R(backward_work) * work, R(sums) to, const REAL *tile,
          .b_stride = stride,
          .careful = work->careful,
          .pairs = work->pairs,
-         .first = first,
+         .first = block->fresh,
          .c_stride = to.stride};
 
-    for (int64_t d = 0; d < width; d += PANEL) {
+    for (int64_t d = 0; d < width && to.rows != NULL; d += PANEL) {
         const int vectors = width - d > VR_WIDTH ? 2 : 1;
 
-        for (int64_t j = 0; j < n_k;) {
-            const int n = R(strip_rows)(n_k - j);
+        for (int64_t j = 0; j < block->n_k;) {
+            const int n = R(strip_rows)(block->n_k - j);
+            const int64_t key = block->key + j;
             const int64_t begin =
-                attention_max(0, attention_first_query(h, key + j) - query);
+                attention_max(0, attention_first_query(h, key) - query);
             const int64_t end =
-                attention_min(n_q, attention_end_query(h, key + j + n - 1) - query);
+                attention_min(n_q, attention_end_query(h, key + n - 1) - query);
 
             R(set_depth)(&p, begin, end);
             p.a = tile + j * p.a_stride + p.skipped;
-            p.b = rows + (R(depth)(work->pairs, query) + p.skipped) * stride + d;
-            p.c = to.rows + (key + j) * to.stride + d;
-            if (p.depth > 0 || first) {
+            p.b = rows + p.skipped * stride + d;
+            p.c = to.rows + j * to.stride + d;
+            if (p.depth > 0 || p.first) {
                 attention_look_ahead(work->ahead);
                 R(accumulate_rows)(n, vectors, &p);
             }
@@ -418,32 +429,32 @@ R(add_to_keys)(const R(backward_work) * work, R(sums) to, const REAL *tile,
 
 /* dq += ds . k, for the queries of the tile. */
 static void
-R(add_to_queries)(const R(backward_work) * work, const REAL *k, int64_t k_stride,
-                  int64_t query, int64_t n_q, int64_t key, int64_t n_k)
+R(add_to_queries)(const R(backward_work) * work, const R(key_block) * block,
+                  int64_t query, int64_t n_q)
 {
     const attention_head *h = work->head;
     const int64_t width = work->room->q_width;
     R(product)
     p = {.a_stride = ATTENTION_QUERIES,
-         .b_stride = k_stride,
+         .b_stride = block->k_stride,
          .careful = work->careful,
          .pairs = work->pairs,
          .c_stride = work->dq.stride};
 
-    for (int64_t d = 0; d < width; d += PANEL) {
+    for (int64_t d = 0; d < width && work->dq.rows != NULL; d += PANEL) {
         const int vectors = width - d > VR_WIDTH ? 2 : 1;
 
         for (int64_t i = 0; i < n_q;) {
             const int n = R(strip_rows)(n_q - i);
             const int64_t begin =
-                attention_max(0, attention_first_key(h, query + i) - key);
-            const int64_t end =
-                attention_min(n_k, attention_end_key(h, query + i + n - 1) - key);
+                attention_max(0, attention_first_key(h, query + i) - block->key);
+            const int64_t end = attention_min(
+                block->n_k, attention_end_key(h, query + i + n - 1) - block->key);
 
             R(set_depth)(&p, begin, end);
             p.a = (work->pairs ? work->room->paired : work->room->scores) +
                   p.skipped * ATTENTION_QUERIES + i;
-            p.b = k + p.skipped * k_stride + d;
+            p.b = block->k + p.skipped * block->k_stride + d;
             p.c = work->dq.rows + (query + i) * work->dq.stride + d;
             if (p.depth > 0) {
                 attention_look_ahead(work->ahead);
@@ -454,53 +465,105 @@ R(add_to_queries)(const R(backward_work) * work, const REAL *k, int64_t k_stride
     }
 }
 
-/* ---- A block of keys ------------------------------------------------------------- */
+/* ---- Blocks of keys -------------------------------------------------------------- */
 
-/* The keys from `key` on against all queries of the head. `first`: of those that share
- * the keys. */
-static void
-R(backward_keys)(const R(backward_work) * work, int64_t key, bool first)
+/* Where the tiles of queries of the block from `key` on begin. Tiles of lists that take
+ * turns must not overlap. */
+static int64_t
+R(block_begin)(const R(backward_work) * work, int64_t key)
 {
     enum { ALIGN = PANEL > DROPOUT_BLOCK ? PANEL : DROPOUT_BLOCK };
+    const int64_t align = work->turns > 1 ? ATTENTION_QUERIES : ALIGN;
+
+    return attention_first_query(work->head, key) / align * align;
+}
+
+static R(sums) R(sums_at)(R(sums) all, int64_t row)
+{
+    return all.rows == NULL ? all : (R(sums)){all.rows + row * all.stride, all.stride};
+}
+
+/* The block from `key` on, with its copies in place `i` of the room. */
+static void
+R(open_block)(const R(backward_work) * work, R(key_block) * block, int64_t i,
+              int64_t key)
+{
     const attention_head *h = work->head;
     const tfast_attention_args *args = h->args;
     const R(backward_room) *room = work->room;
     const int64_t n_k = attention_min(ATTENTION_BACK_KEYS, h->n_k - key);
     const bool padding = key >= h->end_k || key + n_k <= h->begin_k;
-    const int64_t end = padding ? 0 : attention_end_query(h, key + n_k - 1);
-    int64_t query = attention_first_query(h, key) / ALIGN * ALIGN, k_stride, v_stride;
     const int64_t first_k = attention_key_row(h, &args->k, key);
-    const int64_t copy_stride = attention_copy_stride(args->dim);
-    const REAL *k =
-        R(open_lanes)(work->pairs, room->k, copy_stride, room->stage, args->k.data,
-                      args->dtype, first_k, args->k.row, n_k, args->dim, &k_stride);
-    const REAL *v =
-        R(open_backward)(work, room->v, &args->v, args->dim_v, key, n_k, &v_stride);
-    const REAL *k_factor = k;
-    int64_t k_factor_stride = k_stride;
+    const int64_t stride = attention_copy_stride(args->dim);
+    const int64_t at = i * ATTENTION_BACK_KEYS;
+    const bool local = args->heads == args->kv_heads && work->turns == 1;
 
+    block->key = key;
+    block->n_k = n_k;
+    block->begin = R(block_begin)(work, key);
+    block->end = padding ? 0 : attention_end_query(h, key + n_k - 1);
+    block->k = R(open_lanes)(work->pairs, room->k + at * stride, stride, room->stage,
+                             args->k.data, args->dtype, first_k, args->k.row, n_k,
+                             args->dim, &block->k_stride);
+    block->k_factor = block->k;
+    block->k_factor_stride = block->k_stride;
     if (work->pairs) {
-        k_factor = R(open_pairs)(room->k_factor, copy_stride, args->k.data, first_k,
-                                 args->k.row, n_k, args->dim, &k_factor_stride);
+        block->k_factor =
+            R(open_pairs)(room->k_factor + at * stride, stride, args->k.data, first_k,
+                          args->k.row, n_k, args->dim, &block->k_factor_stride);
     }
-    for (; query < end || first; query += ATTENTION_QUERIES, first = false) {
-        const int64_t n_q =
-            attention_max(0, attention_min(ATTENTION_QUERIES, end - query));
+    block->v = R(open_backward)(work, room->v + at * attention_copy_stride(args->dim_v),
+                                &args->v, args->dim_v, key, n_k, &block->v_stride);
+    block->dk =
+        R(sums_at)(work->dk, local && !R(holds_sums)(args, args->dim) ? at : key);
+    block->dv =
+        R(sums_at)(work->dv, local && !R(holds_sums)(args, args->dim_v) ? at : key);
+    block->fresh = work->first;
+}
 
-        R(backward_tile)
-        (work, k_factor, k_factor_stride, v, v_stride, query, n_q, key, n_k);
-        if (work->dv.rows != NULL) {
-            R(add_to_keys)
-            (work, work->dv, work->pairs ? room->paired_weights : room->weights,
-             work->dout, work->dout_stride, room->v_width, query, n_q, key, n_k, first);
+/* A block against the tile of queries that is open. */
+static void
+R(backward_block)(const R(backward_work) * work, R(key_block) * block, int64_t query)
+{
+    const R(backward_room) *room = work->room;
+    const int64_t n_q = attention_min(ATTENTION_QUERIES, block->end - query);
+
+    R(backward_tile)(work, block, query, n_q);
+    R(add_to_keys)
+    (work, block, block->dv, work->pairs ? room->paired_weights : room->weights,
+     work->dout, work->dout_stride, room->v_width, query, n_q);
+    R(add_to_keys)
+    (work, block, block->dk, work->pairs ? room->paired_scores : room->scores, work->q,
+     work->q_stride, room->q_width, query, n_q);
+    R(add_to_queries)(work, block, query, n_q);
+    block->fresh = false;
+}
+
+/* n blocks, whose tiles lie alike, against the queries of the head that are visited. */
+static void
+R(backward_blocks)(R(backward_work) * work, R(key_block) * blocks, int64_t n)
+{
+    int64_t end = 0;
+
+    for (int64_t i = 0; i < n; i++) {
+        end = attention_max(end, blocks[i].end);
+    }
+    for (int64_t query = blocks[0].begin; query < end; query += ATTENTION_QUERIES) {
+        bool open = false;
+
+        if (query / ATTENTION_QUERIES % work->turns != work->segment &&
+            work->turns > 1) {
+            continue;
         }
-        if (work->dk.rows != NULL) {
-            R(add_to_keys)
-            (work, work->dk, work->pairs ? room->paired_scores : room->scores, work->q,
-             work->q_stride, room->q_width, query, n_q, key, n_k, first);
-        }
-        if (work->dq.rows != NULL) {
-            R(add_to_queries)(work, k, k_stride, query, n_q, key, n_k);
+        for (int64_t i = 0; i < n; i++) {
+            if (query < blocks[i].begin || query >= blocks[i].end) {
+                continue;
+            }
+            if (!open) {
+                R(open_tile)(work, query);
+                open = true;
+            }
+            R(backward_block)(work, &blocks[i], query);
         }
     }
 }

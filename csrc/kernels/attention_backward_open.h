@@ -7,19 +7,20 @@ typedef struct {
 } R(sums);
 
 typedef struct {
-    /* panels of a head, or with `few` its rows; douts times scale, if not `general` */
+    /* panels of a tile's queries, or with `few` rows; douts times scale, if not
+     * `general` */
     REAL *queries, *douts;
-    REAL *q, *dout;         /* copies of its rows */
-    REAL *lse, *delta;      /* of its rows, negated, lse in units of scores */
+    REAL *q, *dout;         /* copies of a tile's rows */
+    REAL *lse, *delta;      /* of a head's rows, negated, lse in units of scores */
     REAL *share;            /* what a row's weights are multiplied by, if `shared` */
     REAL *weights, *scores; /* [ATTENTION_BACK_KEYS][ATTENTION_QUERIES]: p and ds */
     REAL *dropout, *slope;  /* the same; slope: 1 - tanh^2 */
     REAL *terms;            /* [ATTENTION_BACK_KEYS][PANEL] */
     REAL *paired, *paired_weights, *paired_scores; /* see pair_tile */
-    REAL *k, *v;                                   /* copies of a block's rows */
+    REAL *k, *v;                                   /* copies of blocks' rows */
     REAL *k_factor;           /* with pairs: k's, to be broadcast */
-    REAL *dq, *dk, *dv;       /* sums that the outputs cannot hold */
-    REAL *stage;              /* VR_WIDTH rows */
+    REAL *dq, *dk, *dv;       /* sums that neither the outputs nor the job hold */
+    REAL *stage;              /* VR_WIDTH rows, at least two */
     int64_t q_width, v_width; /* of copied rows and of sums */
 } R(backward_room);
 
@@ -27,10 +28,13 @@ typedef struct {
 typedef struct {
     const R(backward_room) * room;
     const attention_head *head;
-    const REAL *q, *dout; /* rows */
+    const REAL *q, *dout; /* rows of a tile */
     int64_t q_stride, dout_stride;
-    R(sums) dq, dk, dv;
-    bool general; /* there are terms, dropout or gradients of terms */
+    R(sums) dq, dk, dv;   /* of the head's rows; dk and dv may be of some blocks' */
+    int64_t dk_at, dv_at; /* the elements where its rows of dk and dv begin */
+    int turns, segment;   /* tiles of queries that are visited: one in `turns` */
+    bool first, last;     /* visit to these keys */
+    bool general;         /* there are terms, dropout or gradients of terms */
     bool careful, pairs;
     bool few;               /* queries: rows, not panels */
     REAL *dbias;            /* NULL: not wanted */
@@ -56,13 +60,26 @@ R(backward_is_few)(const tfast_attention_args *args)
     return R(attention_is_few)(args);
 }
 
+/* Keys whose sums lie side by side in a thread's room: those of the blocks at work, or
+ * all where several heads add to them. */
+static inline int64_t
+R(room_keys)(const tfast_attention_args *args)
+{
+    return args->heads > args->kv_heads
+               ? args->n_k
+               : attention_back_blocks(args) * ATTENTION_BACK_KEYS;
+}
+
 /* Cuts the room, or with base NULL only measures it. Returns its bytes. */
 static size_t
-R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool split,
-                REAL *base)
+R(backward_cut)(R(backward_room) * room, const attention_back_job *job, REAL *base)
 {
+    const tfast_attention_args *args = job->args;
+    const bool split = attention_is_split(job), dk = job->turns == 1;
     const int64_t tile = (int64_t)ATTENTION_BACK_KEYS * ATTENTION_QUERIES;
     const int64_t n_q = attention_round_up(args->n_q, PANEL);
+    const int64_t rows = attention_min(ATTENTION_QUERIES, n_q);
+    const int64_t keys = attention_back_blocks(args) * ATTENTION_BACK_KEYS;
     const int64_t q_width = attention_round_up(args->dim, VR_WIDTH);
     const int64_t v_width = attention_round_up(args->dim_v, VR_WIDTH);
     const bool few = R(backward_is_few)(args);
@@ -74,10 +91,10 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
         REAL **part;
         int64_t count;
     } parts[] = {
-        {&room->queries, n_q * (few ? q_width : args->dim)},
-        {&room->douts, n_q * (few ? v_width : args->dim_v)},
-        {&room->q, q_held ? 0 : args->n_q * q_width},
-        {&room->dout, v_held ? 0 : args->n_q * v_width},
+        {&room->queries, rows * (few ? q_width : args->dim)},
+        {&room->douts, rows * (few ? v_width : args->dim_v)},
+        {&room->q, q_held ? 0 : rows * q_width},
+        {&room->dout, v_held ? 0 : rows * v_width},
         {&room->lse, n_q},
         {&room->delta, n_q},
         {&room->share, n_q},
@@ -89,14 +106,13 @@ R(backward_cut)(R(backward_room) * room, const tfast_attention_args *args, bool 
         {&room->paired, pairs ? tile / 2 : 0},
         {&room->paired_weights, pairs ? tile / 2 : 0},
         {&room->paired_scores, pairs ? tile / 2 : 0},
-        {&room->k_factor,
-         pairs ? ATTENTION_BACK_KEYS * attention_copy_stride(args->dim) : 0},
-        {&room->k, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim)},
-        {&room->v, ATTENTION_BACK_KEYS * attention_copy_stride(args->dim_v)},
+        {&room->k_factor, pairs ? keys * attention_copy_stride(args->dim) : 0},
+        {&room->k, q_held ? 0 : keys * attention_copy_stride(args->dim)},
+        {&room->v, v_held ? 0 : keys * attention_copy_stride(args->dim_v)},
         {&room->dq, q_held || split ? 0 : args->n_q * q_width},
-        {&room->dk, q_held ? 0 : args->n_k * q_width},
-        {&room->dv, v_held ? 0 : args->n_k * v_width},
-        {&room->stage, VR_WIDTH * (q_width > v_width ? q_width : v_width)},
+        {&room->dk, q_held || !dk ? 0 : R(room_keys)(args) * q_width},
+        {&room->dv, v_held || !dk ? 0 : R(room_keys)(args) * v_width},
+        {&room->stage, attention_max(2, VR_WIDTH) * attention_max(q_width, v_width)},
     };
 
     room->q_width = q_width;
@@ -123,10 +139,10 @@ R(late_scale)(const R(backward_work) * work)
     return work->general || work->pairs ? work->head->args->scale : 1;
 }
 
-/* lse and delta of each query, negated. With an lse of -infinity all scores are, and
- * any other number keeps the weights 0. */
+/* lse and delta of queries begin .. end - 1, negated. With an lse of -infinity all
+ * scores are, and any other number keeps the weights 0. */
 static void
-R(open_sums)(const R(backward_work) * work)
+R(open_sums)(const R(backward_work) * work, int64_t begin, int64_t end)
 {
     const attention_head *h = work->head;
     const tfast_attention_args *args = h->args;
@@ -135,23 +151,19 @@ R(open_sums)(const R(backward_work) * work)
     const REAL *dlse = (const REAL *)args->dlse + attention_lse_row(h);
     const REAL scale = (REAL)R(early_scale)(work);
     const REAL unit = (REAL)attention_unit(h);
-    const int64_t first = attention_query_row(h, &args->out, 0);
+    const int64_t first_out = attention_query_row(h, &args->out, 0);
     const int64_t first_dout = attention_query_row(h, &args->dout, 0);
 
-    for (int64_t i = 0; i < h->n_q; i++) {
+    for (int64_t i = begin; i < end; i++) {
         int64_t stride;
-        const REAL *dout = work->dout + i * work->dout_stride;
-        const REAL *out =
-            R(open_rows)(room->stage, 0, args->out.data, args->dtype,
-                         first + i * args->out.row, 0, 1, args->dim_v, false, &stride);
+        const REAL *out = R(open_rows)(room->stage, 0, args->out.data, args->dtype,
+                                       first_out + i * args->out.row, 0, 1, args->dim_v,
+                                       false, &stride);
+        const REAL *dout = R(open_rows)(room->stage + room->v_width, 0, args->dout.data,
+                                        args->dtype, first_dout + i * args->dout.row, 0,
+                                        1, args->dim_v, false, &stride);
         vr sum = vr_set1(0);
 
-        if (work->pairs) {
-            dout = room->stage + room->v_width;
-            R(read_rows)
-            (room->stage + room->v_width, 0, args->dout.data, args->dtype,
-             first_dout + i * args->dout.row, 0, 1, args->dim_v);
-        }
         for (int64_t d = 0; d < args->dim_v; d += VR_WIDTH) {
             sum = vr_madd(vr_load(dout + d), vr_load(out + d), sum);
         }
@@ -162,7 +174,7 @@ R(open_sums)(const R(backward_work) * work)
         room->delta[i] *= scale;
         room->lse[i] = lse[i] == -(REAL)INFINITY ? 0 : -lse[i] * unit;
     }
-    for (int64_t i = h->n_q; i < attention_round_up(h->n_q, PANEL); i++) {
+    for (int64_t i = end; i < attention_round_up(end, PANEL); i++) {
         room->delta[i] = 0;
         room->lse[i] = -(REAL)INFINITY;
     }
@@ -187,6 +199,70 @@ R(open_backward)(const R(backward_work) * work, REAL *copy,
                           rows->row, n_k, dim, stride);
 }
 
+/* ---- Queries --------------------------------------------------------------------- */
+
+/* n queries from `query` on as a factor of scores. */
+static void
+R(open_queries)(const R(backward_work) * work, int64_t query, int64_t n)
+{
+    const attention_head *h = work->head;
+    const tfast_attention_args *args = h->args;
+    const R(backward_room) *room = work->room;
+    const int64_t q = attention_query_row(h, &args->q, query);
+    const REAL scale = (REAL)attention_query_scale(h);
+
+    if (work->few) {
+        R(scale_rows)
+        (room->queries, args->q.data, args->dtype, q, args->q.row, n, args->dim, scale);
+    } else {
+        R(pack_panels)
+        (room->queries, room->stage, work->pairs, args->q.data, args->dtype, q,
+         args->q.row, n, args->dim, scale);
+    }
+}
+
+/* The same of dout. */
+static void
+R(open_douts)(const R(backward_work) * work, int64_t query, int64_t n)
+{
+    const attention_head *h = work->head;
+    const tfast_attention_args *args = h->args;
+    const R(backward_room) *room = work->room;
+    const int64_t dout = attention_query_row(h, &args->dout, query);
+    const REAL scale = (REAL)R(early_scale)(work);
+
+    if (work->few) {
+        R(scale_rows)
+        (room->douts, args->dout.data, args->dtype, dout, args->dout.row, n,
+         args->dim_v, scale);
+    } else {
+        R(pack_panels)
+        (room->douts, room->stage, work->pairs, args->dout.data, args->dtype, dout,
+         args->dout.row, n, args->dim_v, scale);
+    }
+}
+
+/* The tile of queries from `query` on: factors, and rows for the products of keys. */
+static void
+R(open_tile)(R(backward_work) * work, int64_t query)
+{
+    const attention_head *h = work->head;
+    const tfast_attention_args *args = h->args;
+    const R(backward_room) *room = work->room;
+    const int64_t n = attention_min(ATTENTION_QUERIES, h->n_q - query);
+    const int64_t q = attention_query_row(h, &args->q, query);
+    const int64_t dout = attention_query_row(h, &args->dout, query);
+
+    work->q =
+        R(open_lanes)(work->pairs, room->q, room->q_width, room->stage, args->q.data,
+                      args->dtype, q, args->q.row, n, args->dim, &work->q_stride);
+    work->dout = R(open_lanes)(work->pairs, room->dout, room->v_width, room->stage,
+                               args->dout.data, args->dtype, dout, args->dout.row, n,
+                               args->dim_v, &work->dout_stride);
+    R(open_queries)(work, query, n);
+    R(open_douts)(work, query, n);
+}
+
 /* ---- Rows whose lse says too little ---------------------------------------------- */
 
 /* The maximum and the sum of a panel's rows from `query` on, found again as the forward
@@ -199,8 +275,7 @@ R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
     const int64_t n = attention_min(PANEL, h->n_q - query);
     const int64_t end = attention_end_key(h, query + n - 1);
     REAL fade[PANEL];
-    const R(forward_room) room = {.queries = work->room->queries +
-                                             query * R(depth)(work->pairs, args->dim),
+    const R(forward_room) room = {.queries = work->room->queries,
                                   .few = work->few,
                                   .pairs = work->pairs,
                                   .scores = work->room->weights,
@@ -209,6 +284,7 @@ R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
                                   .sum = sum,
                                   .fade = fade};
 
+    R(open_queries)(work, query, n);
     for (int i = 0; i < PANEL; i++) {
         top[i] = -REAL_MAX;
         sum[i] = 0;
@@ -226,22 +302,22 @@ R(sum_panel)(const R(backward_work) * work, int64_t query, REAL *top, REAL *sum)
     }
 }
 
-/* Where lse is large its row gets, in place of it, its maximum and a share. All other
- * rows keep theirs, and a share of 1. Every part of a head does this by itself: such
- * rows are few, or their scores are so large that they are no use. */
+/* Of queries begin .. end - 1, begin being a panel's first: where lse is large its row
+ * gets, in place of it, its maximum and a share. All other rows keep theirs, and a
+ * share of 1. Every task does this by itself: such rows are few, or their scores are so
+ * large that they are no use. */
 static void
-R(open_shares)(R(backward_work) * work)
+R(open_shares)(R(backward_work) * work, int64_t begin, int64_t end)
 {
     const attention_head *h = work->head;
     const REAL *lse = (const REAL *)h->args->lse + attention_lse_row(h);
     const double unit = attention_unit(h), to_log2 = LOG2E / unit;
     const double sink = attention_sink(h) * unit;
 
-    work->shared = false;
-    for (int64_t i = 0; i < attention_round_up(h->n_q, PANEL); i++) {
+    for (int64_t i = begin; i < attention_round_up(end, PANEL); i++) {
         work->room->share[i] = 1;
     }
-    for (int64_t i = 0; i < h->n_q; i++) {
+    for (int64_t i = begin; i < end; i++) {
         REAL top[PANEL], sum[PANEL];
 
         if (!attention_is_far((double)lse[i])) {
@@ -250,7 +326,7 @@ R(open_shares)(R(backward_work) * work)
         work->shared = true;
         i = i / PANEL * PANEL;
         R(sum_panel)(work, i, top, sum);
-        for (int j = 0; j < PANEL && i + j < h->n_q; j++) {
+        for (int j = 0; j < PANEL && i + j < end; j++) {
             const REAL most = (double)top[j] > sink ? top[j] : (REAL)sink;
             const double all = (double)sum[j] * exp2((double)(top[j] - most) * to_log2);
 
@@ -264,54 +340,19 @@ R(open_shares)(R(backward_work) * work)
     }
 }
 
-/* ---- A head ---------------------------------------------------------------------- */
+/* ---- Sinks ----------------------------------------------------------------------- */
 
-static void
-R(open_head)(R(backward_work) * work)
-{
-    const attention_head *h = work->head;
-    const tfast_attention_args *args = h->args;
-    const R(backward_room) *room = work->room;
-    const int64_t q = attention_query_row(h, &args->q, 0);
-    const int64_t dout = attention_query_row(h, &args->dout, 0);
-
-    work->q =
-        R(open_lanes)(work->pairs, room->q, room->q_width, room->stage, args->q.data,
-                      args->dtype, q, args->q.row, h->n_q, args->dim, &work->q_stride);
-    work->dout = R(open_lanes)(work->pairs, room->dout, room->v_width, room->stage,
-                               args->dout.data, args->dtype, dout, args->dout.row,
-                               h->n_q, args->dim_v, &work->dout_stride);
-    if (work->few) {
-        R(scale_rows)
-        (room->queries, args->q.data, args->dtype, q, args->q.row, h->n_q, args->dim,
-         (REAL)attention_query_scale(h));
-        R(scale_rows)
-        (room->douts, args->dout.data, args->dtype, dout, args->dout.row, h->n_q,
-         args->dim_v, (REAL)R(early_scale)(work));
-    } else {
-        R(pack_panels)
-        (room->queries, room->stage, work->pairs, args->q.data, args->dtype, q,
-         args->q.row, h->n_q, args->dim, (REAL)attention_query_scale(h));
-        R(pack_panels)
-        (room->douts, room->stage, work->pairs, args->dout.data, args->dtype, dout,
-         args->dout.row, h->n_q, args->dim_v, (REAL)R(early_scale)(work));
-    }
-    R(open_sums)(work);
-    R(open_shares)(work);
-}
-
-/* The gradient of this head's sink: minus the sum of its weight times delta. */
+/* The gradient of this head's sink is minus the sum of its weight times delta. Goes on
+ * with `sum`, which still has delta's scale, for queries begin .. end - 1. */
 static double
-R(sink_gradient)(const R(backward_work) * work)
+R(sink_gradient)(const R(backward_work) * work, double sum, int64_t begin, int64_t end)
 {
     const attention_head *h = work->head;
     const R(backward_room) *room = work->room;
     const REAL *lse = (const REAL *)h->args->lse + attention_lse_row(h);
-    const double scale = R(early_scale)(work);
     const double sink = attention_sink(h), unit = attention_unit(h);
-    double sum = 0;
 
-    for (int64_t i = 0; i < h->n_q; i++) {
+    for (int64_t i = begin; i < end; i++) {
         double weight = exp2(sink * LOG2E - (double)lse[i] * LOG2E);
 
         if (attention_is_far((double)lse[i])) {
@@ -322,5 +363,5 @@ R(sink_gradient)(const R(backward_work) * work)
             sum += weight * (double)room->delta[i];
         }
     }
-    return sum / scale;
+    return sum;
 }

@@ -73,60 +73,179 @@ R(clear_rest)(const attention_head *h, const tfast_attention_rows *rows, int64_t
     }
 }
 
-/* One head of q against the keys of a part. Returns whether its dq is finite. */
+/* Closes blocks after the last visit to their keys. Returns whether all is finite. */
+static bool
+R(close_blocks)(const R(backward_work) * work, const R(key_block) * blocks, int64_t n)
+{
+    const tfast_attention_args *args = work->head->args;
+    const R(backward_room) *room = work->room;
+    bool finite = true;
+
+    for (int64_t i = 0; i < n && work->last; i++) {
+        const R(key_block) *b = &blocks[i];
+
+        finite &= R(close_sums)(b->dk, 0, b->n_k, room->q_width, R(late_scale)(work));
+        finite &= R(close_sums)(b->dv, 0, b->n_k, room->v_width, 1);
+        R(write_sums)
+        (args, &args->dk, work->dk_at + b->key * args->dk.row, b->dk, 0, b->n_k,
+         args->dim);
+        R(write_sums)
+        (args, &args->dv, work->dv_at + b->key * args->dv.row, b->dv, 0, b->n_k,
+         args->dim_v);
+    }
+    return finite;
+}
+
+/* Blocks that no query has visited get 0. */
+static void
+R(clear_fresh)(const R(backward_work) * work, const R(key_block) * blocks, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        if (blocks[i].fresh) {
+            R(clear_sums)(blocks[i].dk, 0, blocks[i].n_k, work->room->q_width);
+            R(clear_sums)(blocks[i].dv, 0, blocks[i].n_k, work->room->v_width);
+        }
+    }
+}
+
+/* The blocks of a list against the queries. Returns whether what is closed is finite.
+ */
+static bool
+R(backward_list)(R(backward_work) * work, int list, int lists)
+{
+    const attention_head *h = work->head;
+    const int64_t most = attention_back_blocks(h->args);
+    R(key_block) blocks[ATTENTION_BACK_BLOCKS];
+    bool finite = true;
+    int64_t n = 0;
+
+    for (int64_t block = 0;; block++) {
+        const int64_t key = block * ATTENTION_BACK_KEYS;
+        const bool end = key >= h->n_k;
+
+        if (!end && attention_list_of(block, lists) != list) {
+            continue;
+        }
+        if (n > 0 &&
+            (end || n == most ||
+             (R(block_begin)(work, key) - blocks[0].begin) % ATTENTION_QUERIES != 0)) {
+            R(backward_blocks)(work, blocks, n);
+            R(clear_fresh)(work, blocks, n);
+            finite &= R(close_blocks)(work, blocks, n);
+            n = 0;
+        }
+        if (end) {
+            return finite;
+        }
+        R(open_block)(work, &blocks[n], n, key);
+        n++;
+    }
+}
+
+/* Where a part's sums of dq are: if split all but the first that the output holds. */
+static R(sums) R(dq_sums)(const attention_back_job *job, const attention_head *h,
+                          int64_t chain, int part, REAL *beside)
+{
+    const tfast_attention_args *args = job->args;
+    const bool held = R(holds_sums)(args, args->dim);
+    const int64_t group = args->heads / args->kv_heads;
+    const int64_t width = attention_round_up(args->dim, VR_WIDTH);
+
+    if (attention_is_split(job) && !(held && part == 0)) {
+        const int64_t place = ((part - held) * job->chains + chain) * group;
+
+        beside = (REAL *)job->dq + (place + h->head % group) * args->n_q * width;
+        return (R(sums)){args->dq.data == NULL ? NULL : beside, width};
+    }
+    return R(sums_of)(args, &args->dq, attention_query_row(h, &args->dq, 0), args->dim,
+                      beside, width);
+}
+
+/* What is made ready of a head's queries that are visited. Returns the gradient of its
+ * sink, where that is wanted. */
+static double
+R(open_head)(R(backward_work) * work, const attention_back_job *job, bool sinks)
+{
+    const attention_head *h = work->head;
+    double sink = 0;
+
+    work->shared = false;
+    for (int64_t i = work->segment * ATTENTION_QUERIES; i < h->n_q;
+         i += work->turns * ATTENTION_QUERIES) {
+        const int64_t end = attention_min(i + ATTENTION_QUERIES, h->n_q);
+
+        R(open_sums)(work, i, end);
+        R(open_shares)(work, i, end);
+        if (sinks) {
+            sink = R(sink_gradient)(work, sink, i, end);
+        }
+        if (job->phase == 0) {
+            R(clear_sums)(work->dq, i, end - i, work->room->q_width);
+        }
+    }
+    return sink / R(early_scale)(work);
+}
+
+/* One head of q against the keys of a list. Returns whether its dq is finite, unless it
+ * is split, and dk and dv, if this is the last visit. */
 static bool
 R(backward_query_head)(R(backward_work) * work, const attention_back_job *job,
-                       const attention_back_task *task, bool first)
+                       const attention_back_task *task)
 {
     const attention_head *h = work->head;
     const tfast_attention_args *args = h->args;
     const R(backward_room) *room = work->room;
-    const int part = task->part;
-    const int64_t at = attention_query_row(h, &args->dq, 0);
-    double alibi = 0;
+    const int64_t number = h->batch * args->heads + h->head;
+    const bool sinks = job->dsinks != NULL && task->list == 0;
+    double alibi = 0, sink;
     bool finite;
 
-    R(open_head)(work);
     work->dbias = task->dbias;
     work->writes_dbias = job->writes_dbias &&
                          (h->batch == task->batch || !job->join_batch) &&
                          (h->head == 0 || !job->join_heads);
     work->dalibi = job->dalibi == NULL ? NULL : &alibi;
-    work->dq = R(sums_of)(args, &args->dq, at, args->dim, room->dq, room->q_width);
-    if (job->parts > 1 && args->dq.data != NULL) {
-        work->dq.rows =
-            (REAL *)job->dq + attention_partial_row(job, h, part) * room->q_width;
-        work->dq.stride = room->q_width;
-    }
-    R(clear_sums)(work->dq, 0, h->n_q, room->q_width);
-    for (int64_t block = 0; block * ATTENTION_BACK_KEYS < h->n_k; block++) {
-        if (attention_part_of(block, job->parts) == part) {
-            R(backward_keys)(work, block * ATTENTION_BACK_KEYS, first);
-        }
-    }
+    work->dq = R(dq_sums)(job, h, task->chain, task->list % job->parts, room->dq);
+    sink = R(open_head)(work, job, sinks);
+    finite = R(backward_list)(work, task->list, job->parts * job->turns);
     if (job->dalibi != NULL && !work->careful) {
-        job->dalibi[part * args->batch * args->heads + h->batch * args->heads +
-                    h->head] = alibi;
+        double *to = job->dalibi + task->list * args->batch * args->heads + number;
+        *to = job->phase == 0 ? alibi : *to + alibi;
     }
-    if (job->dsinks != NULL && part == 0) {
-        job->dsinks[h->batch * args->heads + h->head] = R(sink_gradient)(work);
+    if (sinks) {
+        double *to = job->dsinks + number;
+        *to = job->phase == 0 ? sink : *to + sink;
     }
-    finite = R(close_sums)(work->dq, 0, h->n_q, room->q_width, R(late_scale)(work));
-    if (job->parts == 1) {
-        R(write_sums)(args, &args->dq, at, work->dq, 0, h->n_q, args->dim);
+    if (!attention_is_split(job)) {
+        finite &=
+            R(close_sums)(work->dq, 0, h->n_q, room->q_width, R(late_scale)(work));
+        R(write_sums)
+        (args, &args->dq, attention_query_row(h, &args->dq, 0), work->dq, 0, h->n_q,
+         args->dim);
     }
     return finite;
 }
 
-/* The keys of part `part` of one head of k and v, with the heads of q that share them.
- * Returns whether all gradients are finite. */
+/* Where sums of dk or dv are: in the output, in the job or in the thread's room. */
+static R(sums)
+    R(key_sums)(const attention_back_job *job, const tfast_attention_rows *rows,
+                int64_t at, int64_t dim, void *shared, int64_t chain, REAL *room)
+{
+    const int64_t width = attention_round_up(dim, VR_WIDTH);
+    REAL *beside =
+        job->turns > 1 ? (REAL *)shared + chain * job->args->n_k * width : room;
+
+    return R(sums_of)(job->args, rows, at, dim, beside, width);
+}
+
+/* The task's list of blocks of one head of k and v, with the heads of q that share it.
+ * Returns whether what it has closed is finite. */
 static bool
 R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
                  const attention_back_task *task, int64_t batch, int64_t kv_head,
                  attention_ahead *ahead, bool careful)
 {
     const tfast_attention_args *args = job->args;
-    const int part = task->part;
     const int64_t group = args->heads / args->kv_heads;
     attention_head h = attention_head_of(args, batch, kv_head * group);
     const int64_t dk = attention_key_row(&h, &args->dk, 0);
@@ -135,8 +254,14 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
     work = {
         .room = room,
         .head = &h,
-        .dk = R(sums_of)(args, &args->dk, dk, args->dim, room->dk, room->q_width),
-        .dv = R(sums_of)(args, &args->dv, dv, args->dim_v, room->dv, room->v_width),
+        .dk =
+            R(key_sums)(job, &args->dk, dk, args->dim, job->dk, task->chain, room->dk),
+        .dv = R(key_sums)(job, &args->dv, dv, args->dim_v, job->dv, task->chain,
+                          room->dv),
+        .dk_at = dk,
+        .dv_at = dv,
+        .turns = job->turns,
+        .segment = (task->list / job->parts + job->phase) % job->turns,
         .general = attention_is_general(&h),
         .careful = careful,
         .pairs = R(has_pairs)(args) && !careful,
@@ -147,61 +272,65 @@ R(backward_head)(const attention_back_job *job, const R(backward_room) * room,
 
     for (int64_t i = 0; i < group; i++) {
         h.head = kv_head * group + i;
-        finite &= R(backward_query_head)(&work, job, task, i == 0);
+        work.first = i == 0 && job->phase == 0;
+        work.last = i == group - 1 && job->phase == job->turns - 1;
+        finite &= R(backward_query_head)(&work, job, task);
     }
-    for (int64_t block = 0; block * ATTENTION_BACK_KEYS < h.n_k; block++) {
-        const int64_t key = block * ATTENTION_BACK_KEYS;
-        const int64_t n = attention_min(ATTENTION_BACK_KEYS, h.n_k - key);
-
-        if (attention_part_of(block, job->parts) == part) {
-            finite &=
-                R(close_sums)(work.dk, key, n, room->q_width, R(late_scale)(&work));
-            finite &= R(close_sums)(work.dv, key, n, room->v_width, 1);
-            R(write_sums)(args, &args->dk, dk, work.dk, key, n, args->dim);
-            R(write_sums)(args, &args->dv, dv, work.dv, key, n, args->dim_v);
-        }
-    }
-    if (part == 0) {
+    if (task->list == 0) {
         R(clear_rest)(&h, &args->dk, args->dim);
         R(clear_rest)(&h, &args->dv, args->dim_v);
     }
     return finite;
 }
 
-/* The task's part of one head of k and v. */
+/* The task's list of one head of k and v. */
 static void
 R(attention_backward)(const attention_back_job *job, const attention_back_task *task,
                       int64_t batch, int64_t kv_head, attention_ahead *ahead,
                       void *memory)
 {
     R(backward_room) room;
+    bool finite;
 
-    R(backward_cut)(&room, job->args, job->parts > 1, memory);
-    if (!R(backward_head)(job, &room, task, batch, kv_head, ahead, false) &&
-        attention_can_forbid(job->args)) {
+    R(backward_cut)(&room, job, memory);
+    finite = R(backward_head)(job, &room, task, batch, kv_head, ahead, job->careful);
+    if (finite || !attention_can_forbid(job->args)) {
+        return;
+    }
+    if (attention_is_split(job)) {
+        atomic_store(&job->odd[task->chain], 1);
+    } else {
         R(backward_head)(job, &room, task, batch, kv_head, NULL, true);
     }
 }
 
-/* Adds up the parts' dq of one head, in order, and writes it. */
-static void
-R(join_parts)(const attention_back_job *job, const attention_head *h)
+/* Adds up the parts' dq of rows begin .. end - 1 of one head, in order, and writes
+ * them. Returns whether all are finite. */
+static bool
+R(join_parts)(const attention_back_job *job, const attention_head *h, int64_t chain,
+              int64_t begin, int64_t end)
 {
     const tfast_attention_args *args = job->args;
-    const int64_t width = attention_round_up(args->dim, VR_WIDTH);
-    REAL *const all = job->dq, *const sum =
-                                   all + attention_partial_row(job, h, 0) * width;
+    const int64_t width = attention_round_up(args->dim, VR_WIDTH), n = end - begin;
+    const R(sums) sum = R(sums_at)(R(dq_sums)(job, h, chain, 0, NULL), begin);
+    const bool late = attention_is_general(h) || (R(has_pairs)(args) && !job->careful);
+    const double scale = late ? args->scale : 1;
+    bool finite = R(close_sums)(sum, 0, n, width, scale);
 
-    for (int part = 1; part < job->parts; part++) {
-        const REAL *from = all + attention_partial_row(job, h, part) * width;
+    for (int part = 1; part < job->parts && sum.rows != NULL; part++) {
+        const R(sums) from = R(sums_at)(R(dq_sums)(job, h, chain, part, NULL), begin);
 
-        for (int64_t i = 0; i < h->n_q * width; i += VR_WIDTH) {
-            vr_store(sum + i, vr_add(vr_load(sum + i), vr_load(from + i)));
+        finite &= R(close_sums)(from, 0, n, width, scale);
+        for (int64_t i = 0; i < n; i++) {
+            REAL *to = sum.rows + i * sum.stride;
+            const REAL *row = from.rows + i * from.stride;
+
+            for (int64_t d = 0; d < width; d += VR_WIDTH) {
+                vr_store(to + d, vr_add(vr_load(to + d), vr_load(row + d)));
+            }
         }
     }
-    for (int64_t i = 0; i < h->n_q; i++) {
-        R(tile_write)
-        (args->dq.data, sum + i * width, args->dtype,
-         attention_query_row(h, &args->dq, i), (int)args->dim);
-    }
+    R(write_sums)
+    (args, &args->dq, attention_query_row(h, &args->dq, begin), sum, 0, n, args->dim);
+    return finite;
 }

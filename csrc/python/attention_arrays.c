@@ -431,6 +431,7 @@ py_attention_take_scratch(py_attention_call *call)
         return -1;
     }
     call->args.scratch = array->data;
+    call->args.scratch_bytes = 4 * n;
     return 0;
 }
 

@@ -90,6 +90,8 @@ enum { TILE = 256, PREFETCH = 512 };
 
 #include "../kernels/attention.h"
 
+#include "../kernels/attention_backward_call.h"
+
 #include "../kernels/crc32c.h"
 
 #include "../kernels/graph_cache.h"
@@ -116,5 +118,6 @@ const tfast_backend CONCAT(tfast_backend_, NAME) = {
     .amp_update = amp_update,
     .attention = attention_forward,
     .attention_backward = attention_backward,
+    .attention_scratch = attention_scratch,
     .graph_cache = &graph_kernels,
 };
