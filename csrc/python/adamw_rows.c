@@ -1,8 +1,8 @@
 /* The walk over a param group's parameters that finds their gradients and state. Every
- * address is read from its tensor in this call. With many small tensors the walk is most
- * of a step: an exchange call takes 20 to 50 ns with the tensor in the cache, and more
- * than 200 ns without, which is why look_ahead() and look_at_states() ask for what the
- * next rows read. */
+ * address is read from its tensor in this call. With many small tensors the walk takes
+ * most of a step: an exchange call takes 20 to 50 ns with the tensor in the cache, and
+ * more than 200 ns without, which is why look_ahead() and look_at_states() ask for what
+ * the next rows read. */
 #include "adamw_call.h"
 
 enum { AHEAD = 16 }; /* rows between two looks ahead */

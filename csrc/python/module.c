@@ -193,6 +193,13 @@ module_clear(PyObject *module)
     for (int i = 0; i < (int)(sizeof state->numpy_descrs / sizeof(PyObject *)); i++) {
         Py_CLEAR(state->numpy_descrs[i]);
     }
+    for (int i = 0; i < PY_N_TORCH_NAMES; i++) {
+        Py_CLEAR(state->torch_names[i]);
+    }
+    for (int i = 0; i < PY_N_TORCH_DTYPES; i++) {
+        Py_CLEAR(state->torch_dtypes[i]);
+    }
+    Py_CLEAR(state->torch_strided);
     Py_CLEAR(state->s_grad);
     Py_CLEAR(state->s_step);
     Py_CLEAR(state->s_exp_avg);

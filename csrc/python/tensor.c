@@ -68,14 +68,17 @@ says(PyObject *object, const char *method)
     return yes;
 }
 
+/* Returns 0, -1, or 1 where another way has to say what the object is. */
 static int
-borrow_exchanged(const dlpack_exchange *exchange, PyObject *object,
-                 py_argument argument, int how, py_array *array)
+borrow_fast(const py_state *state, const dlpack_exchange *exchange, PyObject *object,
+            py_argument argument, int how, py_array *array)
 {
-    int status = py_borrow_view(exchange, object, argument, how, array);
+    int status = exchange != NULL
+                     ? py_borrow_view(exchange, object, argument, how, array)
+                     : py_borrow_torch(state, object, how, array);
     PyObject *once;
 
-    if (status < 0 || !may_be_lazy(array, how) ||
+    if (status != 0 || !may_be_lazy(array, how) ||
         !(says(object, "is_neg") || says(object, "is_conj"))) {
         return status;
     }
@@ -89,7 +92,31 @@ borrow_exchanged(const dlpack_exchange *exchange, PyObject *object,
     Py_XDECREF(once);
     return array->owner == NULL
                ? -1
-               : py_borrow_view(exchange, array->owner, argument, how, array);
+               : borrow_fast(state, exchange, array->owner, argument, how, array);
+}
+
+/* Remembers how arrays of a type are borrowed. */
+static void
+remember(py_state *state, PyTypeObject *type, const dlpack_exchange *exchange,
+         int body_word)
+{
+    if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
+        Py_INCREF((PyObject *)type);
+        state->fast[state->n_fast].type = type;
+        state->fast[state->n_fast].exchange = exchange;
+        state->fast[state->n_fast++].body_word = body_word;
+    }
+}
+
+static bool
+is_remembered(const py_state *state, const PyTypeObject *type)
+{
+    bool found = false;
+
+    for (int i = 0; i < state->n_fast; i++) {
+        found |= state->fast[i].type == type;
+    }
+    return found;
 }
 
 /* ---- All of them ----------------------------------------------------------------- */
@@ -128,17 +155,22 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
     }
     exchange = py_find_exchange(type);
     if (exchange != NULL) {
-        if (borrow_exchanged(exchange, object, argument, how, array) < 0) {
+        if (borrow_fast(state, exchange, object, argument, how, array) < 0) {
             return -1;
         }
-        if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
-            Py_INCREF((PyObject *)type);
-            state->fast[state->n_fast].type = type;
-            state->fast[state->n_fast].exchange = exchange;
-            state->fast[state->n_fast++].body_word =
-                is_torch ? py_find_body_word(object, array) : 0;
-        }
+        remember(state, type, exchange,
+                 is_torch ? py_find_body_word(object, array) : 0);
         return 0;
+    }
+    if (is_torch && !is_remembered(state, type)) {
+        if (py_torch_load(state) < 0) {
+            return -1;
+        }
+        remember(state, type, NULL, 0);
+        if (py_borrow_torch(state, object, how, array) == 0 &&
+            !may_be_lazy(array, how)) {
+            return 0;
+        }
     }
     if (PyObject_HasAttrString(object, "__dlpack__")) {
         PyObject *detached =
@@ -205,8 +237,8 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
     array->owner = NULL;
     for (int i = 0; i < state->n_fast && status > 0; i++) {
         if (state->fast[i].type == Py_TYPE(object)) {
-            status =
-                borrow_exchanged(state->fast[i].exchange, object, argument, how, array);
+            status = borrow_fast(state, state->fast[i].exchange, object, argument, how,
+                                 array);
         }
     }
     if (status > 0 && Py_TYPE(object) == state->numpy_type) {

@@ -264,24 +264,21 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
     ) -> int | None:
         """Both passes over the groups; `measured` is what stands for the first.
 
-        Returns the number of gradients, or None where state is missing or tensors are
-        on several devices: then, and where it raises, nothing has changed. Nor with
-        `only_prepare`, after which the core has all the memory that the same call
-        takes.
+        Returns the number of gradients; None where state is missing or tensors are on
+        several devices. Then, where it raises, and with `only_prepare`, which takes all
+        memory that the call needs, nothing has changed.
         """
-        first = _first_with_grad(groups)
+        first, own = _first_with_grad(groups), self.__dict__
         if first is None:
             return 0
-        own = self.__dict__
         found = own.get("found_inf") if measured is None else measured["found_inf"]
         clip = None if measured is None else measured["clip_coef"]
-        norm = norm_f64 = None
+        norm = norm_f64 = None  # where pass 1 puts the norm
         find_inf = measured is None and found is None and "_measure_inf" in own
         find_norm = measured is None and bool(self.max_grad_norm)
         if find_inf:
             found = torch.empty((), dtype=torch.float32, device=first.device)
         if find_norm:
-            # Where pass 1 puts the coefficient to clip by, and the norm.
             clip = torch.empty((), dtype=torch.float64, device=first.device)
             norm = torch.empty((), dtype=torch.float32, device=first.device)
             norm_f64 = torch.empty_like(clip)
@@ -311,7 +308,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
                 return self._call_core(key, groups, measured, only_prepare, False)
             raise
         if done is None or only_prepare:
-            return done if done is None else done[0]
+            return done and done[0]
         stepped, is_wide = done
         if any(group["zero_grad"] or group["write_back_grads"] for group in groups):
             for grad, copy in copies:
