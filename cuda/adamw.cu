@@ -87,7 +87,8 @@ step(const tfast_adamw_args *args, bool only_prepare)
 
     if (status == TFAST_OK) {
         status = tfast_held_open(&held, args->workspace, TFAST_HELD_ADAMW,
-                                 sizeof(adamw_data), args->device.index);
+                                 sizeof(adamw_data), args->device.index,
+                                 (cudaStream_t)args->stream);
     }
     if (status == TFAST_OK) {
         status = refresh_rows((adamw_data *)held, args);

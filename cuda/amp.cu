@@ -147,8 +147,9 @@ tfast_cuda_amp_grads(const tfast_amp_grads_args *args)
     tfast_status status = scope.enter(args->device.index);
 
     if (status == TFAST_OK) {
-        status = tfast_held_open(&held, args->workspace, TFAST_HELD_AMP,
-                                 sizeof(amp_data), args->device.index);
+        status =
+            tfast_held_open(&held, args->workspace, TFAST_HELD_AMP, sizeof(amp_data),
+                            args->device.index, (cudaStream_t)args->stream);
     }
     if (status == TFAST_OK) {
         status = run((amp_data *)held, args);

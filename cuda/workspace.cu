@@ -7,25 +7,29 @@ void
 tfast_held_clear(void *data)
 {
     tfast_held *held = (tfast_held *)data;
-    tfast_device_scope scope;
 
-    if (scope.enter(held->device) == TFAST_OK) {
-        tfast_table_clear(&held->table);
+    while (held != nullptr) {
+        tfast_held *next = held->next;
+        tfast_device_scope scope;
+
+        if (scope.enter(held->device) == TFAST_OK) {
+            tfast_table_clear(&held->table);
+        }
+        free(held->host);
+        free(held);
+        held = next;
     }
-    free(held->host);
-    free(held);
 }
 
 tfast_status
 tfast_held_open(tfast_held **out, tfast_workspace *workspace, tfast_held_kind kind,
-                size_t bytes, int device)
+                size_t bytes, int device, cudaStream_t stream)
 {
     tfast_held *held = workspace == nullptr ? nullptr : (tfast_held *)workspace->data;
 
-    if (held != nullptr && (held->kind != kind || held->device != device)) {
-        tfast_held_clear(held);
-        *workspace = {};
-        held = nullptr;
+    while (held != nullptr &&
+           (held->kind != kind || held->device != device || held->stream != stream)) {
+        held = held->next;
     }
     if (held == nullptr) {
         held = (tfast_held *)calloc(1, bytes);
@@ -34,8 +38,10 @@ tfast_held_open(tfast_held **out, tfast_workspace *workspace, tfast_held_kind ki
         }
         held->kind = kind;
         held->device = device;
+        held->stream = stream;
         held->temporary = workspace == nullptr;
         if (workspace != nullptr) {
+            held->next = (tfast_held *)workspace->data;
             workspace->backend = &tfast_cuda_backend;
             workspace->data = held;
         }

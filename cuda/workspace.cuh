@@ -8,10 +8,14 @@
 
 enum tfast_held_kind { TFAST_HELD_ADAMW, TFAST_HELD_AMP };
 
-/* How the data of every kind begins, and all of it that needs to be freed. */
+/* How the data of every kind begins, and all of it that needs to be freed. A workspace
+ * has a list of them, one for each kind, device and stream: a table that two streams
+ * shared could be read before its upload has ended, or overwritten while it is read. */
 struct tfast_held {
+    tfast_held *next;
     tfast_held_kind kind;
     int device;
+    cudaStream_t stream;
     tfast_table table;
     void *host;      /* what the next call's table must be */
     size_t capacity; /* bytes of it */
@@ -19,11 +23,12 @@ struct tfast_held {
     bool temporary;  /* of a call without a workspace */
 };
 
-/* The workspace's data if it is of this kind and for this device, otherwise that many
- * fresh bytes of zeros behind a tfast_held; what it held before is cleared. Without a
- * workspace (null) they last until tfast_held_close(). */
+/* The workspace's data of this kind, device and stream, otherwise that many fresh bytes
+ * of zeros behind a tfast_held. Without a workspace (null) they last until
+ * tfast_held_close(). */
 tfast_status tfast_held_open(tfast_held **held, tfast_workspace *workspace,
-                             tfast_held_kind kind, size_t bytes, int device);
+                             tfast_held_kind kind, size_t bytes, int device,
+                             cudaStream_t stream);
 
 /* Ends the call. Null where nothing was opened. */
 void tfast_held_close(tfast_held *held);

@@ -20,7 +20,7 @@ from trainfast import _core
 
 simt = ctypes.CDLL(os.environ["TRAINFAST_CUDA_LIBRARY"])
 simt.tfast_simt_stream.restype = ctypes.c_void_p
-one = np.ones(1, np.float32)
+one, count = np.ones(1, np.float32), np.ones(1, np.int32)
 
 class Steps:
     def __init__(self, index):
@@ -121,7 +121,7 @@ FIRST_CALLS = {
 _core.amp_grads([OnDevice(np.ones(9))], keep[0], total_norm_f64=OnDevice(np.ones(1)))
 """,
     "amp_update": """
-_core.amp_update(OnDevice(one), OnDevice(one), [OnDevice(one)], growth_factor=2.0,
+_core.amp_update(OnDevice(one), OnDevice(count), [OnDevice(one)], growth_factor=2.0,
                  backoff_factor=0.5, growth_interval=9)
 """,
     "attention": """
@@ -205,6 +205,21 @@ def test_clipping_on_another_stream_has_a_table_of_its_own(simt, monkeypatch):
     simt.counts()
     copies = [norm(stream) for stream in (0, 0, other, 0, other)]
     trainfast.use_backend(None)
+    assert copies == [1, 0, 1, 0, 0]
+
+
+def test_step_on_another_stream_has_a_table_of_its_own(simt, rng):
+    """Its upload is in that stream's order, and writes no table that another reads."""
+    simt.library.tfast_simt_stream.restype = ctypes.c_void_p
+    other = simt.library.tfast_simt_stream(0)
+    step = Step(simt, [Tensors(rng, 300, ("float32",) * 3)])
+    copies = []
+    simt.counts()
+    for stream in (None, None, other, None, other):
+        step.args.stream = stream
+        step()
+        copies.append(simt.counts()["copies"])
+    step.clear()
     assert copies == [1, 0, 1, 0, 0]
 
 
