@@ -22,7 +22,7 @@ class Framed:
 
     def __init__(self, values, dtype="float32", *, offset=0, device="cpu"):
         values = np.asarray(values)
-        self.dtype = DTYPES[dtype]
+        self.dtype = DTYPES.get(dtype) or np.dtype(dtype)
         self.whole = np.full(values.size + 2 * FRAME + offset + 64, 7, self.dtype)
         skew = (
             -self.whole.ctypes.data // self.dtype.itemsize % (64 // self.dtype.itemsize)

@@ -242,8 +242,7 @@ class Scale:
         }
 
     def counter(self, value):
-        bits = np.array(value, np.int32).view(np.float32)
-        return Framed(bits, "float32", device=self.device)
+        return Framed(np.array(value), "int32", device=self.device)
 
     def __call__(self, *founds):
         flags = [scalar(self.device, "float32", f) for f in founds]
@@ -257,9 +256,7 @@ class Scale:
             **self.options,
             **extra,
         )
-        self.growth.get()
-        tracker = self.growth.inside(self.growth.whole).view(np.int32)
-        return float(self.scale.get()), int(tracker)
+        return float(self.scale.get()), int(self.growth.get())
 
 
 def test_update_is_torchs_rule(backend, device):

@@ -60,7 +60,6 @@ def test_example_trains_all_alike_and_writes_its_files(tmp_path):
     assert losses["ours"] == pytest.approx(losses["fused"], rel=1e-4)
     assert losses["ours"] == pytest.approx(losses["torch"], rel=1e-4)
     assert losses["attention"] == pytest.approx(losses["ours"], rel=1e-5)
-    assert losses["attention"] != losses["ours"]  # another kernel has other roundings
     # bfloat16 forward and backward: near the others, and one another's equal
     assert losses["amp attention"] == pytest.approx(losses["our amp"], rel=1e-2)
     assert losses["our amp"] == pytest.approx(losses["amp"], rel=1e-2)
@@ -121,7 +120,9 @@ def test_example_resumed_at_its_end_prints_the_losses_again(example, capsys, tmp
     assert table[6:] == first.splitlines()[3].split()[6:]
 
 
-def test_example_switches_attention_for_the_rows_that_say_so(example, capsys, tmp_path):
+def test_example_switches_attention_for_the_rows_that_say_so(
+    example, capsys, tmp_path, kernels_at_any_size
+):
     arguments = [*TINY, "--steps", "5", "--out", str(tmp_path)]
     for kinds, runs in ((["trainfast"], 0), (["trainfast", "trainfast-attention"], 1)):
         trainfast.reset_stats()

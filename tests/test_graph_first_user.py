@@ -204,7 +204,7 @@ def test_completion_shows_what_users_call_and_no_more(path):
     cache = gc.open(path)
     shown = {name for name in dir(cache) if not name.startswith("_")}
     methods = {"counts", "get_many", "sizes", "verify"}
-    assert shown == methods | {"fingerprint", "path", "schema"}
+    assert shown == methods | {"fingerprint", "mode", "path", "schema"}
     loader = gc.Loader(cache, 1)
     shown = {name for name in dir(loader) if not name.startswith("_")}
     arguments = {*inspect.signature(gc.Loader).parameters} - {"cache"}

@@ -57,7 +57,7 @@ def test_flags_that_are_dropped_during_the_update_live_until_its_end():
     scale, tracker = ones(1), np.zeros(1, np.int32)
     flags = [Exports(np.zeros(1, np.float32), drop), ones(1)]
     options = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
-    _core.amp_update(scale, tracker.view(np.float32), flags, **options)
+    _core.amp_update(scale, tracker, flags, **options)
     assert scale[0] == 0.5
 
 

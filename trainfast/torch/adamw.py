@@ -281,7 +281,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         if find_norm:
             clip = torch.empty((), dtype=torch.float64, device=first.device)
             norm = torch.empty((), dtype=torch.float32, device=first.device)
-            norm_f64 = torch.empty_like(clip)
+            norm_f64 = torch.empty((), dtype=torch.float64, device=first.device)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             done = _core.adamw_groups(
