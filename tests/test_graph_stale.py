@@ -179,6 +179,7 @@ def test_fingerprints_are_the_same_in_every_process(tmp_path):
     (tmp_path / "own_helpers.py").write_text(HELPERS)
     (tmp_path / "own_script.py").write_text(SCRIPT)
     code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import own_script as s, re, numpy as np\n"
         "from trainfast.graph_cache.fingerprint import digest, fingerprint\n"
         "for name in ('make', 'rule', 'part', 'by_method'):\n"

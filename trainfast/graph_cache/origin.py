@@ -45,10 +45,10 @@ class StaleCacheError(ValueError):
         more = len(self.changed) - len(shown)
         text = ", ".join(shown) + (f" and {more} more" if more else "")
         super().__init__(
-            f"the cache at {path} must be of what would be made now, but this has "
-            f"changed: {text}; pass rebuild=True to make all graphs again, or "
-            "rebuild=False to keep them if some that are made again are the same, or "
-            "transform_id= to say yourself when they are others, or another path"
+            f"the cache at {path} is stale, since this has changed: {text}; pass "
+            "rebuild=True to make all graphs again, rebuild=False to keep them if a "
+            "sample that is made again is the same, transform_id= to tell versions of "
+            "`make` apart yourself, or another path"
         )
 
     def __reduce__(self) -> Any:

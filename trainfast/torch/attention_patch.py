@@ -33,9 +33,7 @@ _SMALL = ("attention", "a small call: torch's function is faster")
 
 # Limits of what torch is faster at, measured as torch's time over the kernels' in
 # float32 and bfloat16 on 2 threads of a Zen 4 with AVX-512, torch 2.13.
-SMALL_TENSOR = (
-    2**10
-)  # elements of query and key: calls of 4 to 15 us, half of it Python
+SMALL_TENSOR = 2**10  # elements of query and key: 4 to 15 us, half of it Python
 # For float32 alone, since torch's bfloat16 converts:
 SMALL_KEYS = 2**18  # elements of key for a query of SMALL_TENSOR, as in decoding
 SMALL_HEAD = 2**7  # n_k * dim: the kernels' tiles are mostly empty
