@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 CLIENTS = HERE / "clients"
 # timm lies apart: torchvision, which it needs, has wheels for one torch only.
 APART = HERE.parent / "build" / "clients"
-SECONDS = 120  # before a child is ended; alone on a machine none needs 20
+SECONDS = 400  # before a child is ended; alone on a machine none needs 20
 
 # Kernels round the last bits of float32 differently, and each step carries that on.
 # Adam divides a gradient by its own size, so where its terms nearly cancel it moves a

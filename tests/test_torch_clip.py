@@ -10,7 +10,12 @@ from torch_version import TORCH
 
 import trainfast
 from trainfast.stats import CallTally
-from trainfast.torch import clip_grad_norm_, clip_grad_value_, get_total_norm
+from trainfast.torch import (
+    adamw_state,
+    clip_grad_norm_,
+    clip_grad_value_,
+    get_total_norm,
+)
 from trainfast.torch.clip import _Measuring, measure
 
 SHAPES = [(), (1,), (7,), (10, 10), (257,), (0, 4), (300, 61)]
@@ -355,3 +360,29 @@ def test_measure_finds_what_is_not_finite(backend, make, bad):
     grads = [torch.randn(4), make()]
     (grads[1]._values() if grads[1].is_sparse else grads[1])[-1] = bad
     assert measure(grads).found_inf == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_clips_by_the_coefficient_of_the_pass_alone(dtype):
+    """Bit for bit: float32's is formed in float32, for the step as for the pass."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        params = [torch.nn.Parameter(torch.randn(37, dtype=dtype)) for _ in range(6)]
+        for param in params:
+            param.grad = torch.randn(37, dtype=dtype)
+        twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        for twin, param in zip(twins, params, strict=True):
+            twin.grad = param.grad.clone()
+        inside = trainfast.torch.AdamW(params, max_grad_norm=0.7)
+        inside.step()
+        apart = trainfast.torch.AdamW(twins)
+        found = measure([p.grad for p in twins], max_norm=0.7, find_inf=False)
+        scalars = {"found_inf": None, "clip_coef": found.clip_coef}
+        groups = apart.param_groups
+        adamw_state.make_state(groups[0], apart.state)
+        apart._call_core("all", groups, scalars)
+        assert inside.grad_norm.dtype == found.total_norm.dtype == dtype
+        for param, twin in zip(params, twins, strict=True):
+            assert torch.equal(param, twin)
+            got, want = inside.state[param], apart.state[twin]
+            assert all(torch.equal(got[name], want[name]) for name in want)

@@ -179,6 +179,8 @@ typedef struct {
         *clip_coef;
     int measure_inf, measure_norm; /* the pass over gradients writes them */
     double max_norm;
+    bool
+        wide; /* a float64 is among the tensors: the norm and clip_coef are float64's */
     unsigned long long stream;
     py_array arrays[5];
     tfast_amp_grads_args grads;
@@ -241,7 +243,8 @@ prepare_pass(py_state *state, const step *step, shared *shared, Py_ssize_t rows,
         .workspace = &workspace->backend,
         .found_inf = shared->measure_inf ? shared->inf : NULL,
         .total_norm = shared->measure_norm ? shared->norm : NULL,
-        .total_norm_f64 = shared->measure_norm ? shared->norm_f64 : NULL,
+        .total_norm_f64 =
+            shared->measure_norm && shared->wide ? shared->norm_f64 : NULL,
         .clip_coef = shared->measure_norm ? shared->coef : NULL,
         .norm_type = 2,
         .max_norm = shared->max_norm,
@@ -306,14 +309,13 @@ run_groups(py_state *state, step *step, shared *shared)
     tfast_device device = {TFAST_CPU, 0};
     tfast_status status;
     Py_ssize_t rows = 0;
-    bool wide = false;
 
     for (Py_ssize_t g = 0; g < step->n; g++) {
         const py_table *table = &step->groups[g].call.workspace->table;
 
         rows += table->n_rows;
         device = table->n_rows > 0 ? table->device : device;
-        wide |= has_float64(&step->groups[g]);
+        shared->wide |= has_float64(&step->groups[g]);
     }
     if (rows == 0) {
         return Py_BuildValue("(nO)", rows, Py_False);
@@ -335,7 +337,7 @@ run_groups(py_state *state, step *step, shared *shared)
             return NULL;
         }
     }
-    return Py_BuildValue("(nO)", rows, wide ? Py_True : Py_False);
+    return Py_BuildValue("(nO)", rows, shared->wide ? Py_True : Py_False);
 }
 
 static PyObject *

@@ -92,8 +92,11 @@ take_layout(const py_state *state, PyObject *object, py_array *array)
     }
     contiguous = PyObject_CallMethodObjArgs(
         object, state->torch_names[PY_TORCH_IS_CONTIGUOUS], NULL);
+    if (contiguous == NULL) {
+        return -1;
+    }
     packed = contiguous == Py_True;
-    Py_XDECREF(contiguous);
+    Py_DECREF(contiguous);
     for (int d = array->ndim - 1; d >= 0; d--) {
         strides[d] = step;
         step *= shape[d];
