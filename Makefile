@@ -12,7 +12,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 INSTALLED := .venv/.installed
 C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
-    -o -name '*.cpp' | grep -v simd/vec_
+    -o -name '*.cpp' | grep -v /vec_
 
 # With an nvcc here, a CUDA part that does not build fails the check.
 CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \

@@ -55,12 +55,14 @@ LINK_LIBRARIES = ["-lpthread", "-ldl", "-lm"]
 X86_BASE = ["-mssse3", "-msse4.2", "-mpopcnt", "-mcx16"]
 X86_AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mpclmul"]
 X86_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+# By what the files of csrc/simd/ begin with, up to a "_".
 X86_FLAGS = {
-    "csrc/simd/avx2.c": [*X86_AVX2, "-mprefer-vector-width=256"],
-    # For tests only: optimised fully it compiles for longer than all others together.
-    "csrc/simd/wide.c": [*X86_AVX2, "-mprefer-vector-width=256", "-O1"],
-    "csrc/simd/avx512.c": [*X86_AVX2, *X86_AVX512, "-mprefer-vector-width=512"],
+    "avx2": [*X86_AVX2, "-mprefer-vector-width=256"],
+    "avx512": [*X86_AVX2, *X86_AVX512, "-mprefer-vector-width=512"],
 }
+
+# The folders whose files include Python.h.
+PYTHON_FOLDERS = ("csrc/python/", "csrc/graph_cache/python/")
 
 # In kernels these take half of the time to compile, and say little that the address
 # sanitizer does not.
@@ -165,8 +167,10 @@ def c_compiler():
 def c_flags(source, x86):
     flags = [*shlex.split(os.environ.get("CFLAGS", "")), *C_FLAGS]
     if x86:
-        flags += [*X86_BASE, *X86_FLAGS.get(source, [])]
-    if source.startswith("csrc/python/"):
+        flags += X86_BASE
+    if x86 and source.startswith("csrc/simd/"):
+        flags += X86_FLAGS.get(Path(source).stem.partition("_")[0], [])
+    if source.startswith(PYTHON_FOLDERS):
         flags += ["-DPy_LIMITED_API=0x030B0000"]
         flags += ["-isystem", sysconfig.get_paths()["include"]]
     if DEBUG or SANITIZE:
@@ -194,7 +198,7 @@ def build_core(target, version, force):
     cc = c_compiler()
     x86 = output_of(*cc, "-dumpmachine").startswith("x86_64")
     jobs = []
-    for folder in ("csrc", "csrc/graph_cache", "csrc/python", "csrc/simd"):
+    for folder in ("csrc", "csrc/graph_cache", *PYTHON_FOLDERS, "csrc/simd"):
         for path in sorted(Path(folder).glob("*.c")):
             source = path.as_posix()
             command = [*cc, *c_flags(source, x86)]

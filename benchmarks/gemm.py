@@ -1,12 +1,11 @@
-"""Products of matrices by cuBLAS: the roof that kernels on tensor cores are measured
-against, and attention without fusion."""
+"""The roof that kernels on tensor cores are measured against, cuBLAS's matrix product,
+and attention without fusion."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,20 +17,14 @@ SIDE = 8192  # of the square product: 1.1 TFLOP, and 400 MB in 16 bits
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def scratch(n: int, device: str) -> torch.Tensor:
-    """Return n float32, aligned to 256 bytes."""
-    whole = torch.empty(n + 64, dtype=torch.float32, device=device)
-    start = -(whole.data_ptr() // 4) % 64
-    return whole[start : start + n]
-
-
-def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
-    """Enqueue out <- alpha * op(a) op(b) on the current stream."""
+def gemm(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, allow_tf32: bool = False
+) -> None:
+    """Enqueue out = a b on the current stream."""
     from trainfast import _core
 
     stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0
-    memory = partial(scratch, device=str(a.device))
-    _core.gemm(a, b, out, stream=stream, scratch=memory, **options)
+    _core.gemm(a, b, out, allow_tf32=allow_tf32, stream=stream)
 
 
 # ---- The roof ------------------------------------------------------------------------
@@ -92,38 +85,23 @@ def unfused_bytes(problem: Problem, which: str) -> int:
 
 
 class Unfused:
-    """Products by cuBLAS, softmax by torch between them, as before FlashAttention."""
+    """torch's matmul and softmax, as before FlashAttention."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.q, self.k, self.v = (tensor.detach() for tensor in inputs.leaves)
         self.scale = inputs.problem.dim**-0.5
-        allowed = inputs.problem.allowed(self.q.device.type)
+        allowed = inputs.problem.allowed(inputs.leaves[0].device.type)
         self.forbidden = None if allowed is None else ~allowed
 
     def forward(self) -> torch.Tensor:
-        q, k, v = self.q, self.k, self.v
-        scores = q.new_empty(*q.shape[:3], k.shape[2])
-        gemm(q, k, scores, alpha=self.scale, transpose_b=True)
+        q, k, v = self.inputs.leaves
+        scores = (q * self.scale) @ k.mT
         if self.forbidden is not None:
-            scores.masked_fill_(self.forbidden, -torch.inf)
-        self.scores = scores.requires_grad_()
-        self.weights = scores.softmax(-1)
-        out = torch.empty_like(q)
-        gemm(self.weights.detach(), v, out)
-        return out
+            scores = scores.masked_fill(self.forbidden, -torch.inf)
+        self.out = scores.softmax(-1) @ v
+        return self.out.detach()
 
     def backward(self) -> list[torch.Tensor]:
-        """After forward(), of which it needs the weights; may be called again."""
-        q, k, v, dout = self.q, self.k, self.v, self.inputs.dout
-        dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
-        weights = self.weights.detach()
-        gemm(weights, dout, dv, transpose_a=True)
-        dweights = torch.empty_like(weights)
-        gemm(dout, v, dweights, transpose_b=True)
-        (dscores,) = torch.autograd.grad(
-            self.weights, self.scores, dweights, retain_graph=True
-        )
-        gemm(dscores, k, dq, alpha=self.scale)
-        gemm(dscores, q, dk, alpha=self.scale, transpose_a=True)
-        return [dq, dk, dv]
+        """After forward(), whose graph it keeps, so that it may be called again."""
+        leaves, dout = self.inputs.leaves, self.inputs.dout
+        return list(torch.autograd.grad(self.out, leaves, dout, retain_graph=True))

@@ -1,4 +1,5 @@
-/* The AdamW entry: validates what no array layer can, then hands over to a backend. */
+/* Entry of AdamW: validates scalars and steps, then calls the backend. The binding has
+ * validated the arrays. */
 #include "tfast.h"
 
 #include <math.h>
@@ -36,8 +37,8 @@ check_scalars(const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
-/* Step numbers must be whole to exponentiate by squaring, and fit an int64_t. Those on
- * a GPU stay unread: looking would synchronise. */
+/* Steps must fit int64_t, because beta^step is formed by squaring. Steps on a GPU are
+ * not read: that would synchronise. */
 static tfast_status
 check_steps(const tfast_adamw_args *args)
 {
@@ -57,13 +58,13 @@ check_steps(const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
-/* Checks all, and finds the backend. */
+/* Validates the arguments and finds the backend. */
 static tfast_status
 check(const tfast_adamw_args *args, const tfast_backend **backend)
 {
     tfast_status status;
 
-    *backend = tfast_backend_for(args->device.type); /* which leaves a message */
+    *backend = tfast_backend_for(args->device.type); /* NULL: it has set a message */
     status = check_scalars(args);
     if (status == TFAST_OK) {
         status = check_steps(args);

@@ -1,7 +1,6 @@
-/* The scalars of one AdamW step, formed in double. Included by the CPU kernels and by
- * cuda/adamw.cu, so that both round the same numbers; neither may contract a * b + c
- * here
- * (-ffp-contract=off, -fmad=false). */
+/* The scalars of one AdamW step, formed in double. The CPU kernels and cuda/adamw.cu
+ * share this file, so that both round the same numbers; both are compiled without
+ * contraction of a * b + c (-ffp-contract=off, -fmad=false). */
 #ifndef TFAST_ADAMW_COEF_H
 #define TFAST_ADAMW_COEF_H
 
@@ -15,13 +14,13 @@
 #    define TFAST_HOST_DEVICE
 #endif
 
-/* Rounded to the kernel's own type where it is used, once. */
+/* Each is rounded to the kernel's type once, where it is used. */
 typedef struct {
-    double unscale; /* clip_coef / grad_scale: what gradients are multiplied by */
+    double unscale; /* gradient *= unscale; clip_coef / grad_scale */
     double sign;    /* -1 with maximize, else 1 */
     double l2;      /* gradient += l2 * param; 0 with decoupled weight decay */
     double decay;   /* param *= decay */
-    double beta1;   /* as given, to choose between two forms of the same sum */
+    double beta1;   /* as given: selects one of two forms of the same sum */
     double rest1;   /* 1 - beta1 */
     double beta2;
     double rest2;         /* 1 - beta2 */
@@ -31,9 +30,9 @@ typedef struct {
     double ema_rest; /* 1 - ema_decay */
 } tfast_adamw_coef;
 
-/* base^exponent by squaring: the same bits on every machine, which pow() does not
- * promise. The relative error is at most exponent * 2^-53, and base^exponent is gone
- * (for base < 1) before that matters. */
+/* base^exponent by squaring, because pow() does not give the same bits on every
+ * machine. The relative error is at most exponent * 2^-53; for base < 1 the result
+ * underflows before the error matters. */
 TFAST_HOST_DEVICE static inline double
 tfast_power(double base, int64_t exponent)
 {
@@ -48,8 +47,8 @@ tfast_power(double base, int64_t exponent)
     return result;
 }
 
-/* `step` counts from 1; `lr`, `grad_scale` and `clip_coef` are the values, wherever
- * they live. */
+/* `step` starts at 1. `lr`, `grad_scale` and `clip_coef` are passed by value, because
+ * `args` may hold only their device addresses. */
 TFAST_HOST_DEVICE static inline tfast_adamw_coef
 tfast_adamw_coef_at(const tfast_adamw_args *args, int64_t step, double lr,
                     double grad_scale, double clip_coef)

@@ -1,4 +1,5 @@
-/* The AMP entries: validate what no array layer can, then hand over to a backend. */
+/* Entries of AMP: validate scalars, then call the backend. The binding has validated
+ * the arrays. */
 #include "tfast.h"
 
 #include <math.h>
@@ -11,7 +12,7 @@ tfast_amp_grads(const tfast_amp_grads_args *args)
                              args->clip_coef != NULL;
 
     if (norm_wanted && (args->norm_type == 0 || isnan(args->norm_type))) {
-        return tfast_fail(TFAST_EINVAL, "norm_type must be a number but 0, got %g",
+        return tfast_fail(TFAST_EINVAL, "norm_type must not be 0 or NaN, got %g",
                           args->norm_type);
     }
     if (backend == NULL) {

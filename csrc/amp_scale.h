@@ -1,11 +1,11 @@
-/* How the loss scale changes at the end of an iteration: the rule at tfast_amp_update()
- * in tfast.h. Included by csrc/kernels/amp_step.h and by cuda/amp.cu. */
+/* The update of the loss scale at the end of an iteration; the rule stands at
+ * tfast_amp_update() in tfast.h. Shared by the CPU kernels and cuda/amp.cu. */
 #ifndef TFAST_AMP_SCALE_H
 #define TFAST_AMP_SCALE_H
 
 #include "amp_sum.h"
 
-/* `scale` after an overflow: never up, even where it is below min_scale already. */
+/* `scale` after an overflow. It never increases, even if it is below min_scale. */
 TFAST_AMP_BOTH static inline float
 tfast_amp_backed_off(float scale, double backoff_factor, double min_scale)
 {
@@ -17,7 +17,7 @@ tfast_amp_backed_off(float scale, double backoff_factor, double min_scale)
     return isfinite(next) && next < scale ? next : scale;
 }
 
-/* `scale` after growth_interval steps without one: never down. */
+/* `scale` after growth_interval steps without overflow. It never decreases. */
 TFAST_AMP_BOTH static inline float
 tfast_amp_grown(float scale, double growth_factor, double max_scale)
 {
@@ -32,7 +32,8 @@ tfast_amp_grown(float scale, double growth_factor, double max_scale)
     return next > scale ? next : scale;
 }
 
-/* By one thread. An interval that was shortened below the tracker ends at once. */
+/* Runs in one thread. If growth_interval was reduced below the tracker, the scale grows
+ * at once. */
 TFAST_AMP_BOTH static inline void
 tfast_amp_update_scale(const tfast_amp_update_args *args)
 {
@@ -40,7 +41,7 @@ tfast_amp_update_scale(const tfast_amp_update_args *args)
     bool overflow = false;
 
     for (int32_t i = 0; i < args->n_found_infs; i++) {
-        overflow = overflow || *args->found_infs[i] != 0; /* also where it is NaN */
+        overflow = overflow || *args->found_infs[i] != 0; /* NaN counts as overflow */
     }
     if (!overflow) {
         const int32_t steps = *args->growth_tracker;

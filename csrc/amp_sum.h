@@ -1,25 +1,25 @@
-/* How norms are summed up, and what follows from them. Included by the CPU kernels and
- * by cuda/amp.cu, so that both give the same bits; neither may contract a * b + c here
- * (-ffp-contract=off, -fmad=false).
+/* The order in which norms are summed, and the scalars computed from a norm. The CPU
+ * kernels and cuda/amp.cu share this file and give the same bits; both are compiled
+ * without contraction of a * b + c (-ffp-contract=off, -fmad=false).
  *
  * The order of additions. Each tensor is cut, from its first element in memory on, into
- * chunks of TFAST_AMP_CHUNK elements; chunks are numbered through all tensors (those
- * without elements have none).
+ * chunks of TFAST_AMP_CHUNK elements; chunks are numbered across all tensors (an empty
+ * tensor has none).
  *
  * Inside a chunk, lane l of TFAST_AMP_LANES adds the terms of the chunk's elements
  * l, l + LANES, l + 2 * LANES ... in this order, starting at 0: fma(x, x, sum) for the
  * 2-norm, sum + |x| for the 1-norm, in float32 (float64 for float64 tensors). Elements
  * past the end of a tensor count as 0. Then lanes are halved until one is left: lane l
  * adds lane l + 64, then l + 32, ... 16, 8, 4, 2, 1, in the same type. The chunk's sum
- * is that as float64. Should it not be finite, the chunk is summed up again in the same
- * order in float64 (for float32 and half types squares then cannot overflow), and there
- * it is known whether an element is not finite.
+ * is the last lane converted to float64. If it is not finite, the chunk is summed again
+ * in the same order in float64, where squares of float32 and half types cannot
+ * overflow; if that sum is not finite either, an element is not finite.
  *
  * Over the chunks, in float64: sum k of TFAST_AMP_SUMS adds those of the chunks k, k +
  * SUMS, ... in order, starting at 0; then the sums are halved as the lanes are: k adds
  * k + 128, 64, ... 1.
  *
- * For the largest and the smallest |x| the order does not matter; NaN wins. */
+ * For the largest and the smallest |x| the order does not matter; NaN propagates. */
 #ifndef TFAST_AMP_SUM_H
 #define TFAST_AMP_SUM_H
 
@@ -49,8 +49,8 @@ tfast_amp_norm(double sum, double norm_type, double scale)
     return pow(sum, 1 / norm_type) / scale;
 }
 
-/* torch's clip_grad_norm_ divides a number by a float32 tensor, which is a reciprocal
- * and a product, and takes the minimum with 1; NaN stays NaN. */
+/* As torch's clip_grad_norm_: max_norm / (norm + 1e-6), which torch computes as a
+ * float32 reciprocal and a product, and at most 1; NaN stays NaN. */
 TFAST_AMP_BOTH static inline double
 tfast_amp_clip_coef(double norm, double max_norm, bool in_float64)
 {
@@ -60,9 +60,9 @@ tfast_amp_clip_coef(double norm, double max_norm, bool in_float64)
     return coef > 1 ? 1 : coef;
 }
 
-/* What elements are multiplied by, formed in double; rounded once, to the arithmetic's
- * type, where it is used. For one factor and no scale, or the other way round, that is
- * what torch multiplies by. */
+/* The multiplier of all elements, formed in double and rounded once to the kernel's
+ * type where it is used. With only a factor, or only a scale, it is torch's
+ * multiplier. */
 TFAST_AMP_BOTH static inline double
 tfast_amp_multiplier(double factor, double scale)
 {

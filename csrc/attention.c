@@ -1,4 +1,5 @@
-/* The attention entries: validate what no array layer can, then hand over. */
+/* Entries of attention: validate sizes, scalars and lengths, then call the backend. The
+ * binding has validated the arrays. */
 #include "tfast.h"
 
 #include <math.h>
@@ -27,15 +28,15 @@ check_sizes(const tfast_attention_args *args)
         return tfast_fail(TFAST_EINVAL, "heads must be a multiple of %lld, got %lld",
                           (long long)args->kv_heads, (long long)args->heads);
     }
-    if (args->heads == 0 && args->kv_heads > 0) { /* kernels divide by their ratio */
+    if (args->heads == 0 && args->kv_heads > 0) { /* kernels divide by the ratio */
         return tfast_fail(TFAST_EINVAL, "q must have heads where k has %lld, got 0",
                           (long long)args->kv_heads);
     }
     return TFAST_OK;
 }
 
-/* Positions and windows are added up, and all rows of all heads are counted: neither
- * must pass 2^63. */
+/* Kernels add positions and windows, and count the rows of all heads in one int64_t;
+ * neither may overflow. */
 static tfast_status
 check_reach(const tfast_attention_args *args)
 {
@@ -67,7 +68,7 @@ check_reach(const tfast_attention_args *args)
     return TFAST_OK;
 }
 
-/* Kernels multiply by numbers of their own type, with room for a factor of log2 e. */
+/* Scales must fit the kernel's type, with room for a factor of log2(e). */
 static tfast_status
 check_scales(const tfast_attention_args *args)
 {
@@ -144,7 +145,7 @@ check_cu_seqlens(const char *name, const int64_t *at, int64_t batch, int64_t tot
     return TFAST_OK;
 }
 
-/* Lengths on a GPU are the caller's word: looking at them would wait for it. */
+/* Lengths on a GPU are not checked: reading them would synchronise. */
 static tfast_status
 check_lengths(const tfast_attention_args *args)
 {
@@ -182,7 +183,8 @@ check_lengths(const tfast_attention_args *args)
     return status;
 }
 
-/* The longest item; on a GPU all rows together, which no item exceeds. */
+/* The length of the longest item. On a GPU, where reading the lengths would
+ * synchronise, `total`, which no item exceeds. */
 static int64_t
 longest_item(const tfast_attention_args *args, const int64_t *at, int64_t total)
 {
@@ -197,9 +199,10 @@ longest_item(const tfast_attention_args *args, const int64_t *at, int64_t total)
     return longest;
 }
 
-/* Backends have a task for each block of n_q and n_k rows of each item. With variable
- * lengths these are the caller's bounds, which may be far too large. A dimension that
- * the bias' gradient has keeps its size, for all of that gradient is written. */
+/* Backends create a task for each block of n_q and n_k rows of each item. With variable
+ * lengths n_q and n_k are the caller's max_seqlen, which may be far too large, so they
+ * are reduced to the longest item. A dimension of dbias keeps its size, because all of
+ * dbias is written. */
 static void
 tighten(tfast_attention_args *args)
 {
@@ -216,7 +219,7 @@ tighten(tfast_attention_args *args)
     }
 }
 
-/* Leaves in `own` what a backend gets. */
+/* Validates `args` and copies them to `own`, the arguments that the backend gets. */
 static tfast_status
 check(const tfast_attention_args *args, tfast_attention_args *own)
 {
@@ -245,15 +248,15 @@ tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool b
 
     *bytes = 0;
     if (backend == NULL || backend->attention_scratch == NULL) {
-        return TFAST_OK; /* the call itself says what is wrong */
+        return TFAST_OK; /* the call itself reports the error */
     }
     status = check(args, &own);
     return status == TFAST_OK ? backend->attention_scratch(bytes, &own, backward)
                               : status;
 }
 
-/* Callers ask for scratch and make the call; in between another thread may have forced
- * a backend that needs more than theirs. */
+/* Between a caller's tfast_attention_scratch() and its call, another thread may have
+ * forced a backend that needs scratch where the first did not. */
 static tfast_status
 check_scratch(const tfast_backend *backend, const tfast_attention_args *args,
               bool backward)
@@ -297,7 +300,7 @@ tfast_attention(const tfast_attention_args *args)
     return status == TFAST_OK ? backend->attention(&own) : status;
 }
 
-/* Also without a row: gradients of what there is are then 0. */
+/* Runs without query rows, too: dk, dv and dbias are then zeroed. */
 tfast_status
 tfast_attention_backward(const tfast_attention_args *args)
 {

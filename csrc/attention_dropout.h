@@ -1,5 +1,6 @@
-/* Which elements dropout drops: Philox4x32-10 (Salmon et al., "Parallel random numbers:
- * as easy as 1, 2, 3", SC 2011), laid out as tfast.h says. Shared by every backend. */
+/* The random numbers of dropout: Philox4x32-10 (Salmon et al., "Parallel random
+ * numbers: as easy as 1, 2, 3", SC 2011), indexed as tfast.h defines. Shared by all
+ * backends. */
 #ifndef TFAST_ATTENTION_DROPOUT_H
 #define TFAST_ATTENTION_DROPOUT_H
 
@@ -11,7 +12,7 @@
 #    define TFAST_INLINE static inline __attribute__((always_inline))
 #endif
 
-/* The ten rounds; word[0..3] is the counter, then the result. */
+/* Ten rounds in place: word[0..3] is the counter, then the result. */
 TFAST_INLINE void
 tfast_philox(uint32_t *word, uint32_t key0, uint32_t key1)
 {
@@ -28,14 +29,14 @@ tfast_philox(uint32_t *word, uint32_t key0, uint32_t key1)
     }
 }
 
-/* Numbers below this are dropped. */
+/* Elements whose 16-bit random number is below this are dropped. */
 TFAST_INLINE uint32_t
 tfast_dropout_threshold(double dropout_p)
 {
     return (uint32_t)(dropout_p * 65536 + 0.5);
 }
 
-/* What the others are multiplied by. */
+/* The factor of the elements that are kept. */
 TFAST_INLINE double
 tfast_dropout_scale(uint32_t threshold)
 {

@@ -11,9 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-extern const tfast_backend tfast_backend_scalar, tfast_backend_wide;
+extern const tfast_backend tfast_backend_scalar;
+const tfast_graph_kernels *tfast_graph_kernels_scalar(void);
 #if defined(__x86_64__)
 extern const tfast_backend tfast_backend_avx2, tfast_backend_avx512;
+const tfast_graph_kernels *tfast_graph_kernels_avx2(void);
+const tfast_graph_kernels *tfast_graph_kernels_avx512(void);
 #endif
 
 /* A backend that lives in a library of its own, opened when it is first asked for. */
@@ -28,6 +31,7 @@ typedef struct {
 } library;
 
 static void open_cuda(void);
+static void open_wide(void);
 static void open_simt(void);
 
 static library cuda = {"cuda",
@@ -37,23 +41,29 @@ static library cuda = {"cuda",
                        open_cuda,
                        NULL,
                        ""};
+/* For tests: never chosen, only named. */
+static library wide = {
+    "wide", "TRAINFAST_WIDE_LIBRARY", NULL, PTHREAD_ONCE_INIT, open_wide, NULL, ""};
 static library simt = {
     "simt", "TRAINFAST_SIMT_LIBRARY", NULL, PTHREAD_ONCE_INIT, open_simt, NULL, ""};
 
-/* Best first. `wide` is for tests: never chosen, only named. */
-static const tfast_backend *const cpu_backends[] = {
+/* The instruction sets that this module is compiled for, best first. */
+static const struct {
+    const tfast_backend *backend;
+    const tfast_graph_kernels *(*graph_kernels)(void);
+} cpu_sets[] = {
 #if defined(__x86_64__)
-    &tfast_backend_avx512,
-    &tfast_backend_avx2,
+    {&tfast_backend_avx512, tfast_graph_kernels_avx512},
+    {&tfast_backend_avx2, tfast_graph_kernels_avx2},
 #endif
-    &tfast_backend_scalar,
-    &tfast_backend_wide,
+    {&tfast_backend_scalar, tfast_graph_kernels_scalar},
 };
-enum { N_CPU = sizeof cpu_backends / sizeof *cpu_backends };
+enum { N_CPU = sizeof cpu_sets / sizeof *cpu_sets };
 
 /* Other threads' calls read these while one forces a backend. */
 static const tfast_backend *_Atomic chosen_cpu; /* for arrays on the CPU */
-static _Atomic bool cuda_allowed = true;        /* false: a CPU backend is forced */
+static const tfast_graph_kernels *_Atomic chosen_graph_kernels;
+static _Atomic bool cuda_allowed = true; /* false: a CPU backend is forced */
 
 /* The path of the library's file: the environment's, or beside this module. */
 static bool
@@ -79,7 +89,7 @@ static void
 open_library(library *l)
 {
     char path[4096];
-    tfast_cuda_open_function open;
+    tfast_library_open_function open;
     void *handle;
 
     if (!library_path(l, path, sizeof path)) {
@@ -98,7 +108,7 @@ open_library(library *l)
                  dlerror());
         return;
     }
-    *(void **)&open = dlsym(handle, TFAST_CUDA_OPEN);
+    *(void **)&open = dlsym(handle, TFAST_LIBRARY_OPEN);
     l->backend = open == NULL ? NULL : open(TFAST_ABI, tfast_fail);
     if (l->backend == NULL || l->backend->abi != TFAST_ABI) {
         l->backend = NULL;
@@ -112,6 +122,12 @@ static void
 open_cuda(void)
 {
     open_library(&cuda);
+}
+
+static void
+open_wide(void)
+{
+    open_library(&wide);
 }
 
 static void
@@ -129,26 +145,41 @@ library_backend(library *l, const char **why)
     return *why == NULL ? l->backend : NULL;
 }
 
-static const tfast_backend *
+/* The number of the best instruction set that can run here. */
+static int
 best_cpu(void)
 {
     int i = 0;
 
-    while (cpu_backends[i]->unusable() != NULL) { /* scalar always ends this */
+    while (cpu_sets[i].backend->unusable() != NULL) { /* scalar always ends this */
         i++;
     }
-    return cpu_backends[i];
+    return i;
 }
 
 static const tfast_backend *
 cpu_by_name(const char *name)
 {
     for (int i = 0; i < N_CPU; i++) {
-        if (strcmp(cpu_backends[i]->name, name) == 0) {
-            return cpu_backends[i];
+        if (strcmp(cpu_sets[i].backend->name, name) == 0) {
+            return cpu_sets[i].backend;
         }
     }
     return NULL;
+}
+
+/* Arrays on the CPU go to `backend`; NULL: to the best one. The graph cache takes the
+ * kernels of the same instruction set; a library's backend has none of its own. */
+static void
+choose_cpu(const tfast_backend *backend)
+{
+    int set = best_cpu();
+
+    for (int i = 0; i < N_CPU; i++) {
+        set = cpu_sets[i].backend == backend ? i : set;
+    }
+    chosen_cpu = backend != NULL ? backend : cpu_sets[set].backend;
+    chosen_graph_kernels = cpu_sets[set].graph_kernels();
 }
 
 tfast_status
@@ -161,12 +192,14 @@ tfast_backend_use(const char *name)
         if (name != NULL && library_backend(&cuda, &why) == NULL) {
             return tfast_fail(TFAST_EINVAL, "backend cuda cannot run here: %s", why);
         }
-        chosen_cpu = best_cpu();
+        choose_cpu(NULL);
         cuda_allowed = true;
         return TFAST_OK;
     }
     if (strcmp(name, "simt") == 0) {
         forced = library_backend(&simt, &why);
+    } else if (strcmp(name, "wide") == 0) {
+        forced = library_backend(&wide, &why);
     } else {
         forced = cpu_by_name(name);
         why = forced == NULL ? NULL : forced->unusable();
@@ -181,7 +214,7 @@ tfast_backend_use(const char *name)
     if (why != NULL) {
         return tfast_fail(TFAST_EINVAL, "backend %s cannot run here: %s", name, why);
     }
-    chosen_cpu = forced;
+    choose_cpu(forced);
     cuda_allowed = false;
     return TFAST_OK;
 }
@@ -191,7 +224,7 @@ tfast_backend_init(void)
 {
     const char *forced = getenv("TRAINFAST_BACKEND");
 
-    chosen_cpu = best_cpu();
+    choose_cpu(NULL);
     if (forced == NULL || *forced == '\0') {
         return TFAST_OK;
     }
@@ -227,18 +260,19 @@ tfast_backend_for(int32_t device_type)
 const tfast_graph_kernels *
 tfast_graph_kernels_in_use(void)
 {
-    const tfast_graph_kernels *kernels = chosen_cpu->graph_cache;
-
-    return kernels != NULL ? kernels : best_cpu()->graph_cache;
+    return chosen_graph_kernels;
 }
 
 bool
 tfast_backend_describe(int i, const char **name, const char **unusable, bool *in_use)
 {
-    library *l = i == 0 ? &cuda : i == N_CPU + 1 ? &simt : NULL;
+    library *l = i == 0           ? &cuda
+                 : i == N_CPU + 1 ? &wide
+                 : i == N_CPU + 2 ? &simt
+                                  : NULL;
     const tfast_backend *backend;
 
-    if (i < 0 || i > N_CPU + 1) {
+    if (i < 0 || i > N_CPU + 2) {
         return false;
     }
     if (l != NULL) {
@@ -247,9 +281,10 @@ tfast_backend_describe(int i, const char **name, const char **unusable, bool *in
         *in_use =
             backend != NULL && (l == &cuda ? cuda_allowed : chosen_cpu == backend);
     } else {
-        *name = cpu_backends[i - 1]->name;
-        *unusable = cpu_backends[i - 1]->unusable();
-        *in_use = chosen_cpu == cpu_backends[i - 1];
+        backend = cpu_sets[i - 1].backend;
+        *name = backend->name;
+        *unusable = backend->unusable();
+        *in_use = chosen_cpu == backend;
     }
     return true;
 }

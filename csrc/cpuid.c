@@ -1,6 +1,6 @@
-/* The instructions are written out because the alternatives fall short: <cpuid.h> is
- * an x86 header, and __builtin_cpu_supports does not know f16c before GCC 11. Bits and
- * leaves are those of Intel's manual, volume 2A, CPUID, and volume 1, 13.3. */
+/* CPU features by CPUID. __builtin_cpu_supports() does not know f16c before GCC 11.
+ * Leaves and bits are documented in Intel's manual, volume 2A, CPUID, and volume 1,
+ * 13.3. */
 #include "cpuid.h"
 
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ cpuid(uint32_t leaf, uint32_t part)
     return r;
 }
 
-/* The register state that the operating system keeps for a thread (XCR0). */
+/* XCR0: the register state that the operating system saves for a thread. */
 static uint32_t
 saved_state(void)
 {

@@ -1,5 +1,5 @@
-/* How many processors this process may keep busy: the affinity mask, and the quota of
- * control groups, which containers set and the mask does not show. */
+/* The number of CPUs that this process may use: the affinity mask, limited by the CPU
+ * quota of its control groups, which containers set. */
 #ifndef _GNU_SOURCE
 #    define _GNU_SOURCE /* sched_getaffinity */
 #endif
@@ -14,7 +14,8 @@
 
 enum { MAX_PATH = 4096 };
 
-/* The numbers at the start of a file of `directory`: how many there were, up to 2. */
+/* Reads up to two numbers from the start of `directory`/`name` and returns how many it
+ * read. */
 static int
 read_numbers(const char *directory, const char *name, long long numbers[2])
 {
@@ -28,8 +29,9 @@ read_numbers(const char *directory, const char *name, long long numbers[2])
     return count < 0 ? 0 : count;
 }
 
-/* One group's quota / period rounded up, or 0 where it sets no limit: version 2 then
- * says "max", which is no number, and version 1 says -1. */
+/* The CPU limit of one control group, quota / period rounded up, or 0 if it has none. A
+ * group without a limit has the quota "max" in version 2 (`unified`) and -1 in version
+ * 1. */
 static int
 quota_cpus(const char *directory, bool unified)
 {
@@ -48,15 +50,16 @@ quota_cpus(const char *directory, bool unified)
     return cpus < TFAST_MAX_THREADS ? (int)cpus : TFAST_MAX_THREADS;
 }
 
-/* The smaller of two limits, 0 being none. */
+/* The smaller of two limits; 0 means no limit. */
 static int
 tighter(int a, int b)
 {
     return !a ? b : !b ? a : a < b ? a : b;
 }
 
-/* The least limit on the way from mount/group up to `mount`. Inside a container the
- * group's path may be the host's and missing here; the top is then the container's. */
+/* The smallest limit of the groups from mount/group up to `mount`. In a container the
+ * group's path may be the host's and not exist here; `mount` itself is then the
+ * container's group. */
 static int
 least_quota(const char *mount, const char *group, bool unified)
 {
@@ -83,8 +86,9 @@ names_cpu(char *controllers)
     return false;
 }
 
-/* The limit set by control groups of either version, or 0. `list` is a file of lines
- * "number:controllers:/group", version 2's without controllers (cgroups(7)). */
+/* The limit set by control groups of either version, or 0. Each line of the file `list`
+ * is "number:controllers:/group"; in version 2 the controllers are empty (cgroups(7)).
+ */
 static int
 cgroup_cpus(const char *list, const char *mount)
 {

@@ -22,9 +22,6 @@ typedef struct tfast_graph_kernels {
                   int64_t *high);
     /* The opposite of widen: out is of `stored`, and everything fits. */
     void (*narrow)(void *out, int stored, const void *in, int in_bytes, int64_t n);
-    /* Copies so many lines of 64 bytes, and with each fetches one of those from `ahead`
-     * on into the caches. */
-    void (*copy)(uint8_t *out, const uint8_t *in, int64_t lines, const uint8_t *ahead);
     /* out[i] = value, for `batch` vectors. */
     void (*fill)(int64_t *out, int64_t n, int64_t value);
 } tfast_graph_kernels;

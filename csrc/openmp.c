@@ -1,5 +1,5 @@
-/* The OpenMP runtime that torch or another library has brought into the process, found
- * among the loaded libraries and never linked. */
+/* Finds the OpenMP runtime that torch or another library has loaded into the process.
+ * It is never linked. */
 #ifndef _GNU_SOURCE
 #    define _GNU_SOURCE /* dl_iterate_phdr, dladdr, RTLD_DEFAULT */
 #endif
@@ -17,20 +17,20 @@
 
 enum { MAX_PATH = 4096 };
 
-/* The runtime torch is bound to, and one found before torch was. Each is filled once,
- * under `lock`, and published by `current`. */
+/* The runtime that torch calls, and the runtime found before torch was loaded. Each is
+ * filled once, under `lock`, and then published through `current`. */
 static struct slot {
     tfast_openmp openmp;
     char name[MAX_PATH + 16];
 } torchs, others;
 static tfast_openmp *_Atomic current;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static atomic_ullong searched; /* how many libraries had been loaded by then */
+static atomic_ullong searched; /* libraries loaded so far at the last search */
 
 struct search {
     unsigned long long loads;
     char torch[MAX_PATH];
-    char openmp[MAX_PATH]; /* the first in the order of loading */
+    char openmp[MAX_PATH]; /* the runtime that was loaded first */
 };
 
 static bool
@@ -40,12 +40,13 @@ is_openmp(const char *file)
     for (size_t i = 0; i < sizeof stems / sizeof *stems; i++) {
         size_t n = strlen(stems[i]);
         if (strncmp(file, stems[i], n) == 0 && (file[n] == '.' || file[n] == '-'))
-            return true; /* the dash: wheels add a hash to the name */
+            return true; /* wheels add "-<hash>" to the name */
     }
     return false;
 }
 
-/* Only copies: the loader's lock is held here, so nothing may be opened. */
+/* dl_iterate_phdr() callback. It holds the loader's lock, so this only copies paths and
+ * opens nothing. */
 static int
 visit_library(struct dl_phdr_info *info, size_t size, void *data)
 {
@@ -69,11 +70,11 @@ visit_count(struct dl_phdr_info *info, size_t size, void *data)
 {
     (void)size;
     *(unsigned long long *)data = info->dlpi_adds;
-    return 1; /* one is enough: all carry the same count */
+    return 1; /* stop: every entry has the same count */
 }
 
-/* Fills a slot from the library at `path`; false if it lacks an entry. The handle is
- * kept, so that the library stays. */
+/* Resolves a slot's entries in the library at `path`; false if one is missing. The
+ * handle is never closed, so the library stays loaded. */
 static bool
 fill(struct slot *slot, const char *path)
 {
@@ -92,9 +93,10 @@ fill(struct slot *slot, const char *path)
            openmp->team_size && openmp->in_parallel;
 }
 
-/* The runtime that torch calls is not always the one beside it: a preloaded one
- * (LD_PRELOAD=libiomp5.so) comes first. So this searches as the loader did: the global
- * scope, then torch's own dependencies. */
+/* Fills `torchs` with the OpenMP runtime that torch calls; false if there is none. It
+ * can be another than the runtime in torch's own folder: LD_PRELOAD=libiomp5.so, for
+ * one, takes precedence. So GOMP_parallel is resolved as the loader resolved it for
+ * torch: first in the global scope, then in torch's dependencies. */
 static bool
 fill_as_torch(const char *torch_path)
 {
@@ -107,9 +109,9 @@ fill_as_torch(const char *torch_path)
         entry = dlsym(torch, "GOMP_parallel");
     if (!entry || !dladdr(entry, &from) || !fill(&torchs, from.dli_fname))
         return false;
-    /* OpenMP's count belongs to the thread, and torch sets it at a thread's first
-     * parallel operation. Its own question does that first, then asks OpenMP. */
-    void *count = dlsym(torch, "_ZN2at15get_num_threadsEv"); /* at::get_num_threads() */
+    /* OpenMP keeps a thread count for each thread, and torch sets it in the thread's
+     * first parallel operation. at::get_num_threads() sets it before it reads it. */
+    void *count = dlsym(torch, "_ZN2at15get_num_threadsEv");
     if (count)
         *(void **)&torchs.openmp.max_threads = count;
     torchs.openmp.inherited =
@@ -129,8 +131,8 @@ search_libraries(void)
     atomic_store(&searched, search.loads);
 }
 
-/* torch may be imported after this library, so until its runtime is known every call
- * looks whether libraries have been loaded since. */
+/* torch may be imported after this library. Until torch's runtime is known, every call
+ * checks whether more libraries have been loaded. */
 const tfast_openmp *
 tfast_openmp_find(void)
 {
@@ -171,8 +173,8 @@ is_forked(void)
            flags & 0x40;
 }
 
-/* A forked child may load this library only now; what it already has may be its
- * parent's. */
+/* A forked child may load this library for the first time; the OpenMP runtime that it
+ * finds may be its parent's, which it must not enter. */
 void
 tfast_openmp_at_load(void)
 {
@@ -185,7 +187,7 @@ tfast_openmp_at_load(void)
 void
 tfast_openmp_before_fork(void)
 {
-    tfast_openmp_find(); /* what is loaded now is what the child inherits */
+    tfast_openmp_find(); /* the child inherits the runtime that is loaded now */
     pthread_mutex_lock(&lock);
 }
 
@@ -197,7 +199,7 @@ tfast_openmp_after_fork(bool child)
     pthread_mutex_unlock(&lock);
 }
 
-#else /* without dl_iterate_phdr there is only the own pool */
+#else /* no dl_iterate_phdr: parallel.c always uses its own pool */
 
 #    include <stddef.h>
 

@@ -1,11 +1,11 @@
-/* Threads: the OpenMP runtime that the process already has, otherwise an own pool.
+/* Threads: the OpenMP runtime that the process has loaded, otherwise a pool of our own.
  *
- * Beside torch the two must not be mixed: torch's idle workers spin, and a second pool
- * that has to wake up against them costs forty times as much as entering torch's own.
+ * Beside torch only torch's runtime is used: its idle workers spin, and waking a second
+ * pool while they do costs forty times as much as entering torch's.
  *
  * After a fork the parent's OpenMP pool is unusable (libgomp waits for ever for threads
- * that do not exist), so a runtime loaded before the fork is only asked for its thread
- * count, and the child runs on a pool of its own. */
+ * that do not exist). The child reads only the thread count from an inherited runtime
+ * and runs on a pool of its own. */
 #ifndef _GNU_SOURCE
 #    define _GNU_SOURCE /* clock_gettime and pthreads under -std=c11 */
 #endif
@@ -19,16 +19,16 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* How long a thread spins before it sleeps: about what waking it could cost. */
+/* How long a thread spins before it sleeps: about the cost of waking it. */
 enum { SPIN_NANOSECONDS = 50000 };
 
 typedef void (*part_function)(void *context, int part, int parts);
 
-/* True in the pool's workers, and in a caller while its region runs there: nested calls
- * run in the thread that makes them. */
+/* True in the pool's workers, and in a caller while the pool runs its region. Nested
+ * calls then run serially in the calling thread. */
 static _Thread_local bool in_region;
 
-/* ---- The own pool's size --------------------------------------------------------- */
+/* ---- The size of our pool -------------------------------------------------------- */
 
 static int
 clamp_threads(long threads)
@@ -38,8 +38,8 @@ clamp_threads(long threads)
                                          : (int)threads;
 }
 
-/* Asked once a process, at the first use: a launcher or a data loader may set limits
- * after it has loaded us. Zero: not asked yet. */
+/* Read at the first use, because a launcher or data loader may set limits after it has
+ * loaded this library. 0: not read yet. */
 static atomic_int cached_cpus, cached_threads;
 
 static int
@@ -53,8 +53,8 @@ own_cpus(void)
     return cpus;
 }
 
-/* OMP_NUM_THREADS is the user's word, as it is for OpenMP. It may be a list, a number
- * for each level of nesting; only the first level exists here. */
+/* OMP_NUM_THREADS if it is set. It may list a number for each nesting level; only the
+ * first counts, because nested calls run serially. */
 static int
 own_threads(void)
 {
@@ -68,11 +68,12 @@ own_threads(void)
     return threads;
 }
 
-/* ---- The own pool ---------------------------------------------------------------- */
+/* ---- Our pool ---------------------------------------------------------------- */
 
-/* The gate is one word, so that entering, leaving and closing cannot pass each other.
- * From the top: the region's number, whether it is open, how many workers may still
- * enter, whether the caller sleeps until all have left, how many are inside. */
+/* The gate is one atomic word, so that entering, leaving and closing are ordered. Its
+ * fields, from the top: the region's number, whether the region is open, how many more
+ * workers may enter, whether the caller sleeps until all have left, and how many
+ * workers are inside. */
 enum { REGION_SHIFT = 32, SEAT_SHIFT = 16 };
 #define GATE_REGION ((uint64_t)UINT32_MAX << REGION_SHIFT)
 #define GATE_OPEN ((uint64_t)1 << 31)
@@ -83,12 +84,13 @@ enum { REGION_SHIFT = 32, SEAT_SHIFT = 16 };
 
 static struct {
     _Alignas(64) _Atomic uint64_t gate;
-    _Alignas(64) atomic_uint next; /* the first part that nobody has taken */
+    _Alignas(64) atomic_uint next; /* the first part that no thread has taken */
     _Alignas(64) atomic_bool busy; /* held by the caller whose region runs */
-    atomic_bool spin;              /* there is a processor for each thread */
-    atomic_int sleepers;           /* workers in `wake`, or on their way in or out */
-    int workers;                   /* this and the next three: written by the caller */
-    int parts;                     /* while no worker is inside, read by those inside */
+    atomic_bool spin;              /* every thread has a CPU of its own */
+    atomic_int sleepers;           /* workers that wait for `wake`, or are about to */
+    /* The caller writes these four while no worker is inside; workers inside read. */
+    int workers;
+    int parts;
     part_function body;
     void *context;
     pthread_mutex_t lock;
@@ -114,7 +116,8 @@ pause_processor(void)
 #endif
 }
 
-/* Waits for a while until (gate & mask) != value; false if it still is equal. */
+/* Spins until (gate & mask) != value, for SPIN_NANOSECONDS at most. Returns false if
+ * the two are still equal. */
 static bool
 spin_while(uint64_t mask, uint64_t value)
 {
@@ -163,7 +166,7 @@ pool_leave(void)
     }
 }
 
-/* Returns the number of a region other than `seen`. */
+/* Waits for a region other than `seen` and returns its number. */
 static uint32_t
 pool_await_region(uint32_t seen)
 {
@@ -192,9 +195,9 @@ pool_worker(void *unused)
     return unused;
 }
 
-/* Starts workers until there are `wanted`, or as many as the system grants. They block
- * every signal, so that Ctrl-C reaches a thread of Python's, and are never joined: the
- * end of the process ends them. */
+/* Starts workers until there are `wanted`, or until the system refuses. Workers block
+ * every signal, so that Ctrl-C reaches a Python thread. They are never joined and end
+ * with the process. */
 static void
 pool_grow(int wanted)
 {
@@ -222,8 +225,9 @@ pool_open(int seats)
     int sleepers = atomic_load(&pool.sleepers);
     if (sleepers == 0)
         return;
-    /* Whoever saw the old gate has the lock until it waits. Waking comes after, so that
-     * the woken do not queue up for a lock that is held here. */
+    /* A worker that saw the old gate holds the lock until it waits, so taking the lock
+     * once makes sure that it waits. Signal after unlocking: woken workers then do not
+     * queue up for the lock. */
     pthread_mutex_lock(&pool.lock);
     pthread_mutex_unlock(&pool.lock);
     if (sleepers <= seats)
@@ -233,7 +237,8 @@ pool_open(int seats)
             pthread_cond_signal(&pool.wake);
 }
 
-/* Called when every part has been taken: those still asleep are not waited for. */
+/* Called when every part has been taken. Waits for the workers inside; workers that
+ * still sleep have no part and are not waited for. */
 static void
 pool_close(void)
 {
@@ -249,7 +254,7 @@ pool_close(void)
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* False when the pool serves another caller. */
+/* Returns false if the pool is serving another caller. */
 static bool
 pool_run(int threads, int parts, part_function body, void *context)
 {
@@ -277,7 +282,7 @@ after_fork_in_parent(void)
     tfast_openmp_after_fork(false);
 }
 
-/* The child has none of the workers, and one may have held the lock. */
+/* The child has no workers, and a worker of the parent may have held the lock. */
 static void
 after_fork_in_child(void)
 {
@@ -313,14 +318,14 @@ static void
 openmp_member(void *data)
 {
     const struct region *region = data;
-    int team = region->openmp->team_size(); /* may be smaller than asked for */
+    int team = region->openmp->team_size(); /* may be smaller than requested */
     int part = region->openmp->thread_num();
     for (; part < region->parts; part += team)
         region->body(region->context, part, region->parts);
 }
 
-/* Zero threads means the default team. A smaller one would make libgomp end the surplus
- * threads, and torch's next region start them again. */
+/* The last arguments 0 mean the default team size. With a smaller team libgomp would
+ * end the surplus threads, and torch's next region would start them again. */
 static void
 openmp_run(const tfast_openmp *openmp, int parts, part_function body, void *context)
 {

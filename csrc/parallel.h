@@ -1,5 +1,5 @@
-/* What parallel.c stands on: cpus.c counts processors, openmp.c finds the OpenMP
- * runtime of the process. Nobody else includes this. */
+/* Private to parallel.c, cpus.c (counts CPUs) and openmp.c (finds the OpenMP runtime of
+ * the process). */
 #ifndef TFAST_PARALLEL_H
 #define TFAST_PARALLEL_H
 
@@ -7,12 +7,13 @@
 
 enum { TFAST_MAX_THREADS = 1024 };
 
-/* The processors of this thread's affinity mask, or fewer if a control group's quota
- * grants less. At least 1. Reads files: ask once. */
+/* The CPUs in this thread's affinity mask, limited by control groups; at least 1. Reads
+ * files, so callers cache the result. */
 int tfast_usable_cpus(void);
 
 typedef struct tfast_openmp {
-    /* libgomp's entry for `#pragma omp parallel`; LLVM's and Intel's have it too. */
+    /* GOMP_parallel, the entry of `#pragma omp parallel`; LLVM's and Intel's runtimes
+     * export it, too. */
     void (*parallel)(void (*body)(void *), void *data, unsigned threads,
                      unsigned flags);
     int (*max_threads)(void);
@@ -23,10 +24,10 @@ typedef struct tfast_openmp {
     const char *name; /* "openmp (path)" */
 } tfast_openmp;
 
-/* The runtime that is loaded now, torch's first, or NULL. */
+/* torch's runtime if torch is loaded, otherwise any loaded runtime, otherwise NULL. */
 const tfast_openmp *tfast_openmp_find(void);
 
-/* To be called once, at load, and around every fork. */
+/* Call the first once when this library is loaded, the others around every fork. */
 void tfast_openmp_at_load(void);
 void tfast_openmp_before_fork(void);
 void tfast_openmp_after_fork(bool child);

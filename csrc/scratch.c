@@ -1,4 +1,4 @@
-/* One block is kept between calls; calls at the same time get blocks of their own. */
+/* One block is kept between calls. Concurrent calls allocate blocks of their own. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE /* madvise */
 #endif
@@ -13,7 +13,7 @@
 
 enum { ALIGNMENT = 64, KEPT_BYTES = 64 << 20, LARGE_PAGE = 2 << 20 };
 
-/* Lies just before what the caller gets. */
+/* Lies just before the memory that the caller gets. */
 typedef union {
     size_t bytes;
     char room[ALIGNMENT];

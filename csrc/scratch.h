@@ -1,20 +1,19 @@
-/* Room that a call needs only while it runs, kept for the next call: fresh pages cost
- * more than small problems do. */
+/* Temporary memory of a call, kept for the next call: page faults of fresh memory would
+ * cost more than a small problem itself. */
 #ifndef TFAST_SCRATCH_H
 #define TFAST_SCRATCH_H
 
 #include <stddef.h>
 
-/* At least `bytes`, aligned to 64, of any contents; NULL with no memory. */
+/* Returns at least `bytes` of uninitialised memory, aligned to 64, or NULL. */
 void *tfast_scratch_take(size_t bytes);
 
-/* Gives it back; NULL is fine. */
+/* Returns memory from tfast_scratch_take(); NULL is allowed. */
 void tfast_scratch_give(void *scratch);
 
-/* Asks the system for large pages where an array that is about to be written has none
- * at all yet: an output fresh from the system costs a page fault every 4 KB otherwise,
- * half of the time of small heads. Costs a microsecond where it is of no use;
- * does nothing for less than 4 MB and on systems without large pages. */
+/* Asks the system for large pages (MADV_HUGEPAGE) for an array that is about to be
+ * written for the first time; with 4 KB pages its page faults take half of the time of
+ * a small attention head. Does nothing for less than 4 MB or without large pages. */
 void tfast_hint_large_pages(void *data, size_t bytes);
 
 #endif

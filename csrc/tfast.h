@@ -363,43 +363,28 @@ tfast_status tfast_attention_scratch(int64_t *bytes, const tfast_attention_args 
 
 /* ---- Products of matrices -------------------------------------------------------- */
 
-/* One matrix in each item of a batch: element (i, j) of item b is
- * data[b * batch + i * row + j]. */
 typedef struct {
-    void *data;
-    int64_t batch; /* >= 0, in elements; 0: all items have the same, but not for out */
-    int64_t row;   /* at least the columns */
-} tfast_gemm_matrix;
-
-typedef struct {
-    tfast_gemm_matrix out, a, b; /* [m, n], [m, k] and [k, n], of one dtype */
-    int64_t batch, m, n, k;      /* k >= 1; like the rows below 2^31 */
-    bool transpose_a;            /* a is stored as [k, m] */
-    bool transpose_b;            /* b is stored as [n, k] */
-    bool allow_tf32;             /* float32 may be rounded to TF32 before products */
-    double alpha, beta;          /* rounded to float32 */
-    void *scratch; /* TFAST_GEMM_SCRATCH bytes on the device, for this call alone, their
-                      contents of no matter */
-    uint8_t dtype; /* float16, bfloat16 or float32 */
+    void *out;       /* [m, n], written */
+    const void *a;   /* [m, k] */
+    const void *b;   /* [k, n]; all three dense, row-major and of one dtype */
+    int64_t m, n, k; /* 1 to 2^31 - 1 */
+    bool allow_tf32; /* float32 inputs may be rounded to TF32 */
+    uint8_t dtype;   /* float16, bfloat16 or float32 */
     tfast_device device;
     void *stream;
 } tfast_gemm_args;
 
-/* What cuBLAS recommends for Hopper and later, and more than for earlier GPUs. */
-enum { TFAST_GEMM_SCRATCH = 32 << 20, TFAST_GEMM_SCRATCH_ALIGNMENT = 256 };
-
-/* out <- alpha * op(a) op(b) + beta * out, summed up in float32; with beta 0 out is not
- * read. By cuBLAS, which is opened at the first call: the copy that the process has
- * loaded (torch's), else one of the major version of this library's CUDA; for arrays
- * on the CPU there is none. The first call on a device makes a handle, which
- * allocates and must not happen while the stream captures. */
+/* out = a b, accumulated in float32, by cuBLAS: its rate is the roof that `bench` and
+ * `diagnose` compare a card with. CUDA arrays only. The first call opens cuBLAS (the
+ * copy that the process has loaded, otherwise an installed one), and the first call on
+ * a device creates a handle, which allocates: it must not happen during a capture. */
 tfast_status tfast_gemm(const tfast_gemm_args *args);
 
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Changes whenever a struct in this file does: a CUDA library of another version is
  * refused. */
-#define TFAST_ABI 7
+#define TFAST_ABI 8
 
 /* What a backend offers: one function an operation, NULL where it has none. Entries
  * validate before they call, so a backend may trust its arguments. */
@@ -418,15 +403,15 @@ typedef struct tfast_backend {
     tfast_status (*attention_scratch)(int64_t *bytes, const tfast_attention_args *args,
                                       bool backward); /* NULL: none is needed */
     tfast_status (*gemm)(const tfast_gemm_args *args);
-    const tfast_graph_kernels *graph_cache;
 } tfast_backend;
 
-/* The one symbol of the CUDA library, and of its twin on the CPU. `fail` becomes the
- * library's way to set a message. Returns NULL when `abi` is not its own. */
+/* The one symbol that a library with a backend exports: the CUDA library, and `simt`
+ * and `wide` of the tests. It calls `fail` to set a message, and returns NULL unless
+ * `abi` is its own TFAST_ABI. */
 typedef tfast_status (*tfast_fail_function)(tfast_status, const char *, ...);
-typedef const tfast_backend *(*tfast_cuda_open_function)(uint32_t abi,
-                                                         tfast_fail_function fail);
-#define TFAST_CUDA_OPEN "tfast_cuda_open"
+typedef const tfast_backend *(*tfast_library_open_function)(uint32_t abi,
+                                                            tfast_fail_function fail);
+#define TFAST_LIBRARY_OPEN "tfast_library_open"
 
 /* Makes the choice for the CPU: the best usable backend, or the one that the
  * environment variable TRAINFAST_BACKEND names. Called once, when the module is loaded.
@@ -437,8 +422,8 @@ tfast_status tfast_backend_init(void);
  * first call for TFAST_CUDA opens the CUDA library. */
 const tfast_backend *tfast_backend_for(int32_t device_type);
 
-/* The graph cache's kernels: of the backend for the CPU, or, where one is forced that
- * has none, of the best CPU backend. Never NULL. */
+/* The graph cache's kernels for this CPU's best instruction set, or for the one whose
+ * backend is forced. Never NULL. */
 const tfast_graph_kernels *tfast_graph_kernels_in_use(void);
 
 /* Forces one backend by name, for tests and bug reports; NULL goes back to the best. An

@@ -205,11 +205,10 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_attention_backward,
     tfast_cuda_attention_scratch,
     tfast_cuda_gemm,
-    nullptr, /* the graph cache's loops are the CPU's */
 };
 
 extern "C" __attribute__((visibility("default"))) const tfast_backend *
-tfast_cuda_open(uint32_t abi, tfast_fail_function fail)
+tfast_library_open(uint32_t abi, tfast_fail_function fail)
 {
     if (abi != TFAST_ABI) {
         return nullptr;

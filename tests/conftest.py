@@ -46,34 +46,38 @@ if "libasan" in os.environ.get("LD_PRELOAD", ""):
     multiprocessing.popen_fork.Popen._launch = _refuse_to_fork
 
 
-def _build_simt() -> str | None:
-    """Builds the SIMT library and says where it is; returns why there is none.
+def _build_library(name: str) -> str | None:
+    """Builds the library of the backend `name` and puts its path into the environment;
+    returns why there is none.
 
-    The library that TRAINFAST_SIMT_LIBRARY names already is taken; empty, it says that
-    the tests are to do without.
+    The library that the variable names already is taken; empty, it says that the tests
+    are to do without.
     """
-    named = os.environ.get("TRAINFAST_SIMT_LIBRARY")
+    variable = f"TRAINFAST_{name.upper()}_LIBRARY"
+    named = os.environ.get(variable)
     if named:
         return None
     if named is not None:
-        del os.environ["TRAINFAST_SIMT_LIBRARY"]
-        return "TRAINFAST_SIMT_LIBRARY is empty"
-    spec = importlib.util.spec_from_file_location("build", HERE / "simt" / "build.py")
+        del os.environ[variable]
+        return f"{variable} is empty"
+    spec = importlib.util.spec_from_file_location("build", HERE / name / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     try:
-        os.environ["TRAINFAST_SIMT_LIBRARY"] = str(module.build())
+        os.environ[variable] = str(module.build())
     except module.NoCompiler as reason:
         return str(reason)
     return None
 
 
-NO_SIMT = _build_simt()
+NO_SIMT = _build_library("simt")
+NO_WIDE = _build_library("wide")
 
 import trainfast  # noqa: E402  (after the environment is set)
 
 REASONS = {b["name"]: b["reason"] for b in trainfast.backends()}
 NO_SIMT = REASONS["simt"] = NO_SIMT or REASONS["simt"]
+REASONS["wide"] = NO_WIDE or REASONS["wide"]
 USABLE = [name for name, reason in REASONS.items() if reason is None]
 
 

@@ -15,7 +15,6 @@ import pytest
 import trainfast
 
 HERE = Path(__file__).parent
-SCRATCH = 32 << 20  # TFAST_GEMM_SCRATCH
 
 
 def build_stub(folder, name="stub.so", *, version=130100, soname="", defines=()):
@@ -42,8 +41,7 @@ def shared_stub():
 
 class Seen(ctypes.Structure):
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("made", "destroyed", "products")],
-        *[(name, ctypes.c_int64) for name in ("compute", "math_mode", "workspace")],
+        *[(name, ctypes.c_int64) for name in ("made", "products", "compute")],
         ("stream", ctypes.c_void_p),
     ]
 
@@ -78,16 +76,6 @@ def on_stub(monkeypatch):
     use("simt", monkeypatch)
     yield shared_stub()
     trainfast.use_backend(None)
-
-
-def scratch(n, device="cpu"):
-    if device == "cuda":
-        import torch
-
-        return torch.empty(n, dtype=torch.float32, device="cuda")
-    whole = np.full(n + 64, 7, np.float32)
-    start = -whole.ctypes.data // 4 % 64
-    return whole[start : start + n]
 
 
 def f32(*shape):

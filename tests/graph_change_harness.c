@@ -12,8 +12,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
-#include "kernels/crc32c.h"
-#include "kernels/graph_cache.h"
+#include "simd/graph_loops.h"
 
 enum { GRAPHS = 5, FIELDS = 3, COUNTS = 3, NODES = 6, EDGES = 9, BYTES = 11 };
 

@@ -11,11 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#ifdef __AVX512F__
-#    include "simd/crc_avx512.h"
-#endif
-#include "kernels/crc32c.h"
-#include "kernels/graph_cache.h"
+#include "simd/graph_loops.h"
 
 /* Sanitizers' allocators leave locks held in a child. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

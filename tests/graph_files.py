@@ -1,7 +1,7 @@
 """Taking a cache's files apart, and giving damaged ones right checksums.
 
-So that damage reaches what lies behind the checksums. Follows csrc/graph_cache/format.h
-from what the file said before it was damaged.
+So that damage reaches what lies behind the checksums. Follows
+docs/graph_cache_format.md from what the file said before it was damaged.
 """
 
 import os

@@ -1,8 +1,7 @@
 /* What the harnesses of the graph cache put in the place of the rest of the core: plain
  * kernels, and memory that can run out. After graph_disk.h. */
 #include "graph_kernels.h"
-#include "kernels/crc32c.h"
-#include "kernels/graph_cache.h"
+#include "simd/graph_loops.h"
 
 const tfast_graph_kernels *
 tfast_graph_kernels_in_use(void)

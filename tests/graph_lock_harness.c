@@ -13,8 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "kernels/crc32c.h"
-#include "kernels/graph_cache.h"
+#include "simd/graph_loops.h"
 
 enum { WRITERS = 3, READERS = 2, MOST_ROUNDS = 500, GRAPHS = 3 };
 

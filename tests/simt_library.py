@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 from arrays import DTYPES
 
-ABI = 7  # TFAST_ABI
+ABI = 8  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -172,8 +172,8 @@ class Simt:
         self.library.tfast_simt_copies.restype = ctypes.c_int64
         self.failures = []
         self.fail = FAIL(self.note_failure)  # must outlive the library's use of it
-        self.library.tfast_cuda_open.restype = ctypes.POINTER(Backend)
-        self.opened = self.library.tfast_cuda_open(ABI, self.fail)
+        self.library.tfast_library_open.restype = ctypes.POINTER(Backend)
+        self.opened = self.library.tfast_library_open(ABI, self.fail)
         self.backend = self.opened.contents
 
     def note_failure(self, status, text):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+from torch_version import TORCH
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(
@@ -89,7 +90,8 @@ print(json.dumps([few, many, counter.counted(0)]))
 """)
     (few, few_own), (many, many_own), cold = found
     assert few_own == many_own <= 1  # what the groups share
-    assert many <= few + 3  # Python's and torch's own, the same for any number
+    if TORCH >= (2, 10):  # before it attributes of tensors are read, as new objects
+        assert many <= few + 3  # Python's and torch's own, the same for any number
     assert cold > few  # so it does count
 
 

@@ -144,18 +144,18 @@ given = dict(q=q, k=k, v=v, out=q.copy(), mask=np.ones((5, 7), bool))
 given = {{n: OnDevice(x, index=n == {name!r}) for n, x in given.items()}}
 trainfast.attention(**given)
 """,
-            f"ValueError: {name} must be on q's device",
+            f"ValueError: {name} must be on cuda:0 as q, got cuda:1",
         )
 
 
 def test_arrays_on_the_cpu_beside_a_gpu_are_refused():
     refused(
         "trainfast.attention(OnDevice(q), OnDevice(k), v, out=OnDevice(q))",
-        "ValueError: v must be on q's device",
+        "ValueError: v must be on cuda:0 as q, got cpu",
     )
     refused(
         "trainfast.attention(q, k, v, kv_lens=OnDevice(np.array([3])))",
-        "ValueError: kv_lens must be on q's device",
+        "ValueError: kv_lens must be on cpu as q, got cuda:0",
     )
 
 

@@ -413,7 +413,7 @@ def test_gradients_must_not_overlap(rng):
         with pytest.raises(ValueError, match=f"d{name} must not overlap {name}"):
             core_backward(problem, **{f"d{name}": getattr(problem, name)})
     both = np.zeros_like(problem.k)
-    with pytest.raises(ValueError, match="dk must not overlap dv"):
+    with pytest.raises(ValueError, match="dv must not overlap dk"):
         core_backward(problem, dk=both, dv=both)
     with pytest.raises(ValueError, match="dsinks must not overlap sinks"):
         core_backward(problem, dsinks=problem.options["sinks"])

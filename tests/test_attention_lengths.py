@@ -102,7 +102,7 @@ static const tfast_backend backend = {
 };
 
 const tfast_backend *
-tfast_cuda_open(uint32_t abi, tfast_fail_function fail)
+tfast_library_open(uint32_t abi, tfast_fail_function fail)
 {
     (void)fail;
     return abi == TFAST_ABI ? &backend : NULL;

@@ -62,7 +62,7 @@ static const tfast_backend backend = {
 };
 
 const tfast_backend *
-tfast_cuda_open(uint32_t abi, tfast_fail_function fail)
+tfast_library_open(uint32_t abi, tfast_fail_function fail)
 {
     (void)fail;
     return abi == TFAST_ABI ? &backend : NULL;
@@ -231,7 +231,7 @@ WRONG = {
     "device": (
         "wrong = lambda n: OnDevice(take(n))",
         "ValueError",
-        "scratch's array must be on q's device",
+        "scratch's array must be on cpu as q, got cuda:0",
     ),
     "out of memory": (
         "def wrong(n):\n    raise MemoryError('the allocator says no')",

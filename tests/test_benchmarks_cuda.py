@@ -76,7 +76,7 @@ def test_reference_in_parts_is_the_whole_one(monkeypatch):
 @pytest.mark.parametrize("name", ["f16-n512-d64", "bf16-causal-n512-d128"])
 def test_unfused_attention_is_right(name, which):
     made = attention_cuda.make_unfused(setup(name, which))
-    assert (made.name, made.role) == ("cuBLAS unfused", "rival")
+    assert (made.name, made.role) == ("torch unfused", "rival")
     first = made.run()
     again = made.run()  # its matrices may be used again
     pairs = [(first, again)] if which == "forward" else zip(first, again, strict=True)
@@ -124,7 +124,7 @@ def test_product_that_is_wrong_is_no_roof(monkeypatch):
 
 
 def test_roof_without_cublas_is_unavailable():
-    with pytest.raises(attention.Unavailable, match="no product by cuBLAS: gemm must"):
+    with pytest.raises(attention.Unavailable, match="no product by cuBLAS: gemm needs"):
         gemm.square(torch.float32, "cpu", 10)
 
 
@@ -228,7 +228,7 @@ def test_whole_run_makes_a_report_that_can_be_published(monkeypatch, tmp_path, c
     ]
     for case in made["cases"]:
         ran = {line["contender"] for line in case["lines"]}
-        assert {"trainfast", "cuBLAS roof", "cuBLAS unfused"} <= ran
+        assert {"trainfast", "cuBLAS roof", "torch unfused"} <= ran
         assert "cudnn" in case["skipped"]
         ours = next(line for line in case["lines"] if line["role"] == "ours")
         assert ours["percent_of_bound"]["median"] > 0

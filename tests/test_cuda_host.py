@@ -121,8 +121,8 @@ FIRST_CALLS = {
 _core.amp_grads([OnDevice(np.ones(9))], keep[0], total_norm_f64=OnDevice(np.ones(1)))
 """,
     "amp_update": """
-_core.amp_update(OnDevice(one), OnDevice(count), [OnDevice(one)], growth_factor=2.0,
-                 backoff_factor=0.5, growth_interval=9)
+_core.amp_update(OnDevice(one), OnDevice(count), [OnDevice(one.copy())],
+                 growth_factor=2.0, backoff_factor=0.5, growth_interval=9)
 """,
     "attention": """
 trainfast.attention(*[OnDevice(np.ones((1, 1, 3, 8), "f")) for _ in range(3)])

@@ -147,7 +147,7 @@ def test_field_is_put_together_as_numpy_does(tmp_path, rng, field, options):
     path = tmp_path / "c"
     writer = _core.GraphWriter(str(path), schema.encode(), schema.keys, durable=False)
     for graph, count in zip(graphs, counts, strict=True):
-        assert writer.append(graph, counts=count) is None
+        assert writer.append(graph, None, count) is None
     writer.close()
     cache = _core.GraphCache(str(path), **options)
     large = [5, 3, *rng.integers(0, 12, 8000)]  # of which threads make shares
@@ -172,7 +172,7 @@ def test_padding_is_one_graph_with_the_rest_and_empty_ones(tmp_path, rng, field)
     path = tmp_path / "c"
     writer = _core.GraphWriter(str(path), schema.encode(), schema.keys, durable=False)
     for graph, count in zip(graphs, counts, strict=True):
-        assert writer.append(graph, counts=count) is None
+        assert writer.append(graph, None, count) is None
     writer.close()
     totals = [9, 6, 11, 20, -1]
     batch = collate(
@@ -301,7 +301,7 @@ def test_padding_that_does_not_fit_is_refused(tmp_path, n_slots, totals, message
     writer = _core.GraphWriter(path, schema.encode(), schema.keys, durable=False)
     for _ in range(2):
         graph = {"edge_index": np.zeros((2, 2), np.int64)}
-        assert writer.append(graph, counts=[3, 2]) is None
+        assert writer.append(graph, None, [3, 2]) is None
     writer.close()
     cache = _core.GraphCache(path)
     with pytest.raises(ValueError, match=message):
@@ -318,7 +318,7 @@ def test_counts_that_nothing_pays_for_take_no_memory(tmp_path):
     writer = _core.GraphWriter(path, schema.encode(), schema.keys, durable=False)
     for nodes in 2**32 - 1, 1000:
         graph = {"y": np.zeros(1, np.float32)}
-        assert writer.append(graph, counts=[nodes]) is None
+        assert writer.append(graph, None, [nodes]) is None
     writer.close()
     cache = _core.GraphCache(path)
     with pytest.raises(ValueError, match=r"at most 134217728 nodes .* got 4294967295"):
@@ -335,7 +335,7 @@ def test_segments_that_fix_different_sizes_are_one_batch(tmp_path, rng):
         writer = _core.GraphWriter(path, schema.encode(), schema.keys, durable=False)
         for i in range(3):
             values = np.arange(width, dtype=np.int32) + 1000 * i
-            assert writer.append({"v": values}, counts=[1]) is None
+            assert writer.append({"v": values}, None, [1]) is None
         writer.close()
     cache = _core.GraphCache(path)
     order = rng.permutation(6)

@@ -1,4 +1,4 @@
-"""The graph cache's loops (csrc/kernels/graph_cache.h, crc32c.h), compiled alone for
+"""The graph cache's loops (csrc/simd/graph_loops.h, crc32c.h), compiled alone for
 each instruction set that this machine has."""
 
 import ctypes
@@ -24,13 +24,7 @@ SETS = {
     "avx512": (AVX512, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
 }
 SOURCE = """
-#include <string.h>
-#include "graph_kernels.h"
-#ifdef __AVX512F__
-#    include "simd/crc_avx512.h"
-#endif
-#include "kernels/crc32c.h"
-#include "kernels/graph_cache.h"
+#include "simd/graph_loops.h"
 const tfast_graph_kernels *kernels(void);
 const tfast_graph_kernels *kernels(void) { return &graph_kernels; }
 int folds(void);
@@ -55,7 +49,6 @@ class Kernels(ctypes.Structure):
             ctypes.CFUNCTYPE(None, POINTER, INT, INT, INT64, POINTER, POINTER),
         ),
         ("narrow", ctypes.CFUNCTYPE(None, POINTER, INT, POINTER, INT, INT64)),
-        ("copy", ctypes.CFUNCTYPE(None, POINTER, POINTER, INT64, POINTER)),
         ("fill", ctypes.CFUNCTYPE(None, POINTER, INT64, INT64)),
     ]
 
@@ -275,16 +268,3 @@ def test_fill_writes_the_value_and_nothing_else(kernels):
         kernels.fill(out.ctypes.data, n, -(2**40))
         assert (out == -(2**40)).all()
         check_canaries(whole, out)
-
-
-def test_copy_writes_whole_lines_and_nothing_else(kernels):
-    nowhere = 64  # what is fetched need not be there
-    rng = np.random.default_rng(0)
-    for lines in (0, 1, 2, 7, 40):
-        for shift in (0, 1, 4, 63):
-            _, source = misaligned("u1", 64 * lines, shift)
-            source[:] = rng.integers(0, 256, 64 * lines, np.uint8)
-            whole, out = misaligned("u1", 64 * lines, 63 - shift)
-            kernels.copy(out.ctypes.data, source.ctypes.data, lines, nowhere)
-            np.testing.assert_array_equal(out, source)
-            check_canaries(whole, out)

@@ -483,17 +483,17 @@ def test_follow_batch_tells_graph_of_each_entry(cache, world):
         (
             {"sampler": [1], "shuffle": True},
             ValueError,
-            "shuffle must be left out with a sampler",
+            "shuffle cannot be combined with sampler; pass one of them",
         ),
         (
             {"batch_sampler": [[1]], "batch_size": 2},
             ValueError,
-            "batch_size must be left out with a batch_sampler",
+            "batch_size cannot be combined with batch_sampler",
         ),
         (
             {"output": "jraph", "pin_memory": True},
             ValueError,
-            "pin_memory must be left out with jraph",
+            "pin_memory cannot be combined with output='jraph'",
         ),
     ],
 )

@@ -15,7 +15,8 @@ import pytest
 from graph_samples import environment, graph, numbers, quiet, run_python
 
 from trainfast.graph_cache import StaleCacheError
-from trainfast.graph_cache.fingerprint import digest, fingerprint
+from trainfast.graph_cache.digest import digest
+from trainfast.graph_cache.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("stopped_clock")
 
@@ -181,7 +182,8 @@ def test_fingerprints_are_the_same_in_every_process(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import own_script as s, re, numpy as np\n"
-        "from trainfast.graph_cache.fingerprint import digest, fingerprint\n"
+        "from trainfast.graph_cache.digest import digest\n"
+        "from trainfast.graph_cache.fingerprint import fingerprint\n"
         "for name in ('make', 'rule', 'part', 'by_method'):\n"
         "    print(fingerprint({'make': getattr(s, name)}))\n"
         "print(digest([s.TABLE, re.compile('a'), np.float32(3), {1: None}, range(3)]))"

@@ -73,3 +73,39 @@ def test_shell_lines_of_the_cache_parse_and_name_the_cache():
         if line.startswith("trainfast cache "):
             paths.add(parser.parse_args(line.split("#")[0].split()[2:]).path)
     assert paths == {"my.cache"}
+
+
+def missing_paths(page):
+    """Paths in backticks, links and anchors of a page that name nothing in the tree."""
+    text = page.read_text()
+    paths = re.findall(r"`((?:\.?\w+/)+[\w.*]*)`", text)
+    links = re.findall(r"\]\((?!http)([^)]+)\)", text)
+    gone = [path for path in paths if not list(ROOT.glob(path.rstrip("/")))]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        heads = (
+            re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            if target.exists()
+            else []
+        )
+        if not target.exists() or anchor not in ("", *(slug(head) for head in heads)):
+            gone.append(link)
+    return gone
+
+
+def slug(head):
+    return re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("**/*.md")), ids=lambda page: page.name
+)
+def test_page_names_files_that_exist(page):
+    assert missing_paths(page) == []
+
+
+def test_missing_file_and_link_in_a_page_are_found(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# A b\n`csrc/tfast.h` `csrc/no.h` [x](b.md) [y](#a-b) [z](#c)\n")
+    assert missing_paths(page) == ["csrc/no.h", "b.md", "#c"]

@@ -324,7 +324,7 @@ def test_capturing_again_takes_no_more_memory(simt, rng):
 
 
 def test_library_of_another_version_is_refused(simt):
-    assert not simt.library.tfast_cuda_open(ABI + 1, simt.fail)
-    assert not simt.library.tfast_cuda_open(ABI - 1, simt.fail)
+    assert not simt.library.tfast_library_open(ABI + 1, simt.fail)
+    assert not simt.library.tfast_library_open(ABI - 1, simt.fail)
     assert simt.backend.abi == ABI and simt.backend.name == b"simt"
     assert simt.backend.unusable() is None

@@ -80,8 +80,6 @@ def test_a_compiled_call_is_a_call_and_no_export():
 
 def test_an_exported_call_is_a_fallback():
     torch = pytest.importorskip("torch")
-    if not hasattr(torch.compiler, "is_exporting"):
-        pytest.skip("before torch 2.7 nobody can ask whether it is an export")
     from trainfast.torch import scaled_dot_product_attention
 
     class Model(torch.nn.Module):

@@ -546,3 +546,48 @@ def test_a_compiled_model_trains():
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     assert trainfast.stats().to_dict()["calls"]["adamw"]
+
+
+def test_loaded_groups_share_nothing_that_can_change():
+    saved = make_plain_state()
+    saved["param_groups"][0] |= {"lr": torch.tensor(0.5), "betas": [0.8, 0.9]}
+    saved["param_groups"][0]["note"] = {"tags": [1]}
+    optimizer = trainfast.torch.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    optimizer.load_state_dict(saved)
+    group, before = optimizer.param_groups[0], saved["param_groups"][0]
+    for name in ("lr", "betas", "note"):
+        assert group[name] == before[name] and group[name] is not before[name]
+    assert before["params"] == [0] and len(group["params"]) == 1
+
+
+@pytest.mark.parametrize("change", ["groups", "params", "names", "unknown"])
+def test_what_loads_by_torch_loads_or_fails_as_torch_does(change):
+    saved = make_plain_state()
+    group = saved["param_groups"][0]
+    if change == "groups":
+        saved["param_groups"].append(group)
+    elif change == "params":
+        group["params"] = [0, 1]
+    elif change == "names":
+        group["param_names"] = ["weight"]
+    else:
+        saved["state"]["other"] = {"note": 1}
+
+    def load(cls):
+        optimizer = cls([torch.nn.Parameter(torch.zeros(3))])
+        try:
+            optimizer.load_state_dict(saved)
+        except (KeyError, ValueError) as error:
+            return type(error), str(error)
+        state = optimizer.state_dict()
+        return state["param_groups"][0].get("param_names"), optimizer.state.get("other")
+
+    assert load(trainfast.torch.AdamW) == load(torch.optim.AdamW)
+
+
+def make_plain_state():
+    param = torch.nn.Parameter(torch.zeros(3))
+    param.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([param])
+    optimizer.step()
+    return optimizer.state_dict()

@@ -6,11 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from torch.optim import adam
 from torch_loops import assert_same_state, make_params, set_grads, train
 
 import trainfast
 from trainfast import _core
-from trainfast.torch import AdamW
+from trainfast.torch import AdamW, adamw_fallback
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,8 @@ def run_both(change, device="cpu", **options):
     "lr", [np.float32(0.125), np.array(0.1), Fraction(1, 8), 1, torch.tensor([0.125])]
 )
 def test_a_rate_may_be_any_kind_of_number(backend, device, lr):
+    if isinstance(lr, torch.Tensor) and not hasattr(adam, "_to_scalar"):
+        pytest.skip("this torch's own step takes no tensor with a dimension as lr")
     theirs, ours = run_both(lambda o: o.param_groups[0].update(lr=lr), device)
     assert_same_state(ours, theirs, rtol=1e-5, atol=1e-6)
     assert not fallbacks()
@@ -101,6 +104,56 @@ def test_a_subclass_may_have_a_constructor_of_its_own(backend, device):
 
 
 # ---- State that others have made or moved ------------------------------------------
+
+
+def test_a_subclass_that_chooses_what_is_stepped_runs_torchs_step(backend, device):
+    def run(base):
+        class Frozen(base):
+            def _init_group(self, group, *lists, **more):
+                stepped = {**group, "params": group["params"][1:]}
+                return super()._init_group(stepped, *lists, **more)
+
+        return train(Frozen, make_params(device, shapes=[(4,), (5,)]))
+
+    ours, theirs = run(AdamW), run(torch.optim.AdamW)
+    for one, other in zip(*(o.param_groups[0]["params"] for o in (ours, theirs))):
+        torch.testing.assert_close(one, other)
+    assert fallbacks() == {"the class has an _init_group() of its own": 5}
+
+
+def refused(reason):
+    """An optimizer on which torch's step runs, for this reason."""
+    options = {"differentiable": True} if reason == "differentiable" else {}
+    optimizer = AdamW(make_params(shapes=[(4,)]), **options)
+    if reason == "lr":
+        optimizer.param_groups[0]["lr"] = -0.1
+    set_grads(optimizer.param_groups[0]["params"], 0)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("differentiable", "drop it unless gradients flow through the step, or leave"),
+        ("lr", "is negative; give numbers >= 0, or leave them to torch's AdamW"),
+    ],
+)
+def test_the_warning_of_a_fallback_says_what_to_do(monkeypatch, reason, remedy):
+    monkeypatch.setattr(adamw_fallback, "_warned", set())
+    optimizer = refused(reason)
+    if reason == "differentiable":
+        optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    with pytest.warns(UserWarning, match=remedy):
+        optimizer.step()
+
+
+def test_sparse_gradients_raise_torchs_error_without_a_warning(monkeypatch, recwarn):
+    monkeypatch.setattr(adamw_fallback, "_warned", set())
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="SparseAdam"):
+        AdamW(table.parameters()).step()
+    assert not [w for w in recwarn if "torch's own step" in str(w.message)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -187,7 +240,7 @@ def test_a_shared_counter_runs_torchs_step(backend, device):
 
 
 @pytest.mark.parametrize("what", ["param", "grad"])
-def test_misaligned_tensors_run_torchs_step(backend, what):
+def test_misaligned_tensors_run_torchs_step(backend, what, monkeypatch):
     def steps(cls):
         odd = torch.frombuffer(bytearray(64), dtype=torch.float32, count=8, offset=1)
         odd.fill_(0.5)
@@ -197,9 +250,12 @@ def test_misaligned_tensors_run_torchs_step(backend, what):
         optimizer.step()
         return optimizer
 
-    assert_same_state(steps(AdamW), steps(torch.optim.AdamW))
-    (reason,) = fallbacks()
-    assert "must be aligned" in reason
+    monkeypatch.setattr(adamw_fallback, "_warned", set())
+    with pytest.warns(UserWarning, match="must be aligned") as warned:
+        kept = [steps(AdamW) for _ in range(3)]  # at other addresses
+    assert len(warned) == 1
+    assert_same_state(kept[0], steps(torch.optim.AdamW))
+    assert all("must be aligned" in reason for reason in fallbacks())
 
 
 def test_a_fallback_unscales_a_shared_gradient_once(backend, device):

@@ -223,6 +223,17 @@ def test_gradients_that_come_after_unscale_are_refused(backend, maker):
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.AdamW])
+def test_a_step_without_gradients_is_refused_as_torchs(cls, unscaled):
+    for kind in (GradScaler, torch.amp.GradScaler):
+        scaler, optimizer = kind("cpu"), cls(params := make_params("cpu"))
+        scaler.scale(params[0].sum())
+        scaler.unscale_(optimizer) if unscaled else None
+        with pytest.raises(AssertionError, match="No inf checks were recorded for"):
+            scaler.step(optimizer)
+
+
 def test_a_failing_step_leaves_nothing_on_the_optimizer(monkeypatch):
     params = make_params("cpu")
     scaler, optimizer = GradScaler("cpu"), AdamW(params)

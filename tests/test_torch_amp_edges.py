@@ -285,7 +285,8 @@ def test_the_only_gradient_may_be_the_bad_one(backend, device, bad, options):
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids="+".join)
 def test_without_any_gradient_there_is_no_check(backend, device, options):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
-    optimizer, scaler = AdamW(params[:1], **options), GradScaler(device, init_scale=8.0)
+    scaler = GradScaler(device, init_scale=8.0)
+    optimizer = AdamW(params[:1], amp_scaling=True, **options)  # like torch's fused one
     scaler.scale(torch.zeros((), device=device))
     scaler.step(optimizer)
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to"):

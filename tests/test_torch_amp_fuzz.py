@@ -70,6 +70,8 @@ class World:
 
     def step(self, which):
         optimizer = self.optimizers[which]
+        if not self.ours and which == 0 and self.finds_nothing(optimizer):
+            raise AssertionError(NO_CHECKS)
         try:
             return self.scaler.step(optimizer)
         except AttributeError as error:
@@ -78,6 +80,17 @@ class World:
             assert str(error) == "'int' object has no attribute 'device'"
             del optimizer.grad_scale, optimizer.found_inf
             raise AssertionError(NO_CHECKS) from error
+
+    def finds_nothing(self, optimizer):
+        """Whether torch's scaler would refuse this step, for want of gradients, if the
+        optimizer left unscaling to it: ours does, torch's fused one does not."""
+        if not self.scaler.is_enabled() or self.scaler._scale is None:
+            return False
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"].name == "READY":
+            groups = optimizer.param_groups
+            return all(p.grad is None for g in groups for p in g["params"])
+        return state["stage"].name == "UNSCALED" and not state["found_inf_per_device"]
 
     def step_with_closure(self, which):
         return self.scaler.step(self.optimizers[which], closure=lambda: 1.0)
@@ -131,7 +144,7 @@ def random_call(rng):
         "_growth_tracker": 1,
     }
     calls = [
-        (9, "backward", (which, random_coefficients(rng))),
+        (14, "backward", (which, random_coefficients(rng))),
         (4, "zero_grad", (which,)),
         (5, "unscale", (which,)),
         (4, "clip", (which, rng.choice((0.5, 2, 1e9, 0, -1)), rng.random() < 0.3)),
@@ -202,7 +215,7 @@ def test_any_order_of_calls_agrees_with_torch(backend, device):
     first = names.index(backend) * SEQUENCES
     for seed in range(first, first + SEQUENCES):
         seen += run_sequence(seed, device)
-    assert seen["step"] > SEQUENCES
+    assert seen["step"] > 0.8 * SEQUENCES
     texts = [key[1] for key in seen if isinstance(key, tuple)]
     for part in (
         "unscale_() has already been called on this optimizer since the last update().",

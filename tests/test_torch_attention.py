@@ -343,13 +343,12 @@ FLASH = "CUDA: torch's flash attention, until ours is measured beside it"
 NO_TENSOR_CORES = "CUDA: no kernel with tensor cores for this dtype"
 
 
-def test_sdpa_leaves_a_gpu_to_torch_where_its_kernels_are_faster():
+def test_sdpa_leaves_a_gpu_to_torch_where_its_kernels_are_faster(monkeypatch):
+    # In torch 2.6 its function asks the driver, which is missing here.
+    monkeypatch.setattr("trainfast.torch.sdpa.by_torch", lambda query, *_, **__: query)
     with FakeTensorMode():
         q = torch.empty(1, 2, 5, 8, dtype=torch.float16, device="cuda")
-        try:
-            assert scaled_dot_product_attention(q, q, q).shape == q.shape
-        except RuntimeError as error:  # of torch's own: some versions ask for a GPU
-            assert "driver" in str(error)
+        assert scaled_dot_product_attention(q, q, q) is q
     assert reasons() == {FLASH: 1} and calls() == 0
 
 

@@ -60,11 +60,13 @@ def fallbacks():
 def test_total_norm_is_that_of_all_elements(backend, device, dtype, norm_type):
     params = make_params(device, dtype)
     total = get_total_norm(grads_of(params), norm_type)
-    assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert total.dtype == dtype
     assert total.shape == () and total.device.type == device
-    rtol = 1e-12 if dtype == torch.float64 else 1e-5
-    exact = exact_norm(params, norm_type)
-    torch.testing.assert_close(total.double().cpu(), exact, rtol=rtol, atol=0)
+    rtol = {torch.float64: 1e-12, torch.float32: 1e-5}.get(
+        dtype, torch.finfo(dtype).eps
+    )
+    exact = exact_norm(params, norm_type).to(dtype)
+    torch.testing.assert_close(total.cpu(), exact, rtol=rtol, atol=0)
     assert fallbacks() == {}
 
 
@@ -87,10 +89,19 @@ def test_half_gradients_are_measured_in_float32(backend, device, dtype):
     exact = [p.grad.double() for p in params]
     norm = exact_norm(params, 2)
     total = clip_grad_norm_(params, 1.0)
-    torch.testing.assert_close(total.cpu(), norm.float(), rtol=1e-6, atol=0)
+    assert torch.equal(total.cpu(), norm.to(dtype))
     for p, grad in zip(params, exact, strict=True):
         wanted = (grad / (norm.to(device) + 1e-6)).to(dtype)
         torch.testing.assert_close(p.grad, wanted, rtol=2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("first", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("second", DTYPES)
+def test_the_norm_has_torchs_dtype(first, second):
+    params = make_params("cpu", first, [(3,)]) + make_params("cpu", second, [(4,)])
+    wanted = torch.nn.utils.clip_grad_norm_(params, 1e9).dtype
+    assert clip_grad_norm_(params, 1e9).dtype == wanted
+    assert get_total_norm(grads_of(params)).dtype == wanted
 
 
 def test_squares_that_overflow_float32_are_summed_up(backend, device):

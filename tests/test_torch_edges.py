@@ -5,6 +5,7 @@ import warnings
 import weakref
 
 import pytest
+import reference
 import torch
 from torch_loops import assert_same_state, make_params, set_grads, train
 
@@ -93,10 +94,74 @@ def test_extra_state_given_other_memory_is_stepped_there_at_once(
     left = value.detach().clone()
     value.data = torch.full_like(value, 7.0)
     set_grads(params, 3)
+    (param,), state = params, optimizer.state[params[0]]
+    source = value if option == "master_param" else param
+    arrays = (source, param.grad, state["exp_avg"], state["exp_avg_sq"])
+    arrays = [x.detach().double().cpu().numpy() for x in arrays]
+    stepped = torch.from_numpy(reference.adamw(*arrays, step=3, lr=1e-3)[0])
     optimizer.step()
-    assert not torch.equal(value, torch.full_like(value, 7.0))
+    wanted = 7 + 0.5 * (stepped - 7) if option == "ema" else stepped
+    tolerance = 1e-3 if option == "weight_copy" else 1e-6
+    torch.testing.assert_close(
+        value.double().cpu(), wanted, rtol=tolerance, atol=tolerance
+    )
+    assert state[option] is value
     old = torch.empty(0, dtype=value.dtype, device=device).set_(before, 0, left.shape)
     assert torch.equal(old, left)  # the memory that it had is not written
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_that_was_moved_to_a_dtype_is_stepped_there(backend, device, dtype):
+    """Module.to() gives the parameters other memory; the moments keep their dtype."""
+    model = torch.nn.Linear(5, 3, bias=False, device=device)
+    optimizer = AdamW(model.parameters(), lr=0.125)
+    set_grads([model.weight], 1)
+    optimizer.step()
+    model.to(dtype)
+    param, state = model.weight, optimizer.state[model.weight]
+    param.grad = None
+    set_grads([param], 2)
+    arrays = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+    arrays = [x.detach().double().cpu().numpy() for x in arrays]
+    wanted = map(torch.from_numpy, reference.adamw(*arrays, step=2, lr=0.125))
+    optimizer.step()
+    assert param.dtype == dtype and state["exp_avg"].dtype == torch.float32
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    for found, right in zip((param, state["exp_avg"], state["exp_avg_sq"]), wanted):
+        torch.testing.assert_close(
+            found.detach().double().cpu(), right, rtol=tolerance, atol=1e-7
+        )
+    assert trainfast.stats().fallbacks == {}
+
+
+def test_a_gradient_given_other_memory_is_read_there(backend, device):
+    def run(cls):
+        params = make_params(device, shapes=[(10,), (4095,)])
+        optimizer = cls(params)
+        set_grads(params, 0)
+        for step in range(4):
+            for param in params:
+                param.grad.data = torch.full_like(param, 0.5 + step)
+            optimizer.step()
+        return optimizer
+
+    assert_same_state(run(AdamW), run(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step", "ema"])
+def test_state_on_another_device_is_an_error_and_nothing_changes(backend, name):
+    """torch's own step would have changed the first parameter by then."""
+    params = make_params(shapes=[(10,), (10,)])
+    optimizer = train(AdamW, params, steps=2, ema_decay=0.5)
+    first, second = (optimizer.state[param] for param in params)
+    second[name] = second[name].to("meta")
+    set_grads(params, 3)
+    kept = [*params, *first.values(), *(p.grad for p in params)]
+    before = [value.detach().clone() for value in kept]
+    message = f"^{name} in the state .* must be on cpu, got meta; move the state with"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(map(torch.equal, kept, before))
 
 
 def test_a_property_that_empties_the_list_of_params_is_survived(backend, device):

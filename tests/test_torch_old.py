@@ -85,9 +85,20 @@ trainfast.torch.attention(q, k, v, kv_lens=lengths)
 assert trainfast.stats().fallbacks == {}, trainfast.stats()
 """
 
+# What the module keeps a reference to is known to the garbage collector.
+REFERENTS = """
+import gc
+trainfast.adamw_step(*([torch.ones(2)] for _ in range(4)), step=1, lr=0.1)
+known = {id(each) for each in gc.get_referents(_core)}
+for kept in (torch.strided, torch.float32, torch.bfloat16, _core.Workspace):
+    assert id(kept) in known, kept
+for name in ("grad", "exp_avg", "weight_copy", "data_ptr", "is_contiguous"):
+    assert id(sys.intern(name)) in known, name
+"""
+
 
 @pytest.mark.parametrize(
-    "body", [SAME_STEPS, OTHER_MEMORY, REFUSALS, ATTENTION], ids=range(4)
+    "body", [SAME_STEPS, OTHER_MEMORY, REFUSALS, ATTENTION, REFERENTS], ids=range(5)
 )
 def test_tensors_without_an_exchange_api_are_read_by_their_attributes(body, request):
     code = WITHOUT.format(tests=str(request.path.parent)) + body

@@ -366,8 +366,10 @@ def test_transform_of_all_parts_is_applied_on_access(tmp_path, ten, recwarn):
 
 def test_error_of_pygs_loader_is_its_own(tmp_path, ten):
     dataset = cached(Small(ten, jittered), tmp_path / "c", progress=False)
-    with pytest.raises(AssertionError, match="timeout == 0") as caught:
+    with pytest.raises(AssertionError) as caught:
         iter(DataLoader(dataset, timeout=1))
+    # torch 2.6 has it in the statement alone
+    assert "timeout == 0" in f"{caught.value} {caught.traceback[-1].statement}"
     assert caught.value.__context__ is None
 
 

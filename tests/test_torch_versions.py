@@ -125,6 +125,50 @@ def test_decoupled_adam_is_adamw():
         assert torch.equal(one, other)
 
 
+# ---- Modes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "ema_decay": 0.9}])
+def test_a_mode_sees_no_more_of_a_step_for_more_parameters(options):
+    """torch.set_default_device() has one; in it a read of an attribute takes 7 us."""
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for n in (2, 40):
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(n)]
+        for param in params:
+            param.grad = torch.ones(3)
+        optimizer = AdamW(params, **options)
+        optimizer.step()
+        seen = []
+        with Mode():
+            optimizer.step()
+        counts.append(len(seen))
+    assert counts[0] == counts[1]
+
+
+def test_a_step_under_a_default_device_is_the_same():
+    models = []
+    for device in (None, "meta"):  # nothing of a step is made there
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        optimizer = AdamW(model.parameters(), max_grad_norm=0.1, ema_decay=0.5)
+        for step in range(3):
+            model(torch.full((2, 5), step + 1.0)).square().sum().backward()
+            torch.set_default_device(device)
+            try:
+                optimizer.step()
+            finally:
+                torch.set_default_device(None)
+        models.append([*model.parameters(), *optimizer.state[model.weight].values()])
+    for one, other in zip(*models, strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- Private names -------------------------------------------------------------------
 
 # Of attention: the kernels refuse, with the name as the reason, or compute as usual.
@@ -143,6 +187,7 @@ REPLACED = [
     "_C._is_any_autocast_enabled",
     "_C._is_tracing",
     "_C._storage_Use_Count",
+    "_C._len_torch_function_stack",
     "library.get_kernel",
 ]
 WITHOUT = """

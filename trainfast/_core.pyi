@@ -1,8 +1,6 @@
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, final
-
-from typing_extensions import disjoint_base
 
 version: str
 
@@ -10,6 +8,27 @@ class PlacementError(ValueError): ...
 
 @final
 class Workspace: ...
+
+@final
+class SmallCalls:
+    """Which calls of attention are left to torch for their size; see
+    csrc/python/small_calls.c."""
+
+    def __new__(
+        cls,
+        types: tuple[type, type],
+        dtypes: tuple[Any, Any, Any, Any],
+        is_grad_enabled: Callable[[], bool],
+        amx: bool,
+        /,
+    ) -> SmallCalls: ...
+    # types: Tensor, Parameter; dtypes: float32, float64, float16, bfloat16.
+    def leaves_attention(
+        self, query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, /
+    ) -> bool: ...
+    def leaves_module(self, x: Any, heads: int, /) -> bool: ...
+    def count_module(self) -> None: ...
+    def counts(self, reset: bool, /) -> tuple[int, int, int]: ...
 
 @final
 class GraphWriter:
@@ -31,6 +50,7 @@ class GraphWriter:
         graph: Mapping[Any, Any],
         key: bytes | None = None,
         counts: Sequence[int] | None = None,
+        /,
     ) -> int | None: ...
     # None: appended; a number: that field's size does not fit the schema, nothing done.
     def commit(self) -> int: ...
@@ -90,29 +110,24 @@ class GraphBatch:
     totals: tuple[int, ...]
     nbytes: int
     fields: list[Any]  # None where no graph of the batch has it
-    ptrs: list[Any]
+    ptrs: list[Any]  # one a count, int64 [n_slots + 1]: sums before each graph
+    slices: list[Any]  # the same numbers, in memory outside the arena
+    starts: list[Any]  # slices without their last number
     batches: list[Any]
     arena: Any  # uint8 [nbytes], the whole of it
     offsets: tuple[list[int], list[int], list[int]]  # of each in the arena
-    def dicts(
-        self,
-        arrays: dict[Any, int],
-        slices: dict[Any, int],
-        starts: dict[Any, int],
-        constants: Sequence[Any],
-        /,
-    ) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]: ...
-    def starts(self, count: int, /) -> Any: ...  # a ptr without its last
 
 def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...
 
 @final
 class GraphPrefetch:
+    """Batches by number, made ahead by native threads."""
+
     def __new__(cls, selection: GraphSelection, threads: int) -> GraphPrefetch: ...
-    pending: int
-    def submit(self, indices: Any, /) -> None: ...
-    def next(self) -> GraphBatch: ...  # waits; signals are checked
-    def close(self) -> None: ...
+    def submit(self, number: int, indices: Any, /) -> None: ...
+    # Numbers rise; a number that was submitted before is ignored.
+    def next(self, number: int, /) -> GraphBatch: ...
+    # Waits; signals are checked. The same number again: the same batch.
 
 @final
 class GraphOrder:
@@ -135,44 +150,9 @@ class GraphOrder:
         oversize_alone: bool = False,
     ) -> GraphOrder: ...
     position: int  # may be set, to go on there
-    def next(self) -> Any | None: ...  # int64 indices, None at the end
-    def at(self, place: int, /) -> int: ...
-    def batches(self) -> int: ...
-
-@final
-class GraphRecipe:
-    """How a GraphBatch becomes an object; see its docstring."""
-
-    def __new__(
-        cls,
-        kind: type,
-        names: dict[str, Any],
-        store_kind: type,
-        inside: dict[str, Any],
-        arrays: dict[str, int],
-        slices: dict[str, int],
-        starts: dict[str, int],
-        constants_of: Callable[[int], Sequence[Any]],
-        other: Callable[[Any], Any],
-    ) -> GraphRecipe: ...
-    def __call__(self, batch: Any, constants: Sequence[Any] = ..., /) -> Any: ...
-
-@disjoint_base
-class GraphIteration:
-    """Hands out batches: `_begin()` and `_fill()` come first, `_other()` where it
-    follows none."""
-
     def __iter__(self) -> Self: ...
-    def __next__(self) -> Any: ...
-    def _follow(
-        self,
-        prefetch: GraphPrefetch,
-        order: GraphOrder | Iterator[Any],
-        assemble: Callable[[GraphBatch], Any],
-        place: Any,
-        /,
-    ) -> None: ...
-    def _submit(self) -> bool: ...  # asks for one more of the order's batches
+    def __next__(self) -> Any: ...  # int64 indices
+    def batches(self) -> int: ...
 
 def adamw(
     params: Sequence[Any],
@@ -315,17 +295,7 @@ def attention_backward(
     scratch: Callable[[int], Any] | None = None,
 ) -> None: ...
 def gemm(
-    a: Any,
-    b: Any,
-    out: Any,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    allow_tf32: bool = False,
-    stream: int = 0,
-    scratch: Callable[[int], Any] | None = None,
+    a: Any, b: Any, out: Any, *, allow_tf32: bool = False, stream: int = 0
 ) -> None: ...
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...

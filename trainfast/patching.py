@@ -128,7 +128,8 @@ _registry: dict[str, list[Target | Setting]] = {}
 _by_name: dict[str, list[Setting]] = {}
 _opt_in: set[str] = set()
 _active: dict[str, list[Replacement | Changed]] = {}
-_blocks: Counter[str] = Counter()  # of `patched` that are in force, of each name
+# How many blocks of `patched` hold what was not in force before them.
+_blocks: Counter[Target | Setting] = Counter()
 _lock = RLock()
 
 
@@ -217,7 +218,9 @@ def patched(*names: str) -> Iterator["PatchReport"]:
     """`patch(*names)` for a `with` block; what was patched before it stays patched, and
     so does what another thread's block has patched, until the last of them ends."""
     with _lock:
-        fresh = [n for n in _chosen(names) if n not in _active or _blocks[n]]
+        wanted = [e for n in _chosen(names) for e in _entries(n, n in names)]
+        before = {each.entry for ready in _active.values() for each in ready}
+        fresh = [entry for entry in wanted if entry not in before or _blocks[entry]]
         report = patch(*names)
         _blocks.update(fresh)
     try:
@@ -225,9 +228,20 @@ def patched(*names: str) -> Iterator["PatchReport"]:
     finally:
         with _lock:
             _blocks.subtract(fresh)
-            ended = [name for name in fresh if not _blocks[name]]
-            if ended:
-                unpatch(*ended)
+            _end({entry for entry in fresh if not _blocks[entry]})
+
+
+def _end(entries: set[Target | Setting]) -> None:
+    """Undoes these; of a name of which nothing else is left, its by-name settings."""
+    for name, ready in list(_active.items()):
+        kept = [each for each in ready if each.entry not in entries]
+        if not any(each.entry in _registry[name] for each in kept):
+            unpatch(name)
+        else:
+            _active[name] = kept
+            for each in ready:
+                if each not in kept:
+                    each.undo()
 
 
 class Change(NamedTuple):
@@ -303,15 +317,18 @@ def _chosen(names: tuple[str, ...]) -> list[str]:
     return _check(names) or [name for name in _registry if name not in _opt_in]
 
 
+def _entries(name: str, by_name: bool) -> list[Target | Setting]:
+    return [*_registry[name], *(_by_name[name] if by_name else [])]
+
+
 def _prepare(
     name: str, by_name: bool
 ) -> tuple[list[Replacement | Changed], list[Skipped]]:
     """What is in force already and what is new, not yet applied; what is missing."""
-    entries = _registry[name] + (_by_name[name] if by_name else [])
     ready = list(_active.get(name, []))
     known = {each.entry for each in ready}
     skipped = []
-    for entry in entries:
+    for entry in _entries(name, by_name):
         if entry in known:
             continue
         try:

@@ -1,11 +1,13 @@
 """Counts what trainfast did: calls, and fallbacks to the framework's own path."""
 
+from collections.abc import Callable
 from typing import Any
 
 from trainfast.report import Report, Table
 
 _calls: dict[tuple[str, str], int] = {}
 _fallbacks: dict[tuple[str, str], int] = {}
+_others: list[Callable[[bool], dict[tuple[str, str], int]]] = []
 
 
 def count_call(capability: str, backend: str = "") -> None:
@@ -16,6 +18,12 @@ def count_call(capability: str, backend: str = "") -> None:
 def count_fallback(capability: str, reason: str) -> None:
     """Counts one use of the framework's own path (or an extra copy), for adapters."""
     _count(_fallbacks, (capability, reason))
+
+
+def add_fallbacks(counted: Callable[[bool], dict[tuple[str, str], int]]) -> None:
+    """Adds fallbacks that are counted elsewhere, as in C. `counted(reset)` returns the
+    counts by capability and reason, and sets them to 0 if `reset` is true."""
+    _others.append(counted)
 
 
 class CallTally:
@@ -52,6 +60,8 @@ def reset_stats() -> None:
     """Sets all counts back to nothing."""
     _calls.clear()
     _fallbacks.clear()
+    for counted in _others:
+        counted(True)
 
 
 def stats() -> "StatsReport":
@@ -62,7 +72,10 @@ def stats() -> "StatsReport":
     the reason why the framework's own path ran or an array was copied. In a compiled
     function attention's fallbacks are counted when it is traced.
     """
-    return StatsReport(_nested(_calls), _nested(_fallbacks))
+    fallbacks = _fallbacks.copy()
+    for counted in _others:
+        fallbacks |= {key: n for key, n in counted(False).items() if n}
+    return StatsReport(_nested(_calls), _nested(fallbacks))
 
 
 class StatsReport(Report):

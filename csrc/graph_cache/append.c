@@ -13,7 +13,8 @@ name_of(const tfast_graph_writer *w, int field)
     return w->schema->field_names[field];
 }
 
-/* Takes a dimension's size: true unless the schema or another field says otherwise. */
+/* Takes the size of a dimension; false where the schema or an earlier field has another
+ * size there. */
 static bool
 take_size(int64_t *sizes, int32_t dim, int64_t size)
 {
@@ -57,7 +58,8 @@ check_value(const tfast_graph_writer *w, int i, const tfast_graph_value *value,
     return TFAST_OK;
 }
 
-/* A size or a number of edges that no field shows is that of absent fields: none. */
+/* Sizes and numbers of edges that no present field shows are 0: only absent fields have
+ * them. */
 static tfast_status
 set_counts(tfast_graph_writer *w)
 {
@@ -86,24 +88,26 @@ static tfast_status
 take_sizes(tfast_graph_writer *w, const tfast_graph_value *values,
            const int64_t *counts, int *misfit)
 {
-    tfast_status status = TFAST_OK;
+    tfast_status status;
 
     for (int k = 0; k < w->schema->header.n_counts; k++) {
         w->sizes[k] = counts == NULL ? -1 : counts[k];
     }
-    for (int i = 0; i < w->schema->header.n_fields && status == TFAST_OK; i++) {
+    for (int i = 0; i < w->schema->header.n_fields; i++) {
         if (values[i].present) {
-            status = check_value(w, i, &values[i], misfit);
+            TRY(check_value(w, i, &values[i], misfit));
         } else if ((w->schema->fields[i].flags & GRAPH_OPTIONAL) == 0) {
-            status = tfast_fail(TFAST_EINVAL, "graph must have %s", name_of(w, i));
+            TRY(tfast_fail(TFAST_EINVAL, "graph must have %s", name_of(w, i)));
         }
     }
-    return status == TFAST_OK ? set_counts(w) : status;
+    TRY(set_counts(w));
+fail:
+    return status;
 }
 
 /* ---- Dense data ------------------------------------------------------------------ */
 
-/* Of one field before it is stored in an eighth of them; a graph has at most 2^36. */
+/* Of one field. A graph has at most 2^36 bytes, in which integers take an eighth. */
 static const int64_t MOST_BYTES = INT64_C(1) << 39;
 
 static bool
@@ -142,7 +146,8 @@ copy_row(uint8_t *out, const uint8_t *in, int64_t n, int64_t stride, int bytes)
 #undef COPY_ROW
 }
 
-/* Any strides; strides NULL: only the address is odd. */
+/* Copies a value of any strides to dense data; strides NULL: it is dense already, but
+ * not aligned. */
 static void
 gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
 {
@@ -170,50 +175,50 @@ gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
     }
 }
 
-/* Points every plan at dense data. A view may repeat its elements, and have more than
- * any memory. */
+/* Points every plan at dense data; data that is not dense is copied into `scratch`. A
+ * view may repeat its elements, and have more of them than any memory. */
 static tfast_status
 take_data(tfast_graph_writer *w, const tfast_graph_value *values)
 {
+    const int n_fields = w->schema->header.n_fields;
     size_t wanted = 0;
     uint8_t *out;
+    tfast_status status = TFAST_OK;
 
-    for (int i = 0; i < w->schema->header.n_fields; i++) {
+    for (int i = 0; i < n_fields; i++) {
         graph_field_plan *plan = &w->fields[i];
-        int bytes = graph_dtype_bytes(w->schema->fields[i].dtype);
+        const int bytes = graph_dtype_bytes(w->schema->fields[i].dtype);
         tfast_graph_array array;
         int64_t all;
 
-        plan->stored = GRAPH_ABSENT;
-        plan->numel = 0;
+        *plan = (graph_field_plan){.stored = GRAPH_ABSENT};
         if (!values[i].present) {
             continue;
         }
         all = graph_field_shape(&w->schema->fields[i], w->counts, bytes, &array);
-        plan->stored = GRAPH_AS_IS;
-        plan->numel = array.numel;
-        plan->data = values[i].data;
         if (all < 0 || all > MOST_BYTES) {
-            return tfast_fail(TFAST_EINVAL, "%s must have at most %lld bytes",
+            return tfast_fail(TFAST_EINVAL,
+                              "%s must have at most %lld bytes; split the graph",
                               name_of(w, i), (long long)MOST_BYTES);
         }
-        if (plan->numel > 0 && !is_dense(&values[i], bytes)) {
-            plan->data = NULL;
-            wanted += graph_align((uint64_t)(plan->numel * bytes), 16);
+        plan->stored = GRAPH_AS_IS;
+        plan->numel = array.numel;
+        if (plan->numel == 0 || is_dense(&values[i], bytes)) {
+            plan->data = values[i].data;
+        } else {
+            wanted += graph_align((uint64_t)all, 16);
         }
     }
     if (wanted > w->scratch_room) {
+        w->scratch_room = 0;
         free(w->scratch);
-        w->scratch = malloc(wanted);
-        w->scratch_room = w->scratch == NULL ? 0 : wanted;
-        if (w->scratch == NULL) {
-            return tfast_fail(TFAST_ENOMEM, "no memory for %zu bytes", wanted);
-        }
+        TRY(graph_alloc(&w->scratch, wanted, 1));
+        w->scratch_room = wanted;
     }
     out = w->scratch;
-    for (int i = 0; i < w->schema->header.n_fields && wanted > 0; i++) {
+    for (int i = 0; i < n_fields && wanted > 0; i++) {
         graph_field_plan *plan = &w->fields[i];
-        int bytes = graph_dtype_bytes(w->schema->fields[i].dtype);
+        const int bytes = graph_dtype_bytes(w->schema->fields[i].dtype);
 
         if (plan->data == NULL && plan->numel > 0) {
             gather(out, &values[i], plan->numel, bytes);
@@ -221,12 +226,13 @@ take_data(tfast_graph_writer *w, const tfast_graph_value *values)
             out += graph_align((uint64_t)(plan->numel * bytes), 16);
         }
     }
-    return TFAST_OK;
+fail:
+    return status;
 }
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-/* The first of the smallest ways to store integers low .. high. */
+/* The smallest way to store integers low .. high; of equal ones the first. */
 static int
 smallest(int dtype, int64_t low, int64_t high)
 {
@@ -262,8 +268,8 @@ plan_integers(tfast_graph_writer *w, int i)
     for (int row = 0; row < rows && n > 0; row++) {
         int64_t low, high;
 
-        w->kernels->range(plan->data + row * n * bytes, bytes, dtype >= GRAPH_I8, n,
-                          &low, &high);
+        graph_value_range(dtype, GRAPH_AS_IS, plan->data + row * n * bytes, n, &low,
+                          &high);
         if (bound_by[row] != GRAPH_NONE &&
             (low < 0 || high >= (int64_t)w->counts[bound_by[row]])) {
             return tfast_fail(TFAST_EINVAL, "%s must be >= 0 and < %u, got %lld",
@@ -288,7 +294,7 @@ plan_values(tfast_graph_writer *w, int i)
         return plan_integers(w, i);
     }
     if (dtype == GRAPH_BOOL && plan->numel > 0) {
-        w->kernels->range(plan->data, 1, 0, plan->numel, &low, &high);
+        graph_value_range(dtype, GRAPH_AS_IS, plan->data, plan->numel, &low, &high);
         if (high > 1) {
             return tfast_fail(TFAST_EINVAL, "%s must be bytes 0 or 1, got %lld",
                               name_of(w, i), (long long)high);
@@ -301,7 +307,7 @@ plan_values(tfast_graph_writer *w, int i)
     return TFAST_OK;
 }
 
-/* Decides how each field is stored and where; *bytes: of the frame. */
+/* Decides how and where each field is stored. *bytes: length of the frame. */
 static tfast_status
 plan_fields(tfast_graph_writer *w, size_t *bytes)
 {
@@ -345,9 +351,9 @@ write_payload(const tfast_graph_writer *w, uint8_t *payload, size_t bytes)
         }
         memset(payload + at, 0, plan->at - at);
         if (plan->stored != GRAPH_AS_IS) {
-            w->kernels->narrow(payload + plan->at, plan->stored, plan->data,
-                               graph_dtype_bytes(w->schema->fields[i].dtype),
-                               plan->numel);
+            tfast_graph_kernels_in_use()->narrow(
+                payload + plan->at, plan->stored, plan->data,
+                graph_dtype_bytes(w->schema->fields[i].dtype), plan->numel);
         } else if (plan->bytes > 0) {
             memcpy(payload + plan->at, plan->data, plan->bytes);
         }
@@ -377,62 +383,28 @@ write_record(tfast_graph_writer *w, size_t bytes, const uint8_t *key)
     if (key != NULL) {
         memcpy(head.key, key, sizeof head.key);
     }
-    head.payload_crc = w->kernels->crc32c(0, frame + schema->record_bytes,
-                                          bytes - schema->record_bytes);
+    head.payload_crc =
+        graph_crc(frame + schema->record_bytes, bytes - schema->record_bytes);
     memcpy(frame, &head, sizeof head);
-    head.header_crc = graph_record_header_crc(schema, w->seed, frame);
+    head.header_crc = graph_record_header_crc(schema, w->commits.seed, frame);
     memcpy(frame, &head, sizeof head);
-}
-
-tfast_status
-graph_writer_copy(tfast_graph_writer *w, const void *record, int64_t bytes)
-{
-    tfast_status status = graph_writer_usable(w);
-    graph_record *head;
-
-    if (status == TFAST_OK) {
-        status = graph_index_reserve(&w->index);
-    }
-    if (status == TFAST_OK) {
-        status = graph_writer_room(w, (size_t)bytes);
-    }
-    if (status != TFAST_OK) {
-        return status;
-    }
-    head = (graph_record *)(w->buffer + w->used);
-    memcpy(head, record, (size_t)bytes);
-    head->header_crc = graph_record_header_crc(w->schema, w->seed, head);
-    graph_writer_added(w, (size_t)bytes, (const uint32_t *)(head + 1));
-    return TFAST_OK;
 }
 
 tfast_status
 tfast_graph_writer_append(tfast_graph_writer *w, const tfast_graph_value *values,
                           const int64_t *counts, const uint8_t *key, int *misfit)
 {
-    tfast_status status = graph_writer_usable(w);
     size_t bytes;
+    tfast_status status;
 
     *misfit = -1;
-    if (status == TFAST_OK) {
-        status = take_sizes(w, values, counts, misfit);
-    }
-    if (status == TFAST_OK) {
-        status = take_data(w, values);
-    }
-    if (status == TFAST_OK) {
-        status = plan_fields(w, &bytes);
-    }
-    if (status == TFAST_OK) {
-        status = graph_index_reserve(&w->index);
-    }
-    if (status == TFAST_OK) {
-        status = graph_writer_room(w, bytes);
-    }
-    if (status != TFAST_OK) {
-        return status;
-    }
+    TRY(graph_writer_usable(w));
+    TRY(take_sizes(w, values, counts, misfit));
+    TRY(take_data(w, values));
+    TRY(plan_fields(w, &bytes));
+    TRY(graph_writer_room(w, bytes));
     write_record(w, bytes, key);
     graph_writer_added(w, bytes, w->counts);
-    return TFAST_OK;
+fail:
+    return status;
 }

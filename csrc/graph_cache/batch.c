@@ -1,5 +1,5 @@
 /* Arenas: lent to one batch after another, so that a warm loader allocates nothing and
- * writes where its cache lines already are. */
+ * writes to memory that the processor's caches still have. */
 #include "batch.h"
 
 #include "../scratch.h"
@@ -9,7 +9,7 @@
 /* Large arenas begin with a page, small ones need only their arrays' alignment. */
 enum { ALIGNMENT = 64, PAGE = 4096 };
 
-enum { LARGE = 64 << 20 }; /* bytes of an arena of which not many may wait */
+enum { LARGE = 64 << 20 }; /* bytes; at most two arenas that are larger may wait */
 
 static void
 arena_free(graph_arena *arena)
@@ -34,7 +34,7 @@ graph_arenas_free(tfast_graph_cache *cache)
     }
 }
 
-/* The one that was put back last, mostly: both look from the first slot on. */
+/* Mostly the arena that was put back last: both search from the first slot on. */
 static graph_arena *
 waiting_arena(tfast_graph_cache *cache)
 {
@@ -69,8 +69,8 @@ arena_put(graph_arena *arena)
     tfast_graph_cache_release(cache); /* may free all that wait */
 }
 
-/* The place of the next `n` things of `bytes` each; *at counts past the end where they
- * are too many. */
+/* The address of the next `n` elements of `bytes` each; *at advances behind them, but
+ * by at most SIZE_MAX / 64, so that the sum of all carved blocks fits size_t. */
 static void *
 carve(uint8_t *base, size_t *at, int64_t n, size_t bytes)
 {
@@ -78,13 +78,13 @@ carve(uint8_t *base, size_t *at, int64_t n, size_t bytes)
     size_t all;
 
     if (__builtin_mul_overflow((size_t)n, bytes, &all) || all > SIZE_MAX / 64) {
-        all = SIZE_MAX / 64; /* of which not all details together can overflow */
+        all = SIZE_MAX / 64;
     }
     *at += (all + 15) & ~(size_t)15;
     return here;
 }
 
-/* Points into `base`, or only counts the bytes where that is NULL. */
+/* Points all details into `base`; where that is NULL it only counts the bytes. */
 static size_t
 lay_out(graph_arena *arena, uint8_t *base, const tfast_graph_selection *selection,
         const graph_schema_header *header, int64_t n_graphs, int64_t n_slots)
@@ -92,20 +92,21 @@ lay_out(graph_arena *arena, uint8_t *base, const tfast_graph_selection *selectio
     const int64_t n_fields = selection->n_fields, n_counts = header->n_counts;
     size_t at = 0, sums;
 
-    arena->totals = carve(base, &at, n_counts, sizeof *arena->totals);
-    arena->field_at = carve(base, &at, n_fields, sizeof *arena->field_at);
-    arena->ptr_at = carve(base, &at, n_counts, sizeof *arena->ptr_at);
-    arena->batch_at = carve(base, &at, selection->n_batch_of, sizeof *arena->batch_at);
-    arena->shapes = carve(base, &at, n_fields, sizeof *arena->shapes);
-    arena->ranks = carve(base, &at, n_fields, sizeof *arena->ranks);
+    arena->batch.totals = carve(base, &at, n_counts, sizeof *arena->batch.totals);
+    arena->batch.field_at = carve(base, &at, n_fields, sizeof *arena->batch.field_at);
+    arena->batch.ptr_at = carve(base, &at, n_counts, sizeof *arena->batch.ptr_at);
+    arena->batch.batch_at =
+        carve(base, &at, selection->n_batch_of, sizeof *arena->batch.batch_at);
+    arena->batch.shapes = carve(base, &at, n_fields, sizeof *arena->batch.shapes);
+    arena->batch.ranks = carve(base, &at, n_fields, sizeof *arena->batch.ranks);
     arena->fields = carve(base, &at, n_fields, sizeof *arena->fields);
     arena->arrays = carve(base, &at, (int64_t)header->n_fields * GRAPH_SHARES,
                           sizeof *arena->arrays);
     arena->places = carve(base, &at, n_graphs, sizeof *arena->places);
-    if (__builtin_mul_overflow((size_t)n_slots + 1, sizeof *arena->sums, &sums)) {
+    if (__builtin_mul_overflow((size_t)n_slots + 1, sizeof *arena->batch.sums, &sums)) {
         sums = SIZE_MAX;
     }
-    arena->sums = carve(base, &at, n_counts, sums);
+    arena->batch.sums = carve(base, &at, n_counts, sums);
     arena->notes = carve(base, &at, TFAST_GRAPH_NOTES, 1);
     return at;
 }
@@ -136,13 +137,6 @@ graph_arena_take(graph_arena **out, tfast_graph_cache *cache,
     lay_out(arena, arena->details, selection, header, n_graphs, n_slots);
     arena->batch.n_graphs = n_graphs;
     arena->batch.n_slots = n_slots;
-    arena->batch.totals = arena->totals;
-    arena->batch.field_at = arena->field_at;
-    arena->batch.ptr_at = arena->ptr_at;
-    arena->batch.batch_at = arena->batch_at;
-    arena->batch.shapes = (const int64_t(*)[GRAPH_MAX_RANK + 1]) arena->shapes;
-    arena->batch.ranks = arena->ranks;
-    arena->batch.sums = arena->sums;
     arena->cache = cache;
     arena->noted = 0;
     atomic_store_explicit(&arena->references, 1, memory_order_relaxed);
@@ -194,7 +188,8 @@ tfast_graph_batch_note(tfast_graph_batch *batch, size_t bytes)
     if (bytes > TFAST_GRAPH_NOTES - arena->noted) {
         return NULL;
     }
-    arena->noted += (bytes + 15) & ~(size_t)15; /* which 2048 is a multiple of */
+    arena->noted +=
+        (bytes + 15) & ~(size_t)15; /* TFAST_GRAPH_NOTES is a multiple too */
     return note;
 }
 

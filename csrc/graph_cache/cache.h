@@ -1,4 +1,4 @@
-/* An open cache inside the core: what read.c makes, and collate.c and verify.c use. */
+/* An open cache inside the core: cache.c makes it; batches and verify.c read it. */
 #ifndef GRAPH_CACHE_CACHE_H
 #define GRAPH_CACHE_CACHE_H
 
@@ -9,8 +9,8 @@
 
 enum { GRAPH_ARENAS = 8 };
 
-/* One of the cache's counts in one segment: of record r, data[r * step]. step 0: all
- * records there have the same. */
+/* One of the cache's counts in one segment: data[r * step] is record r's. step 0: all
+ * records of the segment have the same. */
 typedef struct {
     const uint32_t *data;
     int64_t step;
@@ -36,8 +36,8 @@ struct tfast_graph_cache {
     uint8_t fingerprint[16];
     int64_t file_bytes;
     _Atomic(int64_t) references;
-    /* Arenas that wait to be used again, batch.c's. Taken and put by exchange alone: a
-     * lock could be held by another thread when the process forks. */
+    /* Arenas that wait to be used again (batch.c). They are taken and put by atomic
+     * exchange: another thread could hold a lock when the process forks. */
     _Atomic(void *) arenas[GRAPH_ARENAS];
 };
 
@@ -83,34 +83,30 @@ graph_frame_bytes(graph_place place)
     return (int64_t)place.part->file.units[place.row] * GRAPH_UNIT;
 }
 
-/* The frame in the map, for __builtin_prefetch; NULL with `pread`. */
+/* The frame in the map; NULL with `pread`. */
 static inline const uint8_t *
-graph_frame(graph_place place)
+graph_mapped_frame(graph_place place)
 {
     const graph_segment *file = &place.part->file;
 
     return file->map == NULL ? NULL : file->map + file->offsets[place.row];
 }
 
-/* Memory that one thread reads frames into, or their heads where they are mapped;
+/* Memory into which one thread reads frames, or of mapped frames the heads;
  * zero-initialised. The caller frees `data`. */
 typedef struct {
     uint8_t *data;
     int64_t room;
 } graph_buffer;
 
-/* Reads graph i and verifies it as the cache was opened. Fills arrays[n_fields], by the
- * segment's own schema (part->file.schema): shapes may have sizes where the cache's has
- * a count, and fields that it lacks are absent. They lie in the map, or in buffer->data
- * until it is used again. Sizes always agree with graph_count(), and with the bytes
- * that are there. Any thread. */
+/* Reads graph i and verifies it as `verify` says (TFAST_GRAPH_VERIFY_...). Fills
+ * arrays[n_fields] by the segment's own schema (part->file.schema): shapes may have
+ * sizes where the cache's schema has a count, and fields that it lacks are absent. The
+ * arrays lie in the map, or in buffer->data until that is used again; *record is the
+ * frame, whose head is in buffer->data. Sizes always agree with graph_count(), and with
+ * the bytes that are there. Any thread. */
 tfast_status graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
-                          graph_buffer *buffer, tfast_graph_array *arrays);
-
-/* The same, verified in this way whatever the cache's is; *record is the frame, whose
- * head is in buffer->data. */
-tfast_status graph_arrays_as(tfast_graph_cache *cache, int64_t i, graph_place place,
-                             graph_buffer *buffer, int verify,
-                             tfast_graph_array *arrays, graph_record_view *record);
+                          graph_buffer *buffer, int verify, tfast_graph_array *arrays,
+                          graph_record_view *record);
 
 #endif

@@ -1,123 +1,117 @@
 /* Graphs become one batch: plan.c lays out the arena, and one pass over the records
  * copies, widens and adds. */
-#include "batch.h"
-#include "io.h"
+#include "plan.h"
 
 #include <string.h>
 
-/* Graphs are fetched into the processor's caches so many bytes before they are copied:
- * by itself it follows a stream to the end of a page and no further, and small graphs
- * are no stream. With it 32 of 185,000 graphs of 2.8 KB in random order take a quarter
- * less time, and 32 of 1,024 of 55 KB a fifth. */
-enum { AHEAD = 12 << 10, LARGE = 4 << 10, PIECE = 2 << 10, LINE = 64 };
+/* Frames are prefetched into the processor's caches AHEAD bytes before they are copied:
+ * by itself the processor follows a stream to the end of its page, and small graphs in
+ * random order are no stream. PIECE: bytes that are prefetched at once, few enough for
+ * the processor's line fill buffers. */
+enum { AHEAD = 12 << 10, PIECE = 2 << 10, LINE = 64 };
 
-/* Of each frame, where not all of its fields are wanted, or its checksum is compared
- * first, which leaves all of it in the caches. */
+/* Bytes of a frame that are prefetched where not all of its fields are wanted, or where
+ * its checksum is compared first, which brings all of it into the caches. */
 enum { BEGINNING = 3 << 10 };
 
-/* Threads share a batch of more bytes than this, each taking as much at least. */
+/* Several threads copy a batch of more bytes than this, each at least as many. */
 enum { SHARE = 256 << 10 };
 
-/* The frames of a thread's graphs, one stream of bytes; of each no more than `most`. */
+/* The frames of a thread's graphs as one stream of bytes, of which the first `most` of
+ * each are prefetched. */
 typedef struct {
     const graph_arena *arena;
     const tfast_graph_array *arrays; /* of the graph that is copied */
     int64_t most;
-    int64_t end_graph;
-    int64_t next;            /* the first graph of which nothing is fetched yet */
-    const uint8_t *at, *end; /* what is not, of the one before it */
-    int64_t ahead;           /* bytes that are fetched and not copied */
-    int64_t left;            /* bytes that are not copied, of the graph that is */
+    int64_t next, end_graph; /* graphs of which nothing is prefetched yet */
+    const uint8_t *at, *end; /* what is not prefetched of graph next - 1 */
+    int64_t left;            /* of the graph that is copied, as prefetched before */
 } stream;
 
 static int64_t
-lines_of(int64_t bytes)
-{
-    return (int64_t)((uint64_t)bytes / LINE);
-}
-
-static int64_t
-fetched_of(const stream *s, int64_t g)
+prefetched_bytes(const stream *s, int64_t g)
 {
     const int64_t bytes = graph_frame_bytes(s->arena->places[g]);
 
     return bytes < s->most ? bytes : s->most;
 }
 
-/* The next frame, where there is one in a map. */
-static bool
-fetch_next(stream *s)
-{
-    s->ahead -= s->at - s->end; /* which is nobody's */
-    s->at = s->end;
-    if (s->next == s->end_graph) {
-        return false;
-    }
-    s->at = s->end = graph_frame(s->arena->places[s->next]);
-    if (s->at == NULL) { /* with `pread` */
-        return false;
-    }
-    s->end += fetched_of(s, s->next++);
-    return true;
-}
-
+/* Prefetches the next bytes of the stream. */
 static void
-fetch(stream *s)
+prefetch(stream *s, int64_t bytes)
 {
-    while (s->ahead < AHEAD && (s->at < s->end || fetch_next(s))) {
-        const int64_t wanted = AHEAD - s->ahead, there = s->end - s->at;
-        const int64_t n = lines_of((wanted < there ? wanted : there) + LINE - 1);
+    while (bytes > 0) {
+        int64_t n = s->end - s->at;
 
-        for (int64_t i = 0; i < n; i++) {
-            __builtin_prefetch(s->at + i * LINE);
+        if (n <= 0) {
+            if (s->next == s->end_graph ||
+                (s->at = graph_mapped_frame(s->arena->places[s->next])) == NULL) {
+                s->at = s->end = NULL; /* the last graph, or `pread` */
+                return;
+            }
+            n = prefetched_bytes(s, s->next++);
+            s->end = s->at + n;
         }
-        s->at += n * LINE;
-        s->ahead += n * LINE;
+        n = n < bytes ? n : bytes;
+        for (int64_t i = 0; i < n; i += LINE) {
+            __builtin_prefetch(s->at + i);
+        }
+        s->at += n;
+        bytes -= n;
     }
 }
 
-/* So many bytes of the graph are copied, or will not be. */
+/* Advances past bytes of the graph, copied or skipped. */
 static void
-go_on(stream *s, int64_t bytes)
+advance(stream *s, int64_t bytes)
 {
     bytes = bytes < s->left ? bytes : s->left;
     s->left -= bytes;
-    s->ahead -= bytes;
-    fetch(s);
+    prefetch(s, bytes);
+}
+
+static tfast_status
+must_be_below(const char *what, int limit, int got)
+{
+    return got < limit
+               ? TFAST_OK
+               : tfast_fail(TFAST_EINVAL, "a selected %s must be below %d, got %d",
+                            what, limit, got);
 }
 
 static tfast_status
 check_selection(const tfast_graph_cache *cache, const tfast_graph_selection *selection,
                 int64_t n)
 {
+    tfast_status status = TFAST_OK;
+
     if (cache->schema == NULL) {
-        return tfast_fail(TFAST_EINVAL, "cache must have graphs to collate, got none");
+        return tfast_fail(TFAST_EINVAL, "cache must have graphs to collate, got none; "
+                                        "append some first");
     }
     for (int i = 0; i < selection->n_fields; i++) {
-        if (selection->fields[i] >= cache->schema->header.n_fields) {
-            return tfast_fail(TFAST_EINVAL, "a selected field must be below %d, got %d",
-                              cache->schema->header.n_fields, selection->fields[i]);
-        }
+        TRY(must_be_below("field", cache->schema->header.n_fields,
+                          selection->fields[i]));
     }
     for (int i = 0; i < selection->n_batch_of; i++) {
-        if (selection->batch_of[i] >= cache->schema->header.n_counts) {
-            return tfast_fail(TFAST_EINVAL, "a selected count must be below %d, got %d",
-                              cache->schema->header.n_counts, selection->batch_of[i]);
-        }
+        TRY(must_be_below("count", cache->schema->header.n_counts,
+                          selection->batch_of[i]));
     }
     if (n < 0 || n > INT32_MAX) {
-        return tfast_fail(TFAST_EINVAL,
-                          "a batch must have 0 .. 2147483647 graphs, got %lld",
-                          (long long)n);
+        TRY(tfast_fail(TFAST_EINVAL,
+                       "a batch must have 0 .. 2147483647 graphs, got %lld; use a "
+                       "smaller batch_size",
+                       (long long)n));
     }
     if (selection->n_slots != 0 &&
         (selection->n_slots < n || selection->n_slots > INT32_MAX)) {
-        return tfast_fail(TFAST_EINVAL,
-                          "the padding's number of graphs must be at least the "
-                          "batch's, %lld, got %lld",
-                          (long long)n, (long long)selection->n_slots);
+        TRY(tfast_fail(TFAST_EINVAL,
+                       "the padding's number of graphs must be at least the batch's, "
+                       "%lld, got %lld; give the padding more",
+                       (long long)n, (long long)selection->n_slots));
     }
-    return TFAST_OK;
+fail:
+    return status;
 }
 
 /* Copies `n` elements, adding `add`. */
@@ -139,10 +133,11 @@ copy_elements(const tfast_graph_kernels *kernels, uint8_t *out,
     }
 }
 
-/* The runs of elements that lie side by side and get the same added: the field's rows,
- * or, where two rows lie inside what is one row of the batch, both of each graph. */
+/* Runs of adjacent elements to which the same number is added: the rows of the field;
+ * or, where the two rows of a graph lie in one row of the batch, both rows of each
+ * graph. */
 typedef struct {
-    int64_t n, elements, stride; /* stride: bytes from one to the next */
+    int64_t n, elements, stride; /* stride: bytes from one run to the next */
     bool alternate;              /* every other run has the second addend */
 } runs;
 
@@ -155,11 +150,11 @@ runs_of(const graph_batch_field *f, int64_t steps, int64_t graphs)
         const int64_t part = graphs == 0 ? 0 : elements / (2 * graphs);
         return (runs){2 * graphs, part, part * f->bytes, true};
     }
-    /* Any number of empty rows is no work. */
+    /* No runs where rows are empty: their number may be large. */
     return (runs){elements == 0 ? 0 : f->outer, elements, f->total * f->inner, false};
 }
 
-/* What run `i` adds for graph g. */
+/* The number that is added to run `i` of graph g. */
 static int64_t
 addend(const graph_arena *arena, const graph_batch_field *f, runs r, int64_t i,
        int64_t g)
@@ -169,8 +164,8 @@ addend(const graph_arena *arena, const graph_batch_field *f, runs r, int64_t i,
     return f->n_adds == 0 ? 0 : graph_sums(arena, f->adds[second])[g];
 }
 
-/* From the sums, which are the arena's own, and not again from the file: what is
- * written stays in the arena even if somebody changes the file meanwhile. */
+/* The steps of graph g, from the arena's sums and not from the file, which another
+ * process may change meanwhile: so that nothing is written outside the arena. */
 static int64_t
 steps_of(const graph_arena *arena, const graph_batch_field *f, int64_t g)
 {
@@ -190,47 +185,17 @@ steps_before(const graph_arena *arena, const graph_batch_field *f, int64_t g)
     return f->steps_count < 0 ? f->steps * g : graph_sums(arena, f->steps_count)[g];
 }
 
-/* A line is fetched with each that is copied: in one go there would be more than the
- * processor can wait for. */
-static void
-copy_lines(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
-{
-    int64_t lines = lines_of(bytes < s->left ? bytes : s->left);
-
-    while (lines > 0 && (s->at < s->end || fetch_next(s))) {
-        const int64_t there = lines_of(s->end - s->at + LINE - 1);
-        const int64_t n = lines < there ? lines : there;
-
-        s->arena->cache->kernels->copy(out, in, n, s->at);
-        s->at += n * LINE;
-        s->left -= n * LINE;
-        out += n * LINE;
-        in += n * LINE;
-        bytes -= n * LINE;
-        lines -= n;
-    }
-    if (bytes > 0) { /* mostly none */
-        memcpy(out, in, (size_t)bytes);
-    }
-}
-
-/* Large arrays that have to be fetched in pieces of a fixed size, which gcc copies by
- * `rep movs`: a batch of 2.4 MB takes less time than by lines. What is in the caches
- * the system's copies faster. */
 static void
 copy(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
 {
-    if (bytes > LARGE && s->most == BEGINNING) {
-        memcpy(out, in, (size_t)bytes);
-        return;
-    }
-    for (; bytes > LARGE; bytes -= PIECE) {
+    for (; bytes > PIECE && s->most != BEGINNING; bytes -= PIECE) {
         memcpy(out, in, PIECE);
         out += PIECE;
         in += PIECE;
-        go_on(s, PIECE);
+        advance(s, PIECE);
     }
-    copy_lines(s, out, in, bytes);
+    memcpy(out, in, (size_t)bytes);
+    advance(s, bytes);
 }
 
 /* Adds graph g to one field. */
@@ -245,7 +210,7 @@ copy_field(stream *source, graph_batch_field *f, int64_t g)
 
     if (array->stored == GRAPH_AS_IS && f->outer == 1 && f->n_adds == 0 &&
         !f->lacking && !f->absent && array->numel == steps * f->values) {
-        copy(source, out, array->data, steps * f->inner); /* most fields */
+        copy(source, out, array->data, steps * f->inner); /* most fields take this */
         return TFAST_OK;
     }
     r = runs_of(f, steps, 1);
@@ -270,8 +235,8 @@ copy_field(stream *source, graph_batch_field *f, int64_t g)
     return TFAST_OK;
 }
 
-/* What threads share. Where one of them fails, all is copied again by one: the error is
- * that of the first graph that has one. */
+/* Shared by the threads that copy a batch. If one of them fails, one thread copies the
+ * whole batch again: the error is that of the first graph that has one. */
 typedef struct {
     graph_arena *arena;
     const int64_t *indices;
@@ -279,8 +244,8 @@ typedef struct {
     bool failed[GRAPH_SHARES];
 } copying;
 
-/* Copies the graphs first .. end - 1 with the memory of this share. Graph 0 says which
- * fields are absent, and comes before all others. */
+/* Copies the graphs first .. end - 1 with the memory of this share. Graph 0 comes
+ * before all others: it decides which fields are absent. */
 static tfast_status
 copy_graphs(const copying *c, int share, int64_t first, int64_t end)
 {
@@ -298,25 +263,25 @@ copy_graphs(const copying *c, int share, int64_t first, int64_t end)
         .end_graph = end,
     };
 
-    fetch(&source);
-    for (int64_t g = first; g < end; g++) {
-        tfast_status status;
+    graph_record_view record;
+    tfast_status status = TFAST_OK;
 
-        source.left = fetched_of(&source, g);
-        status = graph_arrays(arena->cache, c->indices[g], arena->places[g],
-                              &arena->frames[share], arrays);
-        for (int i = 0; status == TFAST_OK && i < c->n_fields; i++) {
-            status = copy_field(&source, &arena->fields[i], g);
+    prefetch(&source, AHEAD);
+    for (int64_t g = first; g < end; g++) {
+        source.left = prefetched_bytes(&source, g);
+        TRY(graph_arrays(arena->cache, c->indices[g], arena->places[g],
+                         &arena->frames[share], cache->options.verify, arrays,
+                         &record));
+        for (int i = 0; i < c->n_fields; i++) {
+            TRY(copy_field(&source, &arena->fields[i], g));
         }
-        if (status != TFAST_OK) {
-            return status;
-        }
-        go_on(&source, source.left);
+        advance(&source, source.left);
     }
-    return TFAST_OK;
+fail:
+    return status;
 }
 
-/* The graphs after the first, in shares of as many frames each. */
+/* The graphs after the first, in shares of equally many. */
 static void
 copy_share(void *context, int share, int shares)
 {
@@ -349,7 +314,7 @@ copy_all(graph_arena *arena, const int64_t *indices, int n_fields, bool alone)
     bool failed = false;
 
     for (int i = 0; i < n_fields; i++) {
-        arena->fields[i].out = arena->batch.arena + arena->field_at[i];
+        arena->fields[i].out = arena->batch.arena + arena->batch.field_at[i];
     }
     if (shares > 1 && copy_graphs(&c, 0, 0, 1) == TFAST_OK) {
         tfast_parallel(shares, copy_share, &c);
@@ -377,7 +342,7 @@ fill(const tfast_graph_kernels *kernels, uint8_t *out, int bytes, int64_t n,
     }
 }
 
-/* What is left of one field: zeros, or indices of the first padding graph's first. */
+/* Fills the padding of one field: zeros, or indices of the first padding node. */
 static tfast_status
 pad_field(const graph_arena *arena, graph_batch_field *f)
 {
@@ -393,10 +358,10 @@ pad_field(const graph_arena *arena, graph_batch_field *f)
         const int k = f->adds[i];
 
         if (schema->counts[k].role != GRAPH_INCREMENT &&
-            arena->totals[k] == graph_sums(arena, k)[n]) {
+            arena->batch.totals[k] == graph_sums(arena, k)[n]) {
             return tfast_fail(TFAST_EINVAL,
                               "the padding must have a node for the indices of its "
-                              "field %s, got none",
+                              "field %s, got none; give the padding one node more",
                               schema->field_names[f->field]);
         }
     }
@@ -419,14 +384,14 @@ write_vectors(graph_arena *arena, const tfast_graph_selection *selection)
 
     for (int i = 0; i < selection->n_batch_of; i++) {
         const int64_t *sums = graph_sums(arena, selection->batch_of[i]);
-        int64_t *out = (int64_t *)(arena->batch.arena + arena->batch_at[i]);
+        int64_t *out = (int64_t *)(arena->batch.arena + arena->batch.batch_at[i]);
 
         for (int64_t g = 0; g < slots; g++) {
             kernels->fill(out + sums[g], sums[g + 1] - sums[g], g);
         }
     }
     for (int k = 0; k < arena->cache->schema->header.n_counts; k++) {
-        memcpy(arena->batch.arena + arena->ptr_at[k], graph_sums(arena, k),
+        memcpy(arena->batch.arena + arena->batch.ptr_at[k], graph_sums(arena, k),
                (size_t)(slots + 1) * sizeof(int64_t));
     }
 }
@@ -436,33 +401,28 @@ tfast_graph_collate(tfast_graph_cache *cache, const tfast_graph_selection *selec
                     const int64_t *indices, int64_t n, bool alone,
                     tfast_graph_batch **batch)
 {
-    tfast_status status = check_selection(cache, selection, n);
-    graph_arena *arena;
+    graph_arena *arena = NULL;
+    tfast_status status;
 
     *batch = NULL;
-    if (status == TFAST_OK) {
-        status = graph_arena_take(&arena, cache, selection, n,
-                                  selection->n_slots > 0 ? selection->n_slots : n);
-    }
-    if (status != TFAST_OK) {
-        return status;
-    }
-    status = graph_batch_plan(arena, selection, indices);
-    if (status == TFAST_OK) {
-        status = copy_all(arena, indices, selection->n_fields, alone);
-    }
-    for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
+    TRY(check_selection(cache, selection, n));
+    TRY(graph_arena_take(&arena, cache, selection, n,
+                         selection->n_slots > 0 ? selection->n_slots : n));
+    TRY(graph_batch_plan(arena, selection, indices));
+    TRY(copy_all(arena, indices, selection->n_fields, alone));
+    for (int i = 0; i < selection->n_fields; i++) {
         if (arena->fields[i].absent) {
-            arena->ranks[i] = -1;
+            arena->batch.ranks[i] = -1;
         } else {
-            status = pad_field(arena, &arena->fields[i]);
+            TRY(pad_field(arena, &arena->fields[i]));
         }
-    }
-    if (status != TFAST_OK) {
-        tfast_graph_batch_release(&arena->batch);
-        return status;
     }
     write_vectors(arena, selection);
     *batch = &arena->batch;
     return TFAST_OK;
+fail:
+    if (arena != NULL) {
+        tfast_graph_batch_release(&arena->batch);
+    }
+    return status;
 }

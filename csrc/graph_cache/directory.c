@@ -1,4 +1,4 @@
-/* A cache's directory: names, what lies in it, and the lock. */
+/* A cache's directory: the names of its files, its listing, its lock. */
 #if !defined(_POSIX_C_SOURCE)
 #    define _POSIX_C_SOURCE 200809L /* O_DIRECTORY */
 #endif
@@ -32,7 +32,7 @@ digit_of(char digit)
                                           : -1;
 }
 
-/* Whether a name is "<prefix>-<uuid><suffix>", and which. */
+/* Whether a name is "<prefix>-<uuid><suffix>"; *uuid is its uuid then. */
 static bool
 parse(const char *name, const char *prefix, uint8_t uuid[16], const char *suffix)
 {
@@ -55,21 +55,16 @@ parse(const char *name, const char *prefix, uint8_t uuid[16], const char *suffix
     return true;
 }
 
-/* ---- What lies there ------------------------------------------------------------- */
+/* ---- Listing --------------------------------------------------------------------- */
 
 static void
-note(uint8_t (**uuids)[16], int64_t *n, const uint8_t uuid[16], bool *no_memory)
+note(graph_listing *listing, graph_uuids *uuids, const uint8_t uuid[16])
 {
-    if ((*n & (*n - 1)) == 0) { /* room for powers of two */
-        void *more = realloc(*uuids, (size_t)(*n == 0 ? 1 : *n * 2) * 16);
-
-        if (more == NULL) {
-            *no_memory = true;
-            return;
-        }
-        *uuids = more;
+    if (graph_grow(&uuids->data, uuids->n, 16) != TFAST_OK) {
+        listing->no_memory = true;
+        return;
     }
-    memcpy((*uuids)[(*n)++], uuid, 16);
+    memcpy(uuids->data[uuids->n++], uuid, 16);
 }
 
 static void
@@ -82,11 +77,11 @@ visit(void *context, const char *name)
         return;
     }
     if (parse(name, "open", uuid, "")) {
-        note(&listing->open, &listing->n_open, uuid, &listing->no_memory);
+        note(listing, &listing->open, uuid);
     } else if (parse(name, "segment", uuid, "")) {
-        note(&listing->sealed, &listing->n_sealed, uuid, &listing->no_memory);
+        note(listing, &listing->sealed, uuid);
     } else if (parse(name, "manifest", uuid, ".tmp")) {
-        note(&listing->temporary, &listing->n_temporary, uuid, &listing->no_memory);
+        note(listing, &listing->temporary, uuid);
     } else if (strcmp(name, "manifest") == 0) {
         listing->manifest = true;
     } else if (strcmp(name, "lock") != 0) {
@@ -100,6 +95,21 @@ graph_compare_uuids(const void *a, const void *b)
     return memcmp(a, b, 16);
 }
 
+static void
+sort(graph_uuids *uuids)
+{
+    if (uuids->n > 0) { /* qsort() must not get NULL */
+        qsort(uuids->data, (size_t)uuids->n, 16, graph_compare_uuids);
+    }
+}
+
+bool
+graph_uuids_have(const graph_uuids *uuids, const uint8_t uuid[16])
+{
+    return uuids->n > 0 && bsearch(uuid, uuids->data, (size_t)uuids->n, 16,
+                                   graph_compare_uuids) != NULL;
+}
+
 tfast_status
 graph_list(graph_listing *listing, const char *directory)
 {
@@ -111,21 +121,17 @@ graph_list(graph_listing *listing, const char *directory)
         graph_listing_free(listing);
         return graph_io_error("list", directory, error < 0 ? error : ENOMEM);
     }
-    if (listing->n_open > 0) { /* the same order everywhere */
-        qsort(listing->open, (size_t)listing->n_open, 16, graph_compare_uuids);
-    }
-    if (listing->n_sealed > 0) {
-        qsort(listing->sealed, (size_t)listing->n_sealed, 16, graph_compare_uuids);
-    }
+    sort(&listing->open);
+    sort(&listing->sealed);
     return TFAST_OK;
 }
 
 void
 graph_listing_free(graph_listing *listing)
 {
-    free(listing->open);
-    free(listing->sealed);
-    free(listing->temporary);
+    free(listing->open.data);
+    free(listing->sealed.data);
+    free(listing->temporary.data);
     memset(listing, 0, sizeof *listing);
 }
 
@@ -139,7 +145,10 @@ graph_lock_file(int file, const char *path)
     do {
         error = graph_io_table->lock(file, LOCK_EX);
         if (error == -EINTR && graph_interrupted != NULL && graph_interrupted()) {
-            return tfast_fail(TFAST_EINTR, "a signal has ended the wait for %s", path);
+            return tfast_fail(TFAST_EINTR,
+                              "a signal ended the wait for the lock of %s; call again "
+                              "to wait on",
+                              path);
         }
     } while (error == -EINTR);
     return error < 0 ? graph_io_error("lock", path, error) : TFAST_OK;
@@ -149,19 +158,15 @@ tfast_status
 graph_lock(const char *directory, int *lock)
 {
     char path[GRAPH_PATH_BYTES];
-    tfast_status status = graph_join(path, directory, "lock");
+    tfast_status status;
 
-    if (status != TFAST_OK) {
-        return status;
-    }
-    *lock = graph_io_table->open(path, O_RDWR | O_CREAT);
-    if (*lock < 0) {
-        return graph_io_error("open", path, *lock);
-    }
+    TRY(graph_join(path, directory, "lock"));
+    TRY(graph_open(path, O_RDWR | O_CREAT, lock));
     status = graph_lock_file(*lock, path);
     if (status != TFAST_OK) {
         graph_io_table->close(*lock);
     }
+fail:
     return status;
 }
 
@@ -169,37 +174,35 @@ tfast_status
 graph_lock_cache(const char *directory, int *lock)
 {
     char path[GRAPH_PATH_BYTES];
-    tfast_status status = graph_join(path, directory, "manifest");
+    tfast_status status;
     int file;
 
-    if (status != TFAST_OK) {
-        return status;
-    }
-    file = graph_io_table->open(path, O_RDONLY);
-    if (file < 0) {
-        return graph_io_error("open", path, file);
-    }
+    TRY(graph_join(path, directory, "manifest"));
+    TRY(graph_open(path, O_RDONLY, &file));
     graph_io_table->close(file);
     return graph_lock(directory, lock);
+fail:
+    return status;
 }
 
 void
 graph_unlock(int file)
 {
-    graph_io_table->lock(file, LOCK_UN); /* a forked child may hold it open */
+    graph_io_table->lock(file, LOCK_UN); /* closing is not enough: a forked child may
+                                            have the same open file */
     graph_io_table->close(file);
 }
 
-/* ---- Sync ---------------------------------------------------------------------- */
+/* ---- Sync ------------------------------------------------------------------------ */
 
 tfast_status
 graph_directory_sync(const char *directory)
 {
-    int file = graph_io_table->open(directory, O_RDONLY | O_DIRECTORY);
-    int error;
+    int file, error;
+    tfast_status status = graph_open(directory, O_RDONLY | O_DIRECTORY, &file);
 
-    if (file < 0) {
-        return graph_io_error("open", directory, file);
+    if (status != TFAST_OK) {
+        return status;
     }
     error = graph_io_table->sync(file);
     graph_io_table->close(file);

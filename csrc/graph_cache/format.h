@@ -1,82 +1,7 @@
-/* The graph cache on disk, version 1.0. This comment is the specification; what follows
- * it are its structs. docs/graph_cache_format.md tells it to a stranger, with examples.
- *
- * A cache is a directory:
- *   manifest            which segments there are, and the order of their graphs
- *   segment-<uuid>      graphs that one writer appended; sealed, never changed again
- *   open-<uuid>         the same while its writer lives (it holds flock() on the file),
- *                       or what a killed writer left
- *   lock                empty; flock() on it around every change of the manifest
- * <uuid>: 32 hexadecimal digits. Other files are left alone.
- *
- * All numbers are little-endian. crc: crc32c (Castagnoli; reflected, initial value and
- * final xor 0xffffffff). "Aligned to n": at the next offset from the beginning of the
- * file that is a multiple of n; the gap is zeros. Reserved bytes are zeros, and a
- * reader refuses anything else.
- *
- * Segment
- *   graph_header, the schema (graph_schema_header and what follows it), zeros to a
- *   multiple of 4096.
- *   Frames, each aligned to 16 and a multiple of 16 bytes long:
- *     record   one graph: graph_record, counts[n_counts] u32, stored[n_fields] u8,
- *              aligned to 16; then the payload, zeros to a multiple of 16.
- *     commit   graph_commit; then zeros to a multiple of 4096 from the file's
- *              beginning, so that no later write touches its block of the disk. The
- *              records before it have been accepted: a record counts only if a valid
- *              commit frame follows it.
- *   When sealed: the index: a column for each of
- *     offset u64     of the record's frame
- *     units u32      length of the frame, in 16 bytes
- *     counts[k] u32  for each k of the schema's counts
- *   with one entry a record, in file order, each column aligned to 64; aligned to 64,
- *   graph_trailer, the last 64 bytes of the file. Frames follow each other without
- *   gaps. Checksums of frames begin with the segment's uuid, so that neither what a
- *   deleted file has left on the disk nor a segment inside a payload passes for a
- *   frame.
- *
- * Schema: counts and fields
- *   A count is a number of things that each graph has its own of: nodes of a type,
- *   edges of a type, the size of a ragged dimension, an increment. A record stores all
- *   counts.
- *   A field is a named array; each of its dimensions is a fixed size, or a count. So
- *   the shapes of all arrays, and where they lie, follow from a record's counts.
- *   Counts come sorted by role, in the order of the enum. Field names and types of a
- *   schema are unique together.
- *   The schemas of a cache's segments have the same counts of nodes and edges and the
- *   same fields in the same order, but for sizes and what is optional; one may have
- *   more fields behind those of another, whose graphs have none of these.
- *   Layout: graph_schema_header, graph_schema_count[n_counts],
- *   graph_schema_field[n_fields], names (UTF-8, without zeros, each at its own place,
- *   in order and without gaps: counts first), zeros to a multiple of 16.
- *
- * Payload: the fields in order, each aligned to the size of its stored element, at most
- * 8, from the beginning of the payload, in C order. `stored` says how:
- *     0      the graph has no such field (only if it is optional)
- *     1      as its dtype says
- *     2..4   u8, u16, u32   } integers that fit; to be widened when they are read
- *     5..7   i8, i16, i32   } (never wider than, or as wide as, the field's dtype)
- *   A writer takes the first of the smallest that fit, so equal graphs are equal bytes.
- *   bool is one byte, 0 or 1. Strings are UTF-8.
- *
- * Manifest: graph_manifest, graph_manifest_segment[n_segments], then, if `ordered`,
- * u64 order[n_graphs]: graph i of the cache is record order[i] of the segments one
- * after another. Without it graphs are in the order of the records. A record that is
- * not in the order is not in the cache. It is replaced as a whole: written to
- * manifest-<uuid>.tmp, fsync, rename, fsync of the directory.
- *
- * Durability. Header and schema are flushed, and the file's name, before the first
- * record. A commit writes the records and their commit frame, then fdatasync; only then
- * comes the next record. The order in which that reaches the disk does not matter:
- * recovery takes the longest beginning whose frames are all valid, up to its last
- * commit frame. A commit frame behind that with a frame behind it, or that names one
- * there as the one before, or without a header before it: then what was durable has
- * been damaged since, nothing is cut off, and repair is asked for. A segment is sealed
- * under its lock: index and trailer, fsync, rename to its final name, fsync of the
- * directory, manifest; a sealed segment that is not in the manifest waits to be
- * entered. To delete one, first a manifest whose order has none of its records is made
- * durable, then the file goes, then the manifest forgets it: so a reader does not miss
- * segments that have no graph. After a failed fsync a segment is never written again:
- * its writer fails, and the next one salvages what can be read. */
+/* The structs of the graph cache's files, version 1.0. docs/graph_cache_format.md is
+ * the specification: it says what each number means, how the structs follow each other,
+ * and what a writer must do so that nothing is lost. All numbers are little-endian; crc
+ * is CRC-32C; reserved bytes are zeros, and a reader refuses anything else. */
 #ifndef GRAPH_CACHE_FORMAT_H
 #define GRAPH_CACHE_FORMAT_H
 
@@ -90,12 +15,12 @@ enum {
     GRAPH_MAJOR = 1, /* a reader refuses any other */
     GRAPH_MINOR = 0, /* a reader of 1.0 can read every 1.x */
     GRAPH_UNIT = 16,
-    GRAPH_BLOCK = 4096, /* what a power loss may destroy when a part of it is written */
+    GRAPH_BLOCK = 4096, /* a loss of power may destroy all of a block that is written */
     GRAPH_MAX_RANK = 8,
     GRAPH_MAX_FIELDS = 4096,
     GRAPH_MAX_COUNTS = 4096,
     GRAPH_MAX_NAME = 255,
-    GRAPH_NONE = 0xffff, /* no count */
+    GRAPH_NONE = 0xffff, /* in the place of a count: none */
 };
 
 #define GRAPH_HEADER_MAGIC "\x89TFG\r\n\x1a\n" /* catches damage by text mode */
@@ -152,8 +77,8 @@ enum {
     GRAPH_N_ROLES
 };
 
-/* What is added to a field's values when graphs are put together. Where that is a count
- * but an increment, they are indices into what it counts: 0 <= value < count. */
+/* What is added to a field's values when graphs are put together. If it is a count that
+ * is not an increment, the values are indices: 0 <= value < count. */
 enum {
     GRAPH_ADD_NOTHING = 0,
     GRAPH_ADD_COUNT, /* the sum of counts[add[0]] of the graphs before */

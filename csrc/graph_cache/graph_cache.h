@@ -1,14 +1,6 @@
-/* The graph cache's contract: what csrc/python may call, who owns what. format.h says
- * what is on disk. Nothing here is for two threads at once, except where it says so.
- *
- * Files: io.c (the operating system); schema.c (parsing), schema_join.c (segments that
- * differ in sizes), layout.c (where a record's fields lie), check.c (whether one can be
- * trusted), agree.c (whether a writer's schema is the cache's); segment.c (a sealed
- * segment), scan.c (frames, and recovery), seal.c; directory.c, manifest.c and make.c;
- * append.c (a graph becomes a record), write.c, adopt.c (what dead writers left),
- * build.c; read.c (an open cache), verify.c, salvage.c and repair.c; batch.c (arenas),
- * plan.c and collate.c (batches), prefetch.c (threads), order.c and shuffle.c
- * (shuffling, sharding, batches by size). */
+/* The graph cache's contract: what its binding may call, who owns what. Nothing here is
+ * for two threads at once, except where it says so. docs/graph_cache_format.md says
+ * what is on disk, docs/design/graph_cache.md which file does what and why. */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -28,32 +20,11 @@ typedef struct {
     size_t record_bytes; /* of a record's header with counts and stored, aligned */
 } tfast_graph_schema;
 
-/* Checks every rule of format.h; nothing of `bytes` is trusted or kept. */
+/* Checks every rule of the format; nothing of `bytes` is trusted or kept. TFAST_EINVAL
+ * where a rule is broken. */
 tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *bytes,
                                       size_t n_bytes);
 void tfast_graph_schema_free(tfast_graph_schema *schema);
-
-/* True where graphs of both can be in one cache: all is the same but dims (fixed in one
- * and a count in the other, or the nodes in one and a size of its own in the other),
- * the counts that nodes and edges are none of, GRAPH_OPTIONAL, and the last fields,
- * which one of them may lack. In the schema of both, a dim that differs is a size of
- * its own, and a field that is optional in one, or that one lacks, is optional. */
-bool tfast_graph_schema_agrees(const tfast_graph_schema *a,
-                               const tfast_graph_schema *b);
-
-/* Bytes of an element of a dtype, and of how it is stored; 0: not a number of ours. */
-extern const uint8_t graph_stored_widths[GRAPH_N_DTYPES][GRAPH_N_STORED];
-int graph_dtype_bytes(int dtype);
-
-static inline int
-graph_stored_bytes(int dtype, int stored)
-{
-    return dtype > 0 && dtype < GRAPH_N_DTYPES && stored >= 0 && stored < GRAPH_N_STORED
-               ? graph_stored_widths[dtype][stored]
-               : 0;
-}
-
-const char *graph_dtype_name(int dtype);
 
 /* One field of one record. */
 typedef struct {
@@ -64,22 +35,7 @@ typedef struct {
     int64_t numel;
 } tfast_graph_array;
 
-/* A record in two parts. A mapped file may change at any time, so that what has been
- * checked in it need not be so any more when it is used. */
-typedef struct {
-    const void *head;       /* graph_record, counts and `stored`, in memory that nobody
-                               else writes: schema->record_bytes of it */
-    const uint8_t *payload; /* may be in a map: any bytes at any time */
-    int64_t bytes;          /* of both, readable */
-} graph_record_view;
-
-/* Where the fields of a record lie. Nothing in it is trusted: sizes are checked against
- * the view's bytes, and `units` against both. Fills arrays[n_fields]. */
-tfast_status graph_record_arrays(const tfast_graph_schema *schema,
-                                 const graph_record_view *record,
-                                 tfast_graph_array *arrays);
-
-/* ---- Writing (write.c, manifest.c) ----------------------------------------------- */
+/* ---- Writing (writer.c, append.c, adopt.c, build.c) ------------------------------ */
 
 typedef struct tfast_graph_writer tfast_graph_writer;
 
@@ -93,119 +49,117 @@ typedef struct {
     const int64_t *strides; /* in elements */
 } tfast_graph_value;
 
-/* A new segment in the cache at `path`; makes the directory and an empty manifest where
- * there is none. `path` of something else (a file, a directory with other things and no
- * manifest) is refused. With `durable` false nothing is synced, for scratch, but that a
- * cache with other segments is left as safe as it was. */
+/* Starts a new segment in the cache at `path`; creates the directory and an empty
+ * manifest where there are none. A path that is a file, or a directory with other files
+ * and no manifest, is refused. With `durable` false (for scratch) nothing is synced
+ * unless the cache has other segments, which must stay safe. */
 tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
                                      const void *schema, size_t schema_bytes,
                                      bool durable);
 
-/* Appends a graph. counts[n_counts]: >= 0 given, -1 to be taken from the values'
- * shapes (a count that neither gives is an error). Values of count-adding integer
- * fields (edge indices) must be >= 0 and below their count. key: 16 bytes, or NULL.
- * TFAST_EINVAL where a shape does not fit the schema; *misfit is then the field whose
- * size differs from what the schema fixes or shares, so that the caller can go on with
- * a more general schema, and -1 for every other error. Nothing has changed then.
- * Values that add an increment are not checked: its meaning is the user's. */
+/* Appends a graph. counts[n_counts]: >= 0 is given, -1 is taken from the shapes of the
+ * values; it is an error where neither gives a count. Indices (values of fields to
+ * which a count is added that is not an increment) must be >= 0 and below their count.
+ * key: 16 bytes, or NULL. After an error nothing has changed. TFAST_EINVAL where a
+ * shape does not fit the schema; *misfit is then the field whose size differs from the
+ * size that the schema fixes or shares, so that the caller can go on with a more
+ * general schema. *misfit is -1 after every other error. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
                                        int *misfit);
 
-/* Makes everything appended so far durable. May run without the GIL while no other call
- * of this writer does. After an error the writer is dead: what was committed is safe.
- * */
+/* Makes all appended graphs durable. After an error the writer is dead; graphs of
+ * earlier commits are safe. */
 tfast_status tfast_graph_writer_commit(tfast_graph_writer *writer);
 
-/* Commits, seals the segment and enters it into the manifest; an empty segment
- * vanishes. The writer is freed by tfast_graph_writer_free() only. After TFAST_EINTR it
- * can be closed again. */
+/* Commits, seals the segment and enters it into the manifest; an empty segment is
+ * deleted. Only tfast_graph_writer_free() frees the writer. After TFAST_EINTR it can be
+ * closed again. */
 tfast_status tfast_graph_writer_close(tfast_graph_writer *writer);
 int64_t tfast_graph_writer_appended(const tfast_graph_writer *writer);
 int64_t tfast_graph_writer_committed(const tfast_graph_writer *writer);
 
-/* Without close(): what was committed is left for tfast_graph_adopt(). In a forked
+/* Without close() the committed graphs are left for tfast_graph_adopt(). In a forked
  * child it only frees memory. */
 void tfast_graph_writer_free(tfast_graph_writer *writer);
 
-/* Seals what dead writers have left, to their last commit; *graphs and *lost count what
- * was kept and what followed the last commit (records, at least). Segments of living
- * writers are left alone. */
+/* Seals the segments that dead writers have left, up to their last commits, and enters
+ * them into the manifest. *graphs: that were kept; *lost: records behind the last
+ * commits, at least. Segments of living writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
-/* The schema of a cache's segments, also of those that are being written, to be freed;
- * NULL: there are none. A writer's must agree with it. */
+/* The schema with the most fields of a cache's segments, also of those that are being
+ * written; NULL: there are none. A writer's schema must agree with it. The caller frees
+ * it. */
 tfast_status tfast_graph_schema_find(const char *path, tfast_graph_schema **schema);
 
-/* A build: between begin and end the cache does not open (but with `partial`). End sets
- * the order, as numbers of the graphs that `partial` shows at that time (so after an
- * earlier order not of the records), and deletes segments that have none of them; order
- * NULL: it stays as it is. */
+/* A build: between begin and end the cache opens only with `partial`. End sets the
+ * order and deletes the segments that have none of its graphs. order[n] are numbers of
+ * the graphs that `partial` shows at that time, which after an earlier order are not
+ * those of the records; order NULL: it stays as it is. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 
-/* ---- Reading (segment.c, read.c) ------------------------------------------------- */
+/* ---- Reading (cache.c, verify.c, repair.c) --------------------------------------- */
 
 typedef struct tfast_graph_cache tfast_graph_cache;
 
 enum { TFAST_GRAPH_VERIFY_NEVER, TFAST_GRAPH_VERIFY_ONCE, TFAST_GRAPH_VERIFY_ALWAYS };
 
-/* Files are mapped, or read graph by graph. A map of a file that is cut short kills the
- * process (SIGBUS), which on network file systems others may do, and where pages are
- * lost with the connection. */
+/* Files are mapped, or read graph by graph. A map kills the process (SIGBUS) if its
+ * file is cut short or cannot be read any more, as happens on network file systems. */
 enum { TFAST_GRAPH_MMAP, TFAST_GRAPH_PREAD, TFAST_GRAPH_BY_FILE_SYSTEM };
 
 typedef struct {
     int verify;
     int mode; /* TFAST_GRAPH_BY_FILE_SYSTEM: reads on network file systems, else maps */
-    bool partial; /* open what is sealed although a build or a writer has not ended */
+    bool partial; /* open the sealed graphs although a build or writer has not ended */
 } tfast_graph_open_options;
 
-/* Opened once, it may be read by any number of threads at once, and after a fork. */
+/* Any number of threads may read an open cache at once, also after a fork. */
 tfast_status tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
                                     const tfast_graph_open_options *options);
-int tfast_graph_cache_mode(const tfast_graph_cache *cache); /* the one of the two */
+int tfast_graph_cache_mode(const tfast_graph_cache *cache); /* never BY_FILE_SYSTEM */
 void tfast_graph_cache_retain(tfast_graph_cache *cache);
 void tfast_graph_cache_release(tfast_graph_cache *cache);
 
 int64_t tfast_graph_cache_len(const tfast_graph_cache *cache);
-/* Of the first segment, generalised: a dimension that is a count in any segment is one
- * here. NULL for a cache without graphs. */
+/* The generalisation of all segments' schemas; NULL for a cache without graphs. */
 const tfast_graph_schema *tfast_graph_cache_schema(const tfast_graph_cache *cache);
 /* 16 bytes that change with the manifest: the cache's uuid and generation mixed. */
 const uint8_t *tfast_graph_cache_fingerprint(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_file_bytes(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_segments(const tfast_graph_cache *cache);
 
-/* out[len]: one of the cache schema's counts, or the bytes of the frames, of all
- * graphs, from the index alone. */
+/* out[len], from the index alone: a count of the cache's schema, or the bytes of the
+ * frame, of each graph. */
 void tfast_graph_cache_counts(const tfast_graph_cache *cache, int count, int64_t *out);
 void tfast_graph_cache_frame_bytes(const tfast_graph_cache *cache, int64_t *out);
 /* out[16 * len]: the keys, from the records. */
 tfast_status tfast_graph_cache_keys(const tfast_graph_cache *cache, uint8_t *out);
 
-/* The arrays of graph i, in the map while the cache is held. Where files are read they
- * lie in *owned, which the caller frees with free(); else *owned is NULL. Verifies as
- * the cache was opened. Threads may call it at once. */
+/* The arrays of graph i. They lie in the map, which lives as long as the cache, and
+ * *owned is NULL; where files are read they lie in *owned, which the caller frees with
+ * free(). Verifies as the cache was opened. Any thread. */
 tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
                                    tfast_graph_array *arrays, void **owned);
 
 /* Checks graphs first .. end - 1 in full (checksums, sizes, indices, bool bytes, UTF-8;
  * with `values` also that floats are finite), and calls damaged(context, i, message)
- * for each bad one. With first = 0 and end = len also what lies between the records,
- * and with first = end only that; i is -1 then. Returns an error only where it could
+ * for each bad one. With first = 0 and end = len it also checks the bytes between the
+ * records (i is -1), with first = end only these. Returns an error only where it could
  * not go on. */
 tfast_status tfast_graph_cache_verify(
     tfast_graph_cache *cache, int64_t first, int64_t end, bool values,
     void (*damaged)(void *context, int64_t i, const char *message), void *context);
 
-/* Copies every committed graph that can still be read, of sealed segments and others,
- * into a new cache at `to`. `from` is only read. Writes a report line by line. */
+/* Copies every committed graph that can still be read, from sealed and other segments,
+ * into a new cache at `to`. `from` is only read. Reports line by line. */
 typedef struct {
     int64_t kept;
     int64_t damaged;     /* committed, but broken */
-    int64_t uncommitted; /* after a last commit: never promised */
+    int64_t uncommitted; /* after the last commit of its segment: never promised */
     int64_t bytes_skipped;
 } tfast_graph_repair_report;
 tfast_status tfast_graph_repair(const char *from, const char *to,
@@ -215,40 +169,40 @@ tfast_status tfast_graph_repair(const char *from, const char *to,
 
 /* ---- Collate (collate.c) --------------------------------------------------------- */
 
-/* What a batch is to hold. The caller keeps it alive and unchanged. */
+/* The contents of a batch. The caller keeps it alive and unchanged. */
 typedef struct {
     const uint16_t *fields; /* of the cache's schema */
     int n_fields;
-    const uint16_t *batch_of; /* counts for which the number of its graph is wanted for
-                                 each thing counted */
+    const uint16_t *batch_of; /* counts of nodes or edges that get a batch vector: the
+                                 number of its graph for each */
     int n_batch_of;
-    /* Static shapes: the batch is filled up with one graph that has all that is missing
-     * (zeros; indices point at its first node) and then empty ones. n_slots: graphs in
-     * all, 0: no padding; totals[n_counts]: of each count in all, -1: as many as the
+    /* Padding to static shapes: one graph with everything that is missing to the totals
+     * (zeros; indices point at its first node), then empty graphs. n_slots: graphs with
+     * padding, 0: no padding; totals[n_counts]: each count with padding, -1: as the
      * graphs have. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;
 
-/* One batch in one arena, every array aligned to 64. */
+/* One batch in one arena, every array aligned to 64. Read-only for callers. */
 typedef struct tfast_graph_batch {
     uint8_t *arena;
     size_t bytes;
-    int64_t n_graphs;       /* real ones */
-    int64_t n_slots;        /* n_graphs, or with padding the selection's */
-    const int64_t *totals;  /* of each count, padding included */
-    const size_t *field_at; /* per selected field: its array's place in the arena */
-    const size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
-    const size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
-    const int64_t *sums;    /* [n_counts][n_slots + 1]: the ptrs again, beside the
-                               arena, for who shall not see what is written there */
-    const int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
-    const int *ranks; /* -1: none of the graphs has this field */
+    int64_t n_graphs; /* without padding graphs */
+    int64_t n_slots;  /* n_graphs, or with padding the selection's */
+    int64_t *totals;  /* of each count, padding included */
+    size_t *field_at; /* per selected field: its array's place in the arena */
+    size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
+    size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
+    int64_t *sums;    /* [n_counts][n_slots + 1]: a copy of the ptrs outside the arena,
+                         which does not change when a caller writes to its arrays */
+    int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
+    int *ranks;                            /* -1: none of the graphs has this field */
 } tfast_graph_batch;
 
-/* Collates now; large batches on the threads of tfast_parallel() too, unless this one
- * is to do it `alone`. The same bytes with any number. It comes with one reference,
- * and holds the cache. Errors: an index outside 0 .. len - 1 (TFAST_EINVAL), a damaged
+/* Collates now; a large batch also on the threads of tfast_parallel(), unless `alone`.
+ * The bytes do not depend on the number of threads. The batch has one reference, and
+ * holds the cache. Errors: an index outside 0 .. len - 1 (TFAST_EINVAL), a damaged
  * graph (TFAST_EIO), graphs that do not fit together or more than the padding allows
  * (TFAST_EINVAL), no memory. */
 tfast_status tfast_graph_collate(tfast_graph_cache *cache,
@@ -256,11 +210,11 @@ tfast_status tfast_graph_collate(tfast_graph_cache *cache,
                                  const int64_t *indices, int64_t n, bool alone,
                                  tfast_graph_batch **batch);
 void tfast_graph_batch_retain(tfast_graph_batch *batch);
-/* Memory for what the caller has to remember of the batch, until the last release. NULL
- * where there is none left: there are TFAST_GRAPH_NOTES bytes. One thread at a time. */
+/* Memory for the caller's own use until the last release; NULL after TFAST_GRAPH_NOTES
+ * bytes. One thread at a time. */
 enum { TFAST_GRAPH_NOTES = 2048 };
 void *tfast_graph_batch_note(tfast_graph_batch *batch, size_t bytes);
-/* The last release gives the arena back to be used again. Any thread. */
+/* The last release returns the arena to the cache for reuse. Any thread. */
 void tfast_graph_batch_release(tfast_graph_batch *batch);
 
 /* ---- Prefetch (prefetch.c) ------------------------------------------------------- */
@@ -291,8 +245,8 @@ void tfast_graph_prefetch_free(tfast_graph_prefetch *prefetch);
 
 enum { TFAST_GRAPH_MAX_BUDGETS = 8 };
 
-/* Which graphs come when. O(1) memory and O(1) to begin anywhere. The caller has made
- * sure that what subset holds are numbers of graphs, and lets nobody change it. */
+/* The order of an epoch, in O(1) memory, and O(1) to begin at any position. The caller
+ * has checked that `subset` has numbers of graphs, and keeps it unchanged. */
 typedef struct {
     int64_t n;             /* graphs, or entries of subset */
     const int64_t *subset; /* NULL: 0 .. n - 1 */
@@ -304,17 +258,23 @@ typedef struct {
     int n_budgets;               /* 0: batches by number alone */
     const int64_t *const *sizes; /* [n_budgets][cache's graphs] */
     const int64_t *budgets;      /* at most this sum of sizes in a batch */
-    /* A graph beyond a budget: a batch of its own; else an error. */
+    /* A graph beyond a budget gets a batch of its own; else it is an error. */
     bool oversize_alone;
 } tfast_graph_order;
 
-/* Writes the graphs of the next batch of this rank (room for batch_size) and their
- * number, 0 at the end of the epoch. *position: 0 at first, opaque, all that there is
- * to save, and the same on all ranks. Ranks get the same number of batches, every graph
- * is in exactly one batch of one rank (drop_last: but for the last incomplete ones),
- * and none is empty or beyond batch_size and the budgets. Where that cannot be (fewer
- * graphs than ranks; batches of one graph, whose number is no multiple of the ranks):
- * TFAST_EINVAL. */
+/* Writes the indices of the graphs in this rank's next batch to `indices` (room for
+ * batch_size) and their number to *n; 0 is the end of the epoch.
+ *
+ * *position is 0 before the first call and opaque afterwards. It is the whole state to
+ * save, and the same on all ranks.
+ *
+ * All ranks get the same number of batches. Every graph is in exactly one batch of one
+ * rank; with drop_last the graphs of incomplete last batches are left out. No batch is
+ * empty, or larger than batch_size or the budgets of nodes and edges.
+ *
+ * TFAST_EINVAL if that is impossible: there are fewer graphs than ranks, or every batch
+ * holds one graph and the number of batches is not a multiple of the number of ranks.
+ */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);
 /* Graph at place i of the epoch, before sharding. */

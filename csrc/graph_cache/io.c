@@ -1,5 +1,5 @@
-/* The graph cache's way to the operating system: io.h's table for Linux, and what turns
- * its results into statuses. */
+/* The graph cache's way to the operating system: io.h's table for Linux, and functions
+ * that turn its results into statuses. */
 #if !defined(_DEFAULT_SOURCE)
 #    define _DEFAULT_SOURCE /* flock, getrandom */
 #endif
@@ -13,6 +13,7 @@
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -29,7 +30,8 @@ result(int value)
     return value < 0 ? -errno : value;
 }
 
-/* A pipe or a terminal with a name of ours must not hold us up. */
+/* O_NONBLOCK and O_NOCTTY: a pipe or a terminal that has the name of a cache's file
+ * must not block the process or become its terminal. */
 static int
 os_open(const char *path, int flags)
 {
@@ -202,13 +204,6 @@ graph_errno(void)
 }
 
 tfast_status
-graph_fail_again(tfast_status status, int error, const char *message)
-{
-    last_error = error;
-    return tfast_fail(status, "%s", message);
-}
-
-tfast_status
 graph_damage(const char *format, ...)
 {
     char text[TFAST_MESSAGE_BYTES];
@@ -219,6 +214,124 @@ graph_damage(const char *format, ...)
     va_end(arguments);
     last_error = 0;
     return tfast_fail(TFAST_EIO, "%s", text);
+}
+
+void
+graph_keep_error(graph_error *error, tfast_status status)
+{
+    error->status = status;
+    error->number = last_error;
+    snprintf(error->message, sizeof error->message, "%s", tfast_message());
+}
+
+tfast_status
+graph_return_error(const graph_error *error)
+{
+    if (error->status == TFAST_OK) {
+        return TFAST_OK;
+    }
+    last_error = error->number;
+    return tfast_fail(error->status, "%s", error->message);
+}
+
+/* ---- Memory ---------------------------------------------------------------------- */
+
+static tfast_status
+no_memory(uint64_t n, size_t bytes)
+{
+    return tfast_fail(TFAST_ENOMEM, "no memory for %llu times %zu bytes",
+                      (unsigned long long)n, bytes);
+}
+
+tfast_status
+graph_alloc(void *out, uint64_t n, size_t bytes)
+{
+    void *made = n < SIZE_MAX ? calloc((size_t)n + (n == 0), bytes) : NULL;
+
+    memcpy(out, &made, sizeof made);
+    return made == NULL ? no_memory(n, bytes) : TFAST_OK;
+}
+
+/* There is room for the next power of two. */
+tfast_status
+graph_grow(void *array, int64_t n, size_t bytes)
+{
+    void *data;
+
+    if ((n & (n - 1)) != 0) {
+        return TFAST_OK;
+    }
+    memcpy(&data, array, sizeof data);
+    data = realloc(data, (size_t)(n == 0 ? 1 : 2 * n) * bytes);
+    if (data == NULL) {
+        return no_memory(2 * (uint64_t)n, bytes);
+    }
+    memcpy(array, &data, sizeof data);
+    return TFAST_OK;
+}
+
+tfast_status
+graph_copy_text(char **out, const char *text)
+{
+    const size_t bytes = strlen(text) + 1;
+    const tfast_status status = graph_alloc(out, bytes, 1);
+
+    if (status == TFAST_OK) {
+        memcpy(*out, text, bytes);
+    }
+    return status;
+}
+
+/* ---- Files ----------------------------------------------------------------------- */
+
+static tfast_status
+checked(int error, const char *what, const char *path)
+{
+    return error < 0 ? graph_io_error(what, path, error) : TFAST_OK;
+}
+
+tfast_status
+graph_open(const char *path, int flags, int *file)
+{
+    *file = graph_io_table->open(path, flags);
+    return checked(*file, (flags & O_CREAT) != 0 ? "create" : "open", path);
+}
+
+tfast_status
+graph_size(int file, const char *path, int64_t *bytes)
+{
+    *bytes = graph_io_table->size(file);
+    return checked(*bytes < 0 ? (int)*bytes : 0, "read", path);
+}
+
+tfast_status
+graph_sync(int file, const char *path)
+{
+    return checked(graph_io_table->sync(file), "sync", path);
+}
+
+tfast_status
+graph_datasync(int file, const char *path)
+{
+    return checked(graph_io_table->datasync(file), "sync", path);
+}
+
+tfast_status
+graph_rename(const char *from, const char *to)
+{
+    return checked(graph_io_table->rename(from, to), "rename", from);
+}
+
+tfast_status
+graph_unlink(const char *path)
+{
+    return checked(graph_io_table->unlink(path), "delete", path);
+}
+
+tfast_status
+graph_draw_uuid(uint8_t uuid[16], const char *directory)
+{
+    return checked(graph_io_table->random(uuid, 16), "draw a name in", directory);
 }
 
 bool
@@ -258,7 +371,9 @@ graph_join(char joined[GRAPH_PATH_BYTES], const char *directory, const char *nam
     int n = snprintf(joined, GRAPH_PATH_BYTES, "%s/%s", directory, name);
 
     if (n < 0 || n >= GRAPH_PATH_BYTES) {
-        return tfast_fail(TFAST_EINVAL, "path must have fewer than %d bytes, got %zu",
+        return tfast_fail(TFAST_EINVAL,
+                          "path must have fewer than %d bytes, got %zu; use a shorter "
+                          "or relative path",
                           GRAPH_PATH_BYTES, strlen(directory));
     }
     return TFAST_OK;

@@ -1,4 +1,4 @@
-/* Reading and replacing the manifest. */
+/* Reading, checking and replacing the manifest; an empty one for a new directory. */
 #include "manifest.h"
 
 #include "segment.h"
@@ -8,8 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What a record takes at least, with its entry in the index: files of all sizes that
- * there are have so few that 8 bytes for each of them cannot overflow. */
+#define REPAIR "; `trainfast cache repair` keeps what can be read"
+
+/* The least bytes of a file for a record and its entry in the index. So a segment of at
+ * most INT64_MAX bytes has so few records that 8 bytes for each cannot overflow. */
 enum { LEAST_RECORD_BYTES = sizeof(graph_record) + 12 };
 
 static uint32_t
@@ -25,22 +27,16 @@ contents_crc(const uint8_t *bytes, size_t n)
 static tfast_status
 read_file(const char *path, uint8_t **data, int64_t *bytes)
 {
-    int file = graph_io_table->open(path, O_RDONLY);
-    tfast_status status;
+    int file;
+    tfast_status status = graph_open(path, O_RDONLY, &file);
 
-    *data = NULL;
-    if (file < 0) {
-        return graph_io_error("open", path, file);
+    if (status != TFAST_OK) {
+        return status;
     }
-    *bytes = graph_io_table->size(file);
-    if (*bytes < 0) {
-        status = graph_io_error("read", path, (int)*bytes);
-    } else if ((*data = malloc((size_t)*bytes + 1)) == NULL) {
-        status = tfast_fail(TFAST_ENOMEM, "no memory for %lld bytes of %s",
-                            (long long)*bytes, path);
-    } else {
-        status = graph_read_all(file, path, *data, (size_t)*bytes, 0);
-    }
+    TRY(graph_size(file, path, bytes));
+    TRY(graph_alloc(data, (uint64_t)*bytes, 1));
+    TRY(graph_read_all(file, path, *data, (size_t)*bytes, 0));
+fail:
     graph_io_table->close(file);
     return status;
 }
@@ -48,13 +44,12 @@ read_file(const char *path, uint8_t **data, int64_t *bytes)
 static tfast_status
 check_segments(graph_contents *contents, const char *path)
 {
-    uint64_t n = contents->head.n_segments, total = 0, bytes = 0;
-    uint8_t(*uuids)[16] = malloc(n * 16 + 1);
-    tfast_status status = TFAST_OK;
+    const uint64_t n = contents->head.n_segments;
+    uint64_t bytes = 0;
+    uint8_t(*uuids)[16];
+    tfast_status status;
 
-    if (uuids == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the segments of %s", path);
-    }
+    TRY(graph_alloc(&uuids, n, 16));
     for (uint64_t i = 0; i < n; i++) {
         const graph_manifest_segment *s = &contents->segments[i];
 
@@ -62,65 +57,61 @@ check_segments(graph_contents *contents, const char *path)
         if (s->bytes > (uint64_t)INT64_MAX - bytes ||
             s->records > s->bytes / LEAST_RECORD_BYTES ||
             (s->reserved[0] | s->reserved[1] | s->reserved[2]) != 0) {
-            status = graph_damage("%s must have possible sizes of segments", path);
-            break;
+            TRY(graph_damage("%s must have possible sizes of segments" REPAIR, path));
         }
         bytes += s->bytes;
-        total += s->records;
+        contents->n_records += s->records;
     }
-    if (status == TFAST_OK) {
-        qsort(uuids, n, 16, graph_compare_uuids);
-    }
-    for (uint64_t i = 1; i < n && status == TFAST_OK; i++) {
+    qsort(uuids, n, 16, graph_compare_uuids);
+    for (uint64_t i = 1; i < n; i++) {
         if (memcmp(uuids[i - 1], uuids[i], 16) == 0) {
-            status = graph_damage("%s must have each segment once", path);
+            TRY(graph_damage("%s must have each segment once" REPAIR, path));
         }
     }
+fail:
     free(uuids);
-    contents->n_records = total;
     return status;
 }
 
+/* Every record at most once, and below the number of records. */
 static tfast_status
 check_order(const graph_contents *contents, const char *path)
 {
-    uint64_t n = contents->head.n_graphs, limit = contents->n_records;
-    uint64_t most = (UINT64_C(16) << 20) + n * 64; /* bytes for a bit per record */
+    const uint64_t n = contents->head.n_graphs, limit = contents->n_records;
+    const uint64_t most = (UINT64_C(16) << 20) + n * 64; /* bytes for a bit a record */
+    uint8_t *seen = NULL;
     tfast_status status = TFAST_OK;
-    uint8_t *seen;
 
     if (!contents->head.ordered) {
         return n == limit ? TFAST_OK
                           : graph_damage("%s must have as many graphs as its segments' "
-                                         "%llu records, got %llu",
+                                         "%llu records, got %llu" REPAIR,
                                          path, (unsigned long long)limit,
                                          (unsigned long long)n);
     }
-    if (limit / 8 > most) { /* what it says of records is not proven yet */
-        return graph_damage("%s must order most of its records, got %llu of %llu", path,
-                            (unsigned long long)n, (unsigned long long)limit);
+    if (limit / 8 > most) { /* no file has proven this number of records yet */
+        return graph_damage(
+            "%s must order most of its records, got %llu of %llu" REPAIR, path,
+            (unsigned long long)n, (unsigned long long)limit);
     }
-    seen = calloc(1, limit / 8 + 1);
-    if (seen == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %s", path);
-    }
-    for (uint64_t i = 0; i < n && status == TFAST_OK; i++) {
-        uint64_t record = contents->order[i];
+    TRY(graph_alloc(&seen, limit / 8 + 1, 1));
+    for (uint64_t i = 0; i < n; i++) {
+        const uint64_t record = contents->order[i];
 
         if (record >= limit || (seen[record / 8] >> record % 8 & 1) != 0) {
-            status = graph_damage("%s must order each of %llu records at most once, "
-                                  "got %llu",
-                                  path, (unsigned long long)limit,
-                                  (unsigned long long)record);
-        } else {
-            seen[record / 8] |= (uint8_t)(1u << record % 8);
+            TRY(graph_damage("%s must order each of %llu records at most once, got "
+                             "%llu" REPAIR,
+                             path, (unsigned long long)limit,
+                             (unsigned long long)record));
         }
+        seen[record / 8] |= (uint8_t)(1u << record % 8);
     }
+fail:
     free(seen);
     return status;
 }
 
-/* Sizes of what follows the head must be those of the file. */
+/* Whether the lists after the head fill the file exactly. */
 static bool
 sizes_fit(const graph_manifest *head, uint64_t bytes)
 {
@@ -139,14 +130,16 @@ parse(graph_contents *contents, const char *path, const uint8_t *data, uint64_t 
 {
     graph_manifest *head = &contents->head;
     uint64_t segment_bytes;
+    tfast_status status;
 
     if (bytes < sizeof *head) {
-        return graph_damage("%s must have at least %zu bytes, got %llu", path,
+        return graph_damage("%s must have at least %zu bytes, got %llu" REPAIR, path,
                             sizeof *head, (unsigned long long)bytes);
     }
     memcpy(head, data, sizeof *head);
     if (memcmp(head->magic, GRAPH_MANIFEST_MAGIC, sizeof head->magic) != 0) {
-        return graph_damage("%s must begin as a graph cache's manifest does", path);
+        return graph_damage("%s must begin as a graph cache's manifest does" REPAIR,
+                            path);
     }
     if (head->major != GRAPH_MAJOR) {
         return graph_damage("%s must have version %d.x, got %d.%d: a newer trainfast "
@@ -154,47 +147,39 @@ parse(graph_contents *contents, const char *path, const uint8_t *data, uint64_t 
                             path, GRAPH_MAJOR, head->major, head->minor);
     }
     if (contents_crc(data, bytes) != head->crc) {
-        return graph_damage("%s must be whole, its checksum is wrong", path);
+        return graph_damage("%s must be whole, its checksum is wrong" REPAIR, path);
     }
     if (head->building > 1 || head->ordered > 1 || !sizes_fit(head, bytes)) {
-        return graph_damage("%s must be as long as its lists, got %llu bytes", path,
-                            (unsigned long long)bytes);
+        return graph_damage("%s must be as long as its lists, got %llu bytes" REPAIR,
+                            path, (unsigned long long)bytes);
     }
     segment_bytes = head->n_segments * sizeof *contents->segments;
-    contents->segments = malloc(segment_bytes + 1);
-    contents->order = head->ordered ? malloc(head->n_graphs * 8 + 1) : NULL;
-    if (contents->segments == NULL || (head->ordered && contents->order == NULL)) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %s", path);
-    }
+    TRY(graph_alloc(&contents->segments, segment_bytes, 1));
     memcpy(contents->segments, data + sizeof *head, segment_bytes);
     if (head->ordered) {
+        TRY(graph_alloc(&contents->order, head->n_graphs, sizeof *contents->order));
         memcpy(contents->order, data + sizeof *head + segment_bytes,
-               head->n_graphs * 8);
+               head->n_graphs * sizeof *contents->order);
     }
-    return TFAST_OK;
+fail:
+    return status;
 }
 
 tfast_status
 graph_contents_load(graph_contents *contents, const char *directory)
 {
     char path[GRAPH_PATH_BYTES];
-    tfast_status status = graph_join(path, directory, "manifest");
     uint8_t *data = NULL;
     int64_t bytes = 0;
+    tfast_status status;
 
     memset(contents, 0, sizeof *contents);
-    if (status == TFAST_OK) {
-        status = read_file(path, &data, &bytes);
-    }
-    if (status == TFAST_OK) {
-        status = parse(contents, path, data, (uint64_t)bytes);
-    }
-    if (status == TFAST_OK) {
-        status = check_segments(contents, path);
-    }
-    if (status == TFAST_OK) {
-        status = check_order(contents, path);
-    }
+    TRY(graph_join(path, directory, "manifest"));
+    TRY(read_file(path, &data, &bytes));
+    TRY(parse(contents, path, data, (uint64_t)bytes));
+    TRY(check_segments(contents, path));
+    TRY(check_order(contents, path));
+fail:
     free(data);
     if (status != TFAST_OK) {
         graph_contents_free(contents);
@@ -223,117 +208,182 @@ graph_contents_has(const graph_contents *contents, const uint8_t uuid[16])
     return false;
 }
 
+/* realloc() with a status; *data is unchanged after an error. */
+static tfast_status
+resize(void *data, uint64_t n, size_t bytes)
+{
+    void *old, *new;
+
+    memcpy(&old, data, sizeof old);
+    new = realloc(old, n * bytes + 1);
+    if (new == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "no memory for a manifest of %llu entries",
+                          (unsigned long long)n);
+    }
+    memcpy(data, &new, sizeof new);
+    return TFAST_OK;
+}
+
 tfast_status
 graph_contents_add(graph_contents *contents, const graph_manifest_segment *segment)
 {
     graph_manifest *head = &contents->head;
-    uint64_t n = head->n_segments;
-    graph_manifest_segment *segments;
-    uint64_t *order;
+    tfast_status status;
 
     if (graph_contents_has(contents, segment->uuid)) {
         return TFAST_OK;
     }
-    segments = realloc(contents->segments, (n + 1) * sizeof *segments);
-    if (segments == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %llu segments",
-                          (unsigned long long)n + 1);
-    }
-    contents->segments = segments;
+    TRY(resize(&contents->segments, head->n_segments + 1, sizeof *segment));
     if (head->ordered) {
-        order = realloc(contents->order, (head->n_graphs + segment->records) * 8 + 1);
-        if (order == NULL) {
-            return tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
-                              (unsigned long long)head->n_graphs);
-        }
-        contents->order = order;
+        TRY(resize(&contents->order, head->n_graphs + segment->records, 8));
         for (uint64_t i = 0; i < segment->records; i++) {
-            order[head->n_graphs + i] = contents->n_records + i;
+            contents->order[head->n_graphs + i] = contents->n_records + i;
         }
     }
-    segments[n] = *segment;
-    head->n_segments = n + 1;
+    contents->segments[head->n_segments++] = *segment;
     head->n_graphs += segment->records;
     contents->n_records += segment->records;
-    return TFAST_OK;
+fail:
+    return status;
 }
 
 static tfast_status
 write_file(const char *path, const uint8_t *data, size_t bytes, bool durable)
 {
-    int file = graph_io_table->open(path, O_WRONLY | O_CREAT | O_EXCL);
-    tfast_status status;
-    int error;
+    int file, error;
+    tfast_status status = graph_open(path, O_WRONLY | O_CREAT | O_EXCL, &file);
 
-    if (file < 0) {
-        return graph_io_error("create", path, file);
+    if (status != TFAST_OK) {
+        return status;
     }
-    status = graph_write_all(file, path, data, bytes, 0);
-    if (status == TFAST_OK && durable && (error = graph_io_table->sync(file)) < 0) {
-        status = graph_io_error("sync", path, error);
+    TRY(graph_write_all(file, path, data, bytes, 0));
+    if (durable) {
+        TRY(graph_sync(file, path));
     }
+fail:
     error = graph_io_table->close(file);
-    if (status == TFAST_OK && error < 0) { /* network file systems write here */
+    if (status == TFAST_OK && error < 0) { /* network file systems write now */
         status = graph_io_error("close", path, error);
     }
     return status;
 }
 
-/* Writes it beside the manifest and renames. */
+/* Writes the bytes to a file beside the manifest, then renames that. */
 static tfast_status
 replace(const char *directory, const uint8_t *data, size_t bytes, bool durable)
 {
     char new[GRAPH_PATH_BYTES], path[GRAPH_PATH_BYTES];
     uint8_t uuid[16];
-    tfast_status status;
-    int error = graph_io_table->random(uuid, sizeof uuid);
+    tfast_status status = graph_draw_uuid(uuid, directory);
 
-    if (error < 0) {
-        return graph_io_error("draw a name in", directory, error);
-    }
-    status = graph_path(new, directory, "manifest", uuid, ".tmp");
-    status = status == TFAST_OK ? graph_join(path, directory, "manifest") : status;
-    if (status != TFAST_OK) {
+    if (status != TFAST_OK ||
+        (status = graph_path(new, directory, "manifest", uuid, ".tmp")) != TFAST_OK) {
         return status;
     }
-    status = write_file(new, data, bytes, durable);
-    if (status == TFAST_OK && (error = graph_io_table->rename(new, path)) < 0) {
-        status = graph_io_error("rename to", path, error);
-    }
-    if (status != TFAST_OK) {
-        graph_io_table->unlink(new);
-        return status;
-    }
+    TRY(graph_join(path, directory, "manifest"));
+    TRY(write_file(new, data, bytes, durable));
+    TRY(graph_rename(new, path));
     return durable ? graph_directory_sync(directory) : TFAST_OK;
+fail:
+    graph_io_table->unlink(new);
+    return status;
 }
 
 tfast_status
 graph_contents_store(graph_contents *contents, const char *directory, bool durable)
 {
     graph_manifest *head = &contents->head;
-    size_t segment_bytes = head->n_segments * sizeof *contents->segments;
-    size_t order_bytes = head->ordered ? head->n_graphs * 8 : 0;
-    size_t bytes = sizeof *head + segment_bytes + order_bytes;
-    uint8_t *data = malloc(bytes);
+    const size_t segment_bytes = head->n_segments * sizeof *contents->segments;
+    const size_t order_bytes = head->ordered ? head->n_graphs * 8 : 0;
+    const size_t bytes = sizeof *head + segment_bytes + order_bytes;
+    uint8_t *data, *at;
     tfast_status status;
 
-    if (data == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for a manifest of %zu bytes", bytes);
-    }
+    TRY(graph_alloc(&data, bytes, 1));
     memcpy(head->magic, GRAPH_MANIFEST_MAGIC, sizeof head->magic);
     head->major = GRAPH_MAJOR;
     head->minor = GRAPH_MINOR;
     head->generation++;
     memcpy(data, head, sizeof *head);
+    at = data + sizeof *head;
     if (segment_bytes > 0) {
-        memcpy(data + sizeof *head, contents->segments, segment_bytes);
+        memcpy(at, contents->segments, segment_bytes);
     }
     if (order_bytes > 0) {
-        memcpy(data + sizeof *head + segment_bytes, contents->order, order_bytes);
+        memcpy(at + segment_bytes, contents->order, order_bytes);
     }
     head->crc = contents_crc(data, bytes);
     memcpy(data, head, sizeof *head);
-    status = replace(directory, data, bytes, durable);
+    TRY(replace(directory, data, bytes, durable));
+fail:
     free(data);
+    return status;
+}
+
+/* ---- A directory becomes a cache ------------------------------------------------- */
+
+/* TFAST_EINVAL where a directory without a manifest has files: before there is a lock
+ * file only strangers count, under the lock segments do too. */
+static tfast_status
+check_owner(const char *directory, bool locked, bool *has_manifest)
+{
+    graph_listing listing;
+    tfast_status status = graph_list(&listing, directory);
+    const bool segments = listing.open.n + listing.sealed.n > 0;
+
+    *has_manifest = listing.manifest;
+    if (status == TFAST_OK && !listing.manifest &&
+        (listing.strangers || (locked && segments))) {
+        status =
+            tfast_fail(TFAST_EINVAL,
+                       "path must be a graph cache or an empty or new directory, "
+                       "got %s, which has other files and no manifest; choose "
+                       "another path%s",
+                       directory, segments ? ", or use `trainfast cache repair`" : "");
+    }
+    graph_listing_free(&listing);
+    return status;
+}
+
+/* An empty manifest, unless there is one. Under the lock. */
+static tfast_status
+make_manifest(const char *directory, bool durable)
+{
+    graph_contents contents = {.head = {.n_segments = 0}};
+    char parent[GRAPH_PATH_BYTES];
+    bool has_manifest;
+    tfast_status status;
+
+    TRY(check_owner(directory, true, &has_manifest));
+    if (has_manifest) {
+        return TFAST_OK;
+    }
+    TRY(graph_draw_uuid(contents.head.uuid, directory));
+    if (durable) { /* the directory's own name */
+        TRY(graph_join(parent, directory, ".."));
+        TRY(graph_directory_sync(parent));
+    }
+    TRY(graph_contents_store(&contents, directory, durable));
+fail:
+    return status;
+}
+
+tfast_status
+graph_directory_make(const char *directory, bool durable, int *lock)
+{
+    const int error = graph_io_table->mkdir(directory);
+    bool has_manifest;
+    tfast_status status;
+
+    if (error < 0 && error != -EEXIST) {
+        return graph_io_error("make", directory, error);
+    }
+    TRY(check_owner(directory, false, &has_manifest));
+    TRY(graph_lock(directory, lock));
+    status = make_manifest(directory, durable);
+    if (status != TFAST_OK) {
+        graph_unlock(*lock);
+    }
+fail:
     return status;
 }

@@ -1,17 +1,18 @@
-/* Which graphs come when: a keyed permutation, batches by number and size, and what
- * each rank gets of them.
+/* The order of graphs in an epoch: a keyed permutation, batches by number and size, and
+ * their distribution over ranks.
  *
- * An epoch is its graphs in permuted order; a place is a number in that order. Ranks
- * take their batches in rounds: one for each rank, one after another. A position is the
- * place where a round begins, and what the round is follows from it alone, so an epoch
- * can be entered anywhere, also with another world_size.
+ * An epoch is its graphs in permuted order; a place is a number in that order. Batches
+ * come in rounds: one batch for each rank, one after another. A position is the place
+ * where a round begins, and the round follows from its position alone: so an epoch can
+ * be entered at any position, also with another world_size.
  *
  * Batches are filled greedily. So that all ranks end together, a round must leave
- * enough for the rounds after it: what lies behind a place can be shared out where,
- * filled greedily, it makes at most as many batches as fit into whole rounds, and has a
- * graph for each batch of those. Where that would not be so, the round's batches are
- * made smaller. */
+ * enough graphs for whole rounds after it. The graphs from a place on can be shared out
+ * if the number of their greedy batches, rounded up to whole rounds, is at most the
+ * number of the graphs. A round that would leave graphs that cannot be shared out gets
+ * smaller batches. */
 #include "graph_cache.h"
+#include "io.h"
 #include "shuffle.h"
 
 static int64_t
@@ -32,8 +33,8 @@ tfast_graph_order_at(const tfast_graph_order *order, int64_t i)
 
 /* ---- Rounds of batches by number alone ------------------------------------------- */
 
-/* A round: where the rank's batch lies, and where the next round begins. An empty one
- * is the end of the epoch. */
+/* A round: the places of the rank's batch, and of the next round. An empty batch is the
+ * end of the epoch. */
 typedef struct {
     int64_t begin, end;
     int64_t next;
@@ -62,7 +63,7 @@ round_by_number(const tfast_graph_order *order, int64_t place)
     }
     if (left >= all && (left - all == 0 || left - all >= ranks || order->drop_last)) {
         graphs = all;
-    } else if (left > all) { /* the rest is too little for a round */
+    } else if (left > all) { /* the rest would be too small for a round */
         rounds = 2;
     }
     return (share){
@@ -74,8 +75,8 @@ round_by_number(const tfast_graph_order *order, int64_t place)
 
 /* ---- Rounds of batches by size --------------------------------------------------- */
 
-/* Batches are counted from where the walk began. It looks ahead of the round that it
- * works on: `ahead` is the end of greedy batch number `ahead_batches`. */
+/* A walk over rounds. `batches` counts them up to `place`, where the current round
+ * begins. `ahead`, at `place` or behind it, ends greedy batch `ahead_batches`. */
 typedef struct {
     const tfast_graph_order *order;
     graph_shuffle shuffle;
@@ -102,7 +103,8 @@ too_large(const tfast_graph_order *order, int64_t graph, int budget)
                       (long long)order->sizes[budget][graph]);
 }
 
-/* Where the greedy batch that begins at `place` ends; *full: not by the epoch's end. */
+/* *end: of the greedy batch that begins at `place`. *full: the batch is full, and not
+ * only at the end of the epoch. */
 static tfast_status
 fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
 {
@@ -126,7 +128,7 @@ fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
             sums[b] += *full ? 0 : size;
         }
     }
-    n -= *full && n > 1; /* the one that did not fit, unless it is alone */
+    n -= *full && n > 1; /* the graph that did not fit, unless it is alone */
     *full = *full || n == order->batch_size;
     for (int b = 0; b < order->n_budgets; b++) {
         *full = *full || sums[b] == order->budgets[b];
@@ -135,14 +137,16 @@ fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
     return TFAST_OK;
 }
 
-/* Whether what begins at `place`, after greedy batch number `batches`, can be shared
- * out. Any `ranks` - 1 graphs that share a batch with another suffice, so mostly the
- * next batch decides it. */
+/* Whether the graphs from `place` on, after greedy batch number `batches`, can be
+ * shared out. `ranks` - 1 graphs beyond the first ones of their batches suffice, so
+ * mostly the next batch decides. */
 static tfast_status
 can_share_out(walk *w, int64_t place, int64_t batches, bool *can)
 {
     const int64_t ranks = w->order->world_size, left = w->order->n - place;
     int64_t greedy;
+    bool full;
+    tfast_status status = TFAST_OK;
 
     *can = left % ranks == 0; /* one graph a batch */
     if (*can) {
@@ -154,28 +158,25 @@ can_share_out(walk *w, int64_t place, int64_t batches, bool *can)
     }
     while (w->ahead < w->order->n &&
            w->ahead - place - (w->ahead_batches - batches) < ranks - 1) {
-        bool full;
-        const tfast_status status = fill_batch(w, w->ahead, &w->ahead, &full);
-
-        if (status != TFAST_OK) {
-            return status;
-        }
+        TRY(fill_batch(w, w->ahead, &w->ahead, &full));
         w->ahead_batches++;
     }
     greedy = w->ahead_batches - batches;
     *can = w->ahead - place - greedy >= ranks - 1 ||
            (greedy + ranks - 1) / ranks * ranks <= left;
-    return TFAST_OK;
+fail:
+    return status;
 }
 
-/* The round from w->place on, where greedy batches would not come out even: the walk
- * has seen all to the end, and some batches are cut so that whole rounds come of it. */
+/* The round at w->place, where greedy batches would not make whole rounds: the walk has
+ * looked ahead to the end, and some batches are cut so that they do. */
 static tfast_status
 round_of_pieces(walk *w, share *round)
 {
     const int64_t ranks = w->order->world_size, n = w->order->n;
     int64_t batches = w->ahead_batches - w->batches, place = w->place, done = 0;
     int64_t missing = (ranks - batches % ranks) % ranks;
+    tfast_status status = TFAST_OK;
 
     if (missing > n - place - batches) {
         return tfast_fail(TFAST_EINVAL,
@@ -186,15 +187,12 @@ round_of_pieces(walk *w, share *round)
     while (done < ranks) {
         int64_t end, more, rest;
         bool full;
-        const tfast_status status = fill_batch(w, place, &end, &full);
 
-        if (status != TFAST_OK) {
-            return status;
-        }
-        more = (missing + batches - 1) / batches; /* cuts of this batch, fairly, */
+        TRY(fill_batch(w, place, &end, &full));
+        more = (missing + batches - 1) / batches; /* a fair share of the cuts, */
         more = more < end - place - 1 ? more : end - place - 1;
         batches--;
-        rest = n - end - batches; /* and those that the others have no graphs for */
+        rest = n - end - batches; /* and cuts that later batches are too small for */
         more = missing - more > rest ? missing - rest : more;
         missing -= more;
         for (int64_t i = 0; i <= more && done < ranks; i++, done++) {
@@ -208,35 +206,35 @@ round_of_pieces(walk *w, share *round)
         }
         place = end;
     }
-    return TFAST_OK;
+fail:
+    return status;
 }
 
-/* The next batch of every rank, filled greedily: how many there are, and whether the
+/* The next batch of every rank, filled greedily. *batches: their number; *full: the
  * last of them is full. */
 static tfast_status
 greedy_round(const walk *w, share *round, int64_t *batches, bool *full)
 {
     const tfast_graph_order *order = w->order;
+    tfast_status status = TFAST_OK;
 
     round->next = w->place;
     *full = false;
     for (*batches = 0; *batches < order->world_size && round->next < order->n;
          ++*batches) {
         const int64_t begin = round->next;
-        const tfast_status status = fill_batch(w, begin, &round->next, full);
 
-        if (status != TFAST_OK) {
-            return status;
-        }
+        TRY(fill_batch(w, begin, &round->next, full));
         if (*batches == order->rank) {
             round->begin = begin;
             round->end = round->next;
         }
     }
-    return TFAST_OK;
+fail:
+    return status;
 }
 
-/* The round at w->place; the walk goes on to the next. */
+/* The round at w->place, which becomes the next round's. */
 static tfast_status
 round_by_size(walk *w, share *round)
 {
@@ -306,8 +304,8 @@ check(const tfast_graph_order *order)
     return TFAST_OK;
 }
 
-/* That every rank can have as many batches as the others, from `place` on. With
- * budgets only planning can tell. */
+/* Whether every rank can get the same number of batches from `place` on. With budgets
+ * only planning can tell. */
 static tfast_status
 check_shares(const tfast_graph_order *order, int64_t place)
 {
@@ -318,13 +316,15 @@ check_shares(const tfast_graph_order *order, int64_t place)
     }
     if (left < ranks) {
         return tfast_fail(TFAST_EINVAL,
-                          "graphs must be at least as many as ranks (%lld), got %lld",
+                          "graphs must be at least as many as ranks (%lld), got %lld; "
+                          "use fewer ranks, or drop_last",
                           (long long)ranks, (long long)left);
     }
     if (order->batch_size == 1 && left % ranks != 0) {
         return tfast_fail(TFAST_EINVAL,
                           "with batch_size 1 and without drop_last the number of "
-                          "graphs must be a multiple of the ranks (%lld), got %lld",
+                          "graphs must be a multiple of the ranks (%lld), got %lld; "
+                          "use drop_last",
                           (long long)ranks, (long long)left);
     }
     return TFAST_OK;

@@ -1,8 +1,7 @@
-/* What a batch will hold and where: sizes are summed up from the index alone. */
-#include "batch.h"
-#include "io.h"
+/* The layout of a batch, from the index alone. */
+#include "plan.h"
 
-enum { MOST_BARE = 1 << 27 };
+enum { MOST_BARE = 1 << 27 }; /* nodes without fields in a batch */
 
 tfast_status
 graph_field_missing(const graph_arena *arena, int field)
@@ -25,13 +24,13 @@ find_graphs(graph_arena *arena, const int64_t *indices)
 
         if (indices[g] < 0 || indices[g] >= cache->n_graphs) {
             return tfast_fail(TFAST_EINVAL,
-                              "a graph's index must be in 0 .. %lld, got %lld",
+                              "a graph's index must be in 0 .. %lld, got %lld; the "
+                              "sampler is for another cache",
                               (long long)cache->n_graphs - 1, (long long)indices[g]);
         }
         place = graph_find(cache, indices[g]);
         arena->places[g] = place;
-        /* Frames are found one after another, later; here their offsets come together:
-         * of 185,000 graphs a batch of 32 takes a quarter less time. */
+        /* The misses of all offsets overlap here; later each would be waited for. */
         __builtin_prefetch(&place.part->file.offsets[place.row]);
     }
     return TFAST_OK;
@@ -46,14 +45,15 @@ wrong_total(const graph_arena *arena, int k, int64_t sum, int64_t total)
     const char *name = schema->count_names[k];
 
     return tfast_fail(TFAST_EINVAL,
-                      "the padded batch must have %s%lld %s%s%s, got %lld",
+                      "the padded batch must have %s%lld %s%s%s, got %lld; give the "
+                      "padding more, or batches fewer graphs",
                       total < sum ? "at least " : "without a padding graph ",
                       (long long)sum, what[schema->counts[k].role],
                       *name == '\0' ? "" : " of type ", name, (long long)total);
 }
 
-/* Sums up all counts; with padding the first slot after the graphs has what is missing.
- */
+/* Sums up all counts. With padding the first slot after the graphs gets the rest of the
+ * totals. */
 static tfast_status
 sum_counts(graph_arena *arena, const tfast_graph_selection *selection)
 {
@@ -75,7 +75,7 @@ sum_counts(graph_arena *arena, const tfast_graph_selection *selection)
         for (int64_t g = n + 1; g <= slots; g++) {
             sums[g] = total;
         }
-        arena->totals[k] = total;
+        arena->batch.totals[k] = total;
     }
     return TFAST_OK;
 }
@@ -97,11 +97,12 @@ common_size(const graph_arena *arena, int field, int d, int64_t *size)
         const int64_t other = graph_count(arena->places[g], -1 - dim);
 
         if (other != *size) {
-            return tfast_fail(TFAST_EINVAL,
-                              "field %s must have the same size in dimension %d in all "
-                              "graphs of a batch, got %lld and %lld",
-                              schema->field_names[field], d, (long long)*size,
-                              (long long)other);
+            return tfast_fail(
+                TFAST_EINVAL,
+                "field %s must have the same size in dimension %d in all "
+                "graphs of a batch, got %lld and %lld; a loader can leave "
+                "it out (exclude)",
+                schema->field_names[field], d, (long long)*size, (long long)other);
         }
     }
     return TFAST_OK;
@@ -110,12 +111,15 @@ common_size(const graph_arena *arena, int field, int d, int64_t *size)
 static tfast_status
 too_many_bytes(const graph_arena *arena, int field)
 {
-    return tfast_fail(
-        TFAST_EINVAL, "field %s must have at most 2^62 bytes in a batch of %lld graphs",
-        arena->cache->schema->field_names[field], (long long)arena->batch.n_slots);
+    return tfast_fail(TFAST_EINVAL,
+                      "field %s must have at most 2^62 bytes in a batch of %lld "
+                      "graphs; use a smaller "
+                      "batch_size",
+                      arena->cache->schema->field_names[field],
+                      (long long)arena->batch.n_slots);
 }
 
-/* Multiplies; false where the product is too large to be anything's size. */
+/* Multiplies; false where the product cannot be the size of anything. */
 static bool
 multiply(int64_t *product, int64_t factor)
 {
@@ -123,8 +127,8 @@ multiply(int64_t *product, int64_t factor)
            *product <= INT64_MAX / 2;
 }
 
-/* Whether the graphs' frames are long enough to hold the field. Where they are not, the
- * index is damaged, and the arena would be larger than the file justifies. */
+/* Whether the graphs' frames are long enough to hold the field. If not, the index is
+ * damaged, and must not decide the size of the arena. */
 static bool
 frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_bytes)
 {
@@ -137,7 +141,7 @@ frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_
            steps / (graph_is_integer(dtype) ? f->bytes : 1) <= frame_bytes;
 }
 
-/* What is added must fit into the field's dtype: the last index of the batch does. */
+/* The largest index of the batch must fit into the field's dtype. */
 static tfast_status
 check_adds(const graph_arena *arena, const graph_batch_field *f)
 {
@@ -146,12 +150,12 @@ check_adds(const graph_arena *arena, const graph_batch_field *f)
     const int bits = 8 * f->bytes - is_signed;
 
     for (int i = 0; i < f->n_adds; i++) {
-        const int64_t total = arena->totals[f->adds[i]];
+        const int64_t total = arena->batch.totals[f->adds[i]];
 
         if (bits < 63 && total > (int64_t)1 << bits) {
             return tfast_fail(TFAST_EINVAL,
                               "field %s must be wide enough for indices up to %lld, "
-                              "got %s",
+                              "got %s; cache it with a wider dtype",
                               schema->field_names[f->field], (long long)total - 1,
                               graph_dtype_name(schema->fields[f->field].dtype));
         }
@@ -159,13 +163,13 @@ check_adds(const graph_arena *arena, const graph_batch_field *f)
     return TFAST_OK;
 }
 
-/* What selected field i becomes. */
+/* Shape and size of selected field i in the batch. */
 static tfast_status
 plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *bytes)
 {
     const graph_schema_field *schema = &arena->cache->schema->fields[field];
     graph_batch_field *f = &arena->fields[i];
-    int64_t *shape = arena->shapes[i];
+    int64_t *shape = arena->batch.shapes[i];
     const int cat = schema->cat_dim, stacked = cat < 0;
 
     *f = (graph_batch_field){
@@ -179,13 +183,13 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
         .n_adds = schema->add_mode,
         .adds = {schema->add[0], schema->add[1]},
     };
-    arena->ranks[i] = schema->rank + stacked;
+    arena->batch.ranks[i] = schema->rank + stacked;
     for (int d = 0; d < schema->rank; d++) {
         tfast_status status;
 
         if (d == cat && schema->dims[d] < 0) {
             f->steps_count = -1 - schema->dims[d];
-            f->total = arena->totals[f->steps_count];
+            f->total = arena->batch.totals[f->steps_count];
             continue;
         }
         status = common_size(arena, field, d, &shape[d + stacked]);
@@ -212,7 +216,8 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
         return schema->flags & GRAPH_OPTIONAL
                    ? TFAST_OK
                    : graph_damage(
-                         "graphs are damaged: their records cannot hold field %s",
+                         "graphs are damaged: their records cannot hold field %s; "
+                         "`trainfast cache repair` keeps what can be read",
                          arena->cache->schema->field_names[field]);
     }
     return check_adds(arena, f);
@@ -226,27 +231,29 @@ reserve(size_t *at, size_t *end, int64_t bytes)
 
     *at = *end;
     if ((uint64_t)bytes > most - *end) {
-        return tfast_fail(TFAST_EINVAL, "a batch must have at most 2^61 bytes");
+        return tfast_fail(
+            TFAST_EINVAL,
+            "a batch must have at most 2^61 bytes; use a smaller batch_size");
     }
     *end = (*end + (size_t)bytes + 63) & ~(size_t)63;
     return TFAST_OK;
 }
 
-/* A batch vector. Nodes need not have any field: then only a count that nothing in the
- * file has paid for says how many there are, and damage must not take all memory. */
+/* A batch vector. Nodes need not have any field: then nothing in the file proves their
+ * number, and a damaged count must not take all memory. */
 static tfast_status
 plan_vector(graph_arena *arena, int i, int k, int64_t frame_bytes, size_t *end)
 {
     const int64_t real = graph_sums(arena, k)[arena->batch.n_graphs];
-    const int64_t total = arena->totals[k];
+    const int64_t total = arena->batch.totals[k];
 
     if (real > MOST_BARE && real > frame_bytes) {
         return tfast_fail(TFAST_EINVAL,
                           "the graphs of a batch must have at most %d nodes where "
-                          "these have no fields, got %lld",
+                          "these have no fields, got %lld; use a smaller batch_size",
                           MOST_BARE, (long long)real);
     }
-    return reserve(&arena->batch_at[i], end,
+    return reserve(&arena->batch.batch_at[i], end,
                    total > INT64_MAX / 16 ? INT64_MAX : total * 8);
 }
 
@@ -257,27 +264,27 @@ graph_batch_plan(graph_arena *arena, const tfast_graph_selection *selection,
     const int64_t n = arena->batch.n_graphs, slots = arena->batch.n_slots;
     int64_t frame_bytes = 0, bytes = 0;
     size_t end = 0;
-    tfast_status status = find_graphs(arena, indices);
+    tfast_status status;
 
-    status = status == TFAST_OK ? sum_counts(arena, selection) : status;
-    for (int64_t g = 0; status == TFAST_OK && g < n; g++) {
+    TRY(find_graphs(arena, indices));
+    TRY(sum_counts(arena, selection));
+    for (int64_t g = 0; g < n; g++) {
         if (__builtin_add_overflow(frame_bytes, graph_frame_bytes(arena->places[g]),
                                    &frame_bytes)) {
             frame_bytes = INT64_MAX;
         }
     }
-    for (int i = 0; status == TFAST_OK && i < selection->n_fields; i++) {
-        status = plan_field(arena, i, selection->fields[i], frame_bytes, &bytes);
-        if (status == TFAST_OK) {
-            status = reserve(&arena->field_at[i], &end, bytes);
-        }
+    for (int i = 0; i < selection->n_fields; i++) {
+        TRY(plan_field(arena, i, selection->fields[i], frame_bytes, &bytes));
+        TRY(reserve(&arena->batch.field_at[i], &end, bytes));
     }
-    for (int i = 0; status == TFAST_OK && i < selection->n_batch_of; i++) {
-        status = plan_vector(arena, i, selection->batch_of[i], frame_bytes, &end);
+    for (int i = 0; i < selection->n_batch_of; i++) {
+        TRY(plan_vector(arena, i, selection->batch_of[i], frame_bytes, &end));
     }
-    for (int k = 0; status == TFAST_OK && k < arena->cache->schema->header.n_counts;
-         k++) {
-        status = reserve(&arena->ptr_at[k], &end, (slots + 1) * 8);
+    for (int k = 0; k < arena->cache->schema->header.n_counts; k++) {
+        TRY(reserve(&arena->batch.ptr_at[k], &end, (slots + 1) * 8));
     }
-    return status == TFAST_OK ? graph_arena_fit(arena, end) : status;
+    TRY(graph_arena_fit(arena, end));
+fail:
+    return status;
 }

@@ -1,8 +1,8 @@
 /* Native threads that collate ahead. Jobs are started and delivered in the order in
- * which they were submitted. A caller that comes before its batch was begun makes it
- * itself: that costs less than to wake a thread and wait, and does not depend on the
- * system giving that thread a processor. While a thread makes it, the caller makes the
- * next that nobody has begun. */
+ * which they were submitted. Where no thread has begun the next job, the caller makes
+ * its batch itself: that costs less than to wake a thread and wait, and does not depend
+ * on the system giving that thread a processor. While a thread makes the next batch,
+ * the caller makes the first one that no thread has begun. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE
 #endif
@@ -25,19 +25,17 @@ typedef struct job {
     int state;
     int64_t *indices;
     int64_t n, room;
-    int64_t tag; /* the caller's */
-    tfast_status status;
-    int error; /* graph_errno() of the thread that failed */
+    int64_t tag;       /* the caller's */
+    graph_error error; /* of the thread that made it */
     tfast_graph_batch *batch;
-    char message[TFAST_MESSAGE_BYTES];
 } job;
 
-/* Only the caller's thread changes first, last, spare and pending, the first two under
+/* Only the caller's thread changes first, last, spare and pending; first and last under
  * the lock. */
 struct tfast_graph_prefetch {
     tfast_graph_cache *cache;
     const tfast_graph_selection *selection;
-    int64_t forks; /* when it was made: another process has no threads */
+    int64_t forks; /* in the process that made it: a forked child has no threads */
     int64_t pending;
     job *spare; /* delivered, to be used again */
     pthread_mutex_t lock;
@@ -49,8 +47,8 @@ struct tfast_graph_prefetch {
     pthread_t threads[MAX_THREADS];
 };
 
-/* How many forks made this process out of the one that loaded the core. To ask the
- * system who one is takes 120 ns, for each batch twice. */
+/* The number of forks between the process that loaded the core and this one. Counted,
+ * because getpid() is a system call, and every batch asks twice. */
 static int64_t forks;
 
 static void
@@ -65,7 +63,7 @@ at_load(void)
     pthread_atfork(NULL, NULL, count_fork); /* runs in the child, its only thread */
 }
 
-/* Nobody else is there without threads. */
+/* Without threads there is nobody to lock out. */
 static void
 lock(tfast_graph_prefetch *p)
 {
@@ -93,15 +91,16 @@ start(tfast_graph_prefetch *p)
     return j;
 }
 
-/* The job is RUNNING: nobody else touches it. */
+/* Makes a job's batch. The job is RUNNING, so no other thread touches it. */
 static void
 run(const tfast_graph_prefetch *p, job *j)
 {
-    j->status = tfast_graph_collate(p->cache, p->selection, j->indices, j->n,
-                                    p->n_threads > 0, &j->batch);
-    if (j->status != TFAST_OK) {
-        j->error = graph_errno();
-        strncpy(j->message, tfast_message(), sizeof j->message - 1);
+    const tfast_status status = tfast_graph_collate(p->cache, p->selection, j->indices,
+                                                    j->n, p->n_threads > 0, &j->batch);
+
+    j->error.status = status;
+    if (status != TFAST_OK) {
+        graph_keep_error(&j->error, status);
     }
 }
 
@@ -131,7 +130,7 @@ thread_main(void *context)
     return NULL;
 }
 
-/* Starts as many threads as the system grants: with none the caller does the work. */
+/* Starts as many threads as the system grants; without any the caller does the work. */
 static void
 start_threads(tfast_graph_prefetch *p, int threads)
 {
@@ -183,33 +182,31 @@ check_owner(const tfast_graph_prefetch *p)
 {
     if (p->forks != forks) {
         return tfast_fail(TFAST_EINVAL, "a prefetch must be used by the process that "
-                                        "made it, got a forked child");
+                                        "made it, got a forked child; make another "
+                                        "iterator there");
     }
     return TFAST_OK;
 }
 
-/* A job with these indices that is in no list. */
+/* A job with these indices, in no list; NULL without memory. */
 static job *
 new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n, int64_t tag)
 {
-    job *j;
+    job *j = p->spare != NULL ? p->spare : calloc(1, sizeof *j);
 
-    if (p->spare == NULL) {
-        p->spare = calloc(1, sizeof *j);
+    if (j == NULL) {
+        return NULL;
     }
-    j = p->spare;
-    if (j != NULL && j->room < n) {
+    p->spare = j; /* until it is whole */
+    if (j->room < n) {
         int64_t *room = malloc((size_t)n * sizeof *room);
 
         if (room == NULL) {
-            return NULL; /* the job stays spare */
+            return NULL;
         }
         free(j->indices);
         j->indices = room;
         j->room = n;
-    }
-    if (j == NULL) {
-        return NULL;
     }
     p->spare = j->next;
     if (n > 0) {
@@ -228,18 +225,18 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
                             int64_t tag)
 {
     tfast_status status = check_owner(p);
-    job *j;
+    job *j = NULL;
 
     if (status != TFAST_OK) {
         return status;
     }
     if (n < 0 || n > INT32_MAX) {
         return tfast_fail(TFAST_EINVAL,
-                          "a batch must have 0 .. 2147483647 graphs, got %lld",
+                          "a batch must have 0 .. 2147483647 graphs, got %lld; use a "
+                          "smaller batch_size",
                           (long long)n);
     }
-    j = new_job(p, indices, n, tag);
-    if (j == NULL) {
+    if ((j = new_job(p, indices, n, tag)) == NULL) {
         return tfast_fail(TFAST_ENOMEM, "no memory for the indices of %lld graphs",
                           (long long)n);
     }
@@ -260,7 +257,7 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
 static struct timespec
 time_after(double seconds)
 {
-    const double most = 1e6; /* waiting longer is the caller's loop */
+    const double most = 1e6; /* callers wait in a loop */
     struct timespec at;
     long long nanoseconds;
 
@@ -325,8 +322,7 @@ tfast_graph_prefetch_next(tfast_graph_prefetch *p, double seconds,
     j->batch = NULL;
     j->next = p->spare;
     p->spare = j;
-    return j->status == TFAST_OK ? TFAST_OK
-                                 : graph_fail_again(j->status, j->error, j->message);
+    return graph_return_error(&j->error);
 }
 
 int64_t
@@ -352,7 +348,7 @@ void
 tfast_graph_prefetch_free(tfast_graph_prefetch *p)
 {
     if (p == NULL || p->forks != forks) {
-        return; /* in a forked child its threads may have left anything half done */
+        return; /* a forked child: the threads may have left anything half done */
     }
     pthread_mutex_lock(&p->lock);
     p->stopping = true;

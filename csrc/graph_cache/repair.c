@@ -1,27 +1,36 @@
-/* Repair: what can be salvaged from a cache's files becomes a new cache. */
-#include "manifest.h"
-#include "salvage.h"
+/* Repair: every committed graph of a cache's files that can still be read is copied to
+ * a new cache, in the old one's order. */
+#include "frames.h"
 #include "writer.h"
 
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Record `from` of the old cache's segments is graph `place`. */
+/* Of an order: record `record` of all segments is graph `place`. */
 typedef struct {
-    uint64_t from, place;
+    uint64_t record, place;
 } entry;
+
+enum { UNKNOWN = -1 }; /* number of a record in its segment */
 
 typedef struct {
     uint8_t uuid[16];
     char path[GRAPH_PATH_BYTES];
-    bool closed;             /* by its name */
+    bool closed;             /* by its name: all of its records were committed */
     bool listed;             /* in the manifest, */
     uint64_t first, records; /* with these of all records there */
-    bool has_schema;         /* its header is whole */
+    bool own_schema;         /* its header is whole */
     tfast_graph_schema *schema;
 } source;
+
+/* A record, or a gap in which any number of records may have been. */
+typedef struct {
+    int64_t at, bytes;
+    bool gap;
+} item;
 
 typedef struct {
     const char *to;
@@ -29,18 +38,23 @@ typedef struct {
     void (*line)(void *context, const char *text);
     void *context;
     graph_contents contents; /* empty where the manifest cannot be read */
-    bool has_contents;
-    entry *wanted; /* [n_graphs], by `from`: where the manifest has an order */
+    entry *wanted;           /* [n_graphs], by record; NULL: no order */
     source *sources;
     int64_t n_sources;
-    tfast_graph_writer *writer;
-    const source *current;
-    uint64_t written; /* records of all closed and current writers */
-    entry *placed;    /* new record `from` is to be in place `place` */
-    int64_t n_placed, room;
-} repairing;
+    tfast_graph_writer *writer; /* of the current source's segment */
+    uint64_t written;           /* records in the new cache */
+    entry *placed;              /* [written]: records of the new cache */
+    /* The current source. */
+    const source *source;
+    graph_frames frames;
+    tfast_graph_array *arrays; /* [its fields] */
+    item *items;               /* since the last commit frame */
+    int64_t n_items;
+    int64_t confirmed; /* records before the last commit frame */
+    int64_t whole, damaged, uncommitted, bytes_skipped;
+} repair;
 
-TFAST_PRINTF(2, 3) static void say(const repairing *r, const char *format, ...)
+TFAST_PRINTF(2, 3) static void say(const repair *r, const char *format, ...)
 {
     char text[TFAST_MESSAGE_BYTES];
     va_list arguments;
@@ -51,12 +65,12 @@ TFAST_PRINTF(2, 3) static void say(const repairing *r, const char *format, ...)
     r->line(r->context, text);
 }
 
-/* ---- Which files ----------------------------------------------------------------- */
+/* ---- Copying one record ---------------------------------------------------------- */
 
 static int
-compare_entries(const void *a, const void *b)
+compare_records(const void *a, const void *b)
 {
-    uint64_t x = ((const entry *)a)->from, y = ((const entry *)b)->from;
+    const uint64_t x = ((const entry *)a)->record, y = ((const entry *)b)->record;
 
     return (x > y) - (x < y);
 }
@@ -67,90 +81,353 @@ compare_places(const void *a, const void *b)
     const entry *x = a, *y = b;
 
     return x->place != y->place ? (x->place > y->place) - (x->place < y->place)
-                                : compare_entries(a, b);
+                                : compare_records(a, b);
+}
+
+/* The place of a record in the old order; false: the old cache did not have it. Records
+ * whose place is not known come after all others. */
+static bool
+place_of(const repair *r, int64_t number, uint64_t *place)
+{
+    const source *s = r->source;
+    const entry key = {s->first + (uint64_t)number, 0}, *found;
+
+    *place = UINT64_MAX;
+    if (r->wanted == NULL || !s->listed || number == UNKNOWN ||
+        (uint64_t)number >= s->records) {
+        return true;
+    }
+    found = bsearch(&key, r->wanted, r->contents.head.n_graphs, sizeof key,
+                    compare_records);
+    if (found != NULL) {
+        *place = found->place;
+    }
+    return found != NULL;
+}
+
+/* The frame's bytes in *frame, or TFAST_EIO where they are damaged. */
+static tfast_status
+read_record(repair *r, const item *it, const uint8_t **frame)
+{
+    const tfast_graph_schema *schema = r->source->schema;
+    graph_record_view record = {.bytes = it->bytes};
+    tfast_status status;
+
+    TRY(graph_frames_data(&r->frames, it->at, it->bytes, frame));
+    if (*frame == NULL) {
+        return graph_damage("its record ends after the file");
+    }
+    record.head = *frame;
+    record.payload = *frame + schema->record_bytes;
+    TRY(graph_record_arrays(schema, &record, r->arrays));
+    TRY(graph_record_check(schema, r->frames.seed, &record, r->arrays));
+fail:
+    return status;
+}
+
+/* Record `number` of the source's segment is copied, unless it is damaged. */
+static tfast_status
+copy_record(repair *r, int64_t number, const item *it)
+{
+    const tfast_graph_schema *schema = r->source->schema;
+    const uint8_t *frame;
+    uint64_t place;
+    tfast_status status = read_record(r, it, &frame);
+
+    if (status == TFAST_EIO) {
+        r->damaged++;
+        r->bytes_skipped += it->bytes;
+        return TFAST_OK;
+    }
+    TRY(status);
+    r->whole++;
+    if (!place_of(r, number, &place)) {
+        return TFAST_OK;
+    }
+    if (r->writer == NULL) {
+        TRY(tfast_graph_writer_open(&r->writer, r->to, schema->bytes, schema->n_bytes,
+                                    true));
+    }
+    TRY(graph_grow(&r->placed, (int64_t)r->written, sizeof *r->placed));
+    TRY(graph_writer_copy(r->writer, frame, it->bytes));
+    r->placed[r->written] = (entry){r->written, place};
+    r->written++;
+fail:
+    return status;
+}
+
+/* ---- One file -------------------------------------------------------------------- */
+
+/* The records since the last commit frame count: a commit frame of `total` records has
+ * come, or (total UNKNOWN) the end of a closed file. Their numbers are counted from
+ * the commit frame before, and behind the last gap backwards from this one. */
+static tfast_status
+accept(repair *r, int64_t total)
+{
+    int64_t n_gaps = 0, gaps = 0, records = 0, n_records, missing;
+    tfast_status status = TFAST_OK;
+
+    for (int64_t i = 0; i < r->n_items; i++) {
+        n_gaps += r->items[i].gap;
+    }
+    n_records = r->n_items - n_gaps;
+    missing = total == UNKNOWN ? n_gaps : total - r->confirmed - n_records;
+    for (int64_t i = 0; i < r->n_items; i++) {
+        int64_t number = UNKNOWN;
+
+        if (r->items[i].gap) {
+            r->bytes_skipped += r->items[i].bytes;
+            gaps++;
+            continue;
+        }
+        if (missing == 0 || (missing > 0 && gaps == 0)) {
+            number = r->confirmed + records;
+        } else if (missing > 0 && gaps == n_gaps && total != UNKNOWN) {
+            number = total - n_records + records;
+        }
+        records++;
+        TRY(copy_record(r, number, &r->items[i]));
+    }
+    r->damaged += total != UNKNOWN && missing > 0 ? missing : 0;
+    r->confirmed = total;
+    r->n_items = 0;
+fail:
+    return status;
+}
+
+/* A file without a usable index: a record counts when a commit frame follows it, or the
+ * file was closed. */
+static tfast_status
+copy_frames(repair *r)
+{
+    graph_frame frame;
+    const uint8_t *data;
+    tfast_status status;
+
+    r->frames.at = graph_first_frame(r->source->schema->n_bytes);
+    for (;;) {
+        TRY(graph_frames_next(&r->frames, &frame));
+        if (frame.kind == GRAPH_END) {
+            break;
+        }
+        if (frame.kind == GRAPH_COMMIT_FRAME) {
+            TRY(graph_frames_data(&r->frames, frame.at, sizeof(graph_commit), &data));
+            TRY(accept(r, (int64_t)((const graph_commit *)data)->records));
+        } else {
+            TRY(graph_grow(&r->items, r->n_items, sizeof *r->items));
+            r->items[r->n_items++] =
+                (item){frame.at, frame.bytes, frame.kind == GRAPH_GAP};
+        }
+    }
+    if (r->source->closed) {
+        TRY(accept(r, UNKNOWN));
+    }
+    for (int64_t i = 0; i < r->n_items; i++) {
+        r->uncommitted += !r->items[i].gap;
+    }
+fail:
+    return status;
 }
 
 static tfast_status
-load_manifest(repairing *r, const char *from)
+copy_indexed(repair *r, const graph_segment *segment)
 {
-    uint64_t n;
+    tfast_status status = TFAST_OK;
+
+    for (int64_t i = 0; i < segment->records; i++) {
+        const item it = {(int64_t)segment->offsets[i],
+                         (int64_t)segment->units[i] * GRAPH_UNIT, false};
+
+        TRY(copy_record(r, i, &it));
+    }
+fail:
+    return status;
+}
+
+/* Copies the records of the current source. */
+static tfast_status
+copy_file(repair *r)
+{
+    const source *s = r->source;
+    graph_segment segment;
+    int file = -1;
+    const bool indexed = graph_segment_open(&segment, s->path, true) == TFAST_OK;
+    tfast_status status;
+
+    r->n_items = r->confirmed = 0;
+    r->whole = r->damaged = r->uncommitted = r->bytes_skipped = 0;
+    TRY(graph_open(s->path, O_RDONLY, &file));
+    TRY(graph_frames_open(&r->frames, file, s->path, s->uuid, s->schema, true));
+    TRY(graph_alloc(&r->arrays, s->schema->header.n_fields, sizeof *r->arrays));
+    TRY(indexed ? copy_indexed(r, &segment) : copy_frames(r));
+    if (r->writer != NULL) {
+        TRY(tfast_graph_writer_close(r->writer));
+    }
+fail:
+    tfast_graph_writer_free(r->writer);
+    r->writer = NULL;
+    free(r->arrays);
+    r->arrays = NULL;
+    graph_frames_close(&r->frames);
+    if (file >= 0) {
+        graph_io_table->close(file);
+    }
+    graph_segment_close(&segment);
+    return status;
+}
+
+/* Whether the first record or gap of the file is a record of this schema. */
+static tfast_status
+matches(const source *s, const tfast_graph_schema *schema, bool *match)
+{
+    graph_frames frames = {.file = -1};
+    graph_frame frame = {.kind = GRAPH_END};
+    int file;
+    tfast_status status = graph_open(s->path, O_RDONLY, &file);
+
+    *match = false;
+    if (status != TFAST_OK) {
+        return status;
+    }
+    TRY(graph_frames_open(&frames, file, s->path, s->uuid, schema, true));
+    frames.at = sizeof(graph_header);
+    do {
+        TRY(graph_frames_next(&frames, &frame));
+    } while (frame.kind == GRAPH_GAP || frame.kind == GRAPH_COMMIT_FRAME);
+    *match = frame.kind == GRAPH_RECORD_FRAME;
+fail:
+    graph_frames_close(&frames);
+    graph_io_table->close(file);
+    return status;
+}
+
+/* A file that has lost its header may have the schema of another one. */
+static tfast_status
+borrow_schema(const repair *r, source *s)
+{
+    bool match = false;
+    tfast_status status = TFAST_OK;
+
+    for (int64_t i = 0; i < r->n_sources && !match; i++) {
+        const source *other = &r->sources[i];
+
+        if (!other->own_schema) {
+            continue;
+        }
+        status = matches(s, other->schema, &match);
+        if (status != TFAST_EIO) { /* else the file is skipped */
+            TRY(status);
+        }
+        if (match) {
+            TRY(tfast_graph_schema_parse(&s->schema, other->schema->bytes,
+                                         other->schema->n_bytes));
+        }
+    }
+    status = TFAST_OK;
+fail:
+    return status;
+}
+
+static tfast_status
+repair_source(repair *r, source *s)
+{
+    const uint64_t before = r->written;
+    tfast_status status;
+
+    if (!s->own_schema) {
+        TRY(borrow_schema(r, s));
+    }
+    if (s->schema == NULL) {
+        say(r, "%s: its header is damaged, nothing can be read", s->path);
+        return TFAST_OK;
+    }
+    r->source = s;
+    status = copy_file(r);
+    if (s->listed && r->whole + r->damaged < (int64_t)s->records) {
+        r->damaged = (int64_t)s->records - r->whole; /* with those that left no trace */
+    }
+    say(r,
+        "%s: %llu graphs kept, %lld damaged, %lld never committed, %lld bytes "
+        "skipped",
+        s->path, (unsigned long long)(r->written - before), (long long)r->damaged,
+        (long long)r->uncommitted, (long long)r->bytes_skipped);
+    if (r->wanted == NULL || !s->listed) { /* else set_order() counts what is missing */
+        r->report->damaged += r->damaged;
+    }
+    r->report->uncommitted += r->uncommitted;
+    r->report->bytes_skipped += r->bytes_skipped;
+fail:
+    return status;
+}
+
+/* ---- Which files ----------------------------------------------------------------- */
+
+/* Without a manifest the segments are taken as they lie. */
+static tfast_status
+load_manifest(repair *r, const char *from)
+{
+    const uint64_t *order;
+    tfast_status status;
 
     if (graph_contents_load(&r->contents, from) != TFAST_OK) {
         say(r, "the manifest cannot be used (%s): the order of the graphs is lost",
             tfast_message());
         return TFAST_OK;
     }
-    r->has_contents = true;
-    n = r->contents.head.n_graphs;
-    if (r->contents.order == NULL) {
+    order = r->contents.order;
+    if (order == NULL) {
         return TFAST_OK;
     }
-    r->wanted = malloc(n * sizeof *r->wanted + 1);
-    if (r->wanted == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %llu graphs",
-                          (unsigned long long)n);
+    TRY(graph_alloc(&r->wanted, r->contents.head.n_graphs, sizeof *r->wanted));
+    for (uint64_t i = 0; i < r->contents.head.n_graphs; i++) {
+        r->wanted[i] = (entry){order[i], i};
     }
-    for (uint64_t i = 0; i < n; i++) {
-        r->wanted[i] = (entry){r->contents.order[i], i};
-    }
-    qsort(r->wanted, n, sizeof *r->wanted, compare_entries);
-    return TFAST_OK;
-}
-
-static tfast_status
-add_source(repairing *r, const char *from, const char *prefix, const uint8_t uuid[16])
-{
-    source *s = &r->sources[r->n_sources];
-    tfast_status status = graph_path(s->path, from, prefix, uuid, "");
-
-    memcpy(s->uuid, uuid, sizeof s->uuid);
-    s->closed = strcmp(prefix, "segment") == 0;
-    r->n_sources++;
+    qsort(r->wanted, r->contents.head.n_graphs, sizeof *r->wanted, compare_records);
+fail:
     return status;
 }
 
-static bool
-is_source(const repairing *r, const uint8_t uuid[16])
+/* Enters a file into r->sources, with its schema where that can be read. */
+static tfast_status
+add_source(repair *r, const char *from, const char *prefix, const uint8_t uuid[16])
 {
-    for (int64_t i = 0; i < r->n_sources; i++) {
-        if (memcmp(r->sources[i].uuid, uuid, 16) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
+    source *s = &r->sources[r->n_sources];
+    graph_header header;
+    tfast_status status;
 
-static bool
-has(uint8_t (*uuids)[16], int64_t n, const uint8_t uuid[16])
-{
-    for (int64_t i = 0; i < n; i++) {
-        if (memcmp(uuids[i], uuid, 16) == 0) {
-            return true;
-        }
+    memcpy(s->uuid, uuid, sizeof s->uuid);
+    s->closed = strcmp(prefix, "segment") == 0;
+    TRY(graph_path(s->path, from, prefix, uuid, ""));
+    r->n_sources++;
+    status = graph_segment_schema(s->path, &header, &s->schema);
+    s->own_schema = status == TFAST_OK;
+    if (s->own_schema) { /* the file may have been renamed */
+        memcpy(s->uuid, header.uuid, sizeof s->uuid);
     }
-    return false;
+    status = status == TFAST_ENOMEM ? status : TFAST_OK;
+fail:
+    return status;
 }
 
 /* The manifest's segments in its order, then the others. */
 static tfast_status
-find_sources(repairing *r, const char *from, const graph_listing *listing)
+find_sources(repair *r, const char *from, const graph_listing *listing)
 {
-    size_t room = (size_t)(listing->n_open + listing->n_sealed);
+    const graph_uuids *sealed = &listing->sealed, *open = &listing->open;
     uint64_t first = 0;
-    tfast_status status = TFAST_OK;
+    tfast_status status;
 
-    r->sources = calloc(room + 1, sizeof *r->sources);
-    if (r->sources == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %zu files", room);
-    }
-    for (uint64_t i = 0; i < r->contents.head.n_segments && status == TFAST_OK; i++) {
+    TRY(graph_alloc(&r->sources, (uint64_t)(open->n + sealed->n), sizeof *r->sources));
+    for (uint64_t i = 0; i < r->contents.head.n_segments; i++) {
         const graph_manifest_segment *s = &r->contents.segments[i];
 
-        if (has(listing->sealed, listing->n_sealed, s->uuid)) {
-            r->sources[r->n_sources].listed = true;
-            r->sources[r->n_sources].first = first;
-            r->sources[r->n_sources].records = s->records;
-            status = add_source(r, from, "segment", s->uuid);
+        if (graph_uuids_have(sealed, s->uuid)) {
+            source *found = &r->sources[r->n_sources];
+
+            found->listed = true;
+            found->first = first;
+            found->records = s->records;
+            TRY(add_source(r, from, "segment", s->uuid));
         } else if (r->contents.order == NULL) {
             r->report->damaged += (int64_t)s->records;
             say(r, "a segment of %llu graphs is missing",
@@ -158,262 +435,106 @@ find_sources(repairing *r, const char *from, const graph_listing *listing)
         }
         first += s->records;
     }
-    for (int64_t i = 0; i < listing->n_sealed && status == TFAST_OK; i++) {
-        if (!is_source(r, listing->sealed[i])) {
-            status = add_source(r, from, "segment", listing->sealed[i]);
+    for (int64_t i = 0; i < sealed->n; i++) {
+        if (!graph_contents_has(&r->contents, sealed->data[i])) {
+            TRY(add_source(r, from, "segment", sealed->data[i]));
         }
     }
-    for (int64_t i = 0; i < listing->n_open && status == TFAST_OK; i++) {
-        if (!is_source(r, listing->open[i])) {
-            status = add_source(r, from, "open", listing->open[i]);
+    for (int64_t i = 0; i < open->n; i++) {
+        if (!graph_uuids_have(sealed, open->data[i])) {
+            TRY(add_source(r, from, "open", open->data[i]));
         }
     }
-    return status;
-}
-
-/* ---- Schemas --------------------------------------------------------------------- */
-
-static tfast_status
-read_schema(source *s)
-{
-    graph_header header;
-    tfast_status status = graph_segment_schema(s->path, &header, &s->schema);
-
-    s->has_schema = status == TFAST_OK;
-    if (s->has_schema) { /* the name may have been changed */
-        memcpy(s->uuid, header.uuid, sizeof s->uuid);
-    }
-    return status == TFAST_ENOMEM ? status : TFAST_OK;
-}
-
-/* A file that has lost its header may have the schema of another. */
-static tfast_status
-borrow_schema(repairing *r, source *s)
-{
-    bool matches = false;
-
-    for (int64_t i = 0; i < r->n_sources; i++) {
-        const source *other = &r->sources[i];
-        tfast_status status;
-
-        if (!other->has_schema) {
-            continue;
-        }
-        status = graph_salvage_matches(s->path, s->uuid, other->schema, &matches);
-        if (status != TFAST_OK && status != TFAST_EIO) {
-            return status;
-        }
-        if (matches) {
-            return tfast_graph_schema_parse(&s->schema, other->schema->bytes,
-                                            other->schema->n_bytes);
-        }
-    }
-    return TFAST_OK;
-}
-
-/* ---- Copying --------------------------------------------------------------------- */
-
-/* Where a record is to be; false: the old cache did not have it. */
-static bool
-place_of(const repairing *r, int64_t number, uint64_t *place)
-{
-    entry key = {0, 0};
-    const entry *found;
-
-    if (r->wanted == NULL || !r->current->listed || number == GRAPH_UNKNOWN ||
-        (uint64_t)number >= r->current->records) {
-        *place = UINT64_MAX; /* after all others */
-        return true;
-    }
-    key.from = r->current->first + (uint64_t)number;
-    found = bsearch(&key, r->wanted, r->contents.head.n_graphs, sizeof key,
-                    compare_entries);
-    *place = found == NULL ? 0 : found->place;
-    return found != NULL;
-}
-
-static tfast_status
-note_place(repairing *r, uint64_t place)
-{
-    if (r->n_placed == r->room) {
-        int64_t room = r->room * 2 + 256;
-        entry *more = realloc(r->placed, (size_t)room * sizeof *more);
-
-        if (more == NULL) {
-            return tfast_fail(TFAST_ENOMEM, "no memory for the order of %lld graphs",
-                              (long long)room);
-        }
-        r->placed = more;
-        r->room = room;
-    }
-    r->placed[r->n_placed++] = (entry){r->written, place};
-    return TFAST_OK;
-}
-
-static tfast_status
-copy_record(void *context, int64_t number, const void *frame, int64_t bytes)
-{
-    repairing *r = context;
-    uint64_t place;
-    tfast_status status = TFAST_OK;
-
-    if (!place_of(r, number, &place)) {
-        return TFAST_OK;
-    }
-    if (r->writer == NULL) {
-        status = tfast_graph_writer_open(&r->writer, r->to, r->current->schema->bytes,
-                                         r->current->schema->n_bytes, true);
-    }
-    if (status == TFAST_OK) {
-        status = graph_writer_copy(r->writer, frame, bytes);
-    }
-    if (status == TFAST_OK) {
-        status = note_place(r, place);
-    }
-    r->written++;
-    return status;
-}
-
-static tfast_status
-repair_source(repairing *r, source *s)
-{
-    graph_salvage salvage = {.path = s->path, .record = copy_record, .context = r};
-    uint64_t before = r->written;
-    tfast_status status = s->has_schema ? TFAST_OK : borrow_schema(r, s);
-
-    if (status != TFAST_OK) {
-        return status;
-    }
-    if (s->schema == NULL) {
-        say(r, "%s: its header is damaged, nothing can be read", s->path);
-        return TFAST_OK;
-    }
-    memcpy(salvage.uuid, s->uuid, sizeof salvage.uuid);
-    salvage.closed = s->closed;
-    salvage.schema = s->schema;
-    r->current = s;
-    status = graph_salvage_file(&salvage);
-    if (s->listed && salvage.whole + salvage.damaged < (int64_t)s->records) {
-        salvage.damaged =
-            (int64_t)s->records - salvage.whole; /* what is not even there */
-    }
-    if (status == TFAST_OK && r->writer != NULL) {
-        status = tfast_graph_writer_close(r->writer);
-    }
-    tfast_graph_writer_free(r->writer);
-    r->writer = NULL;
-    say(r,
-        "%s: %llu graphs kept, %lld damaged, %lld never committed, %lld bytes "
-        "skipped",
-        s->path, (unsigned long long)(r->written - before), (long long)salvage.damaged,
-        (long long)salvage.uncommitted, (long long)salvage.bytes_skipped);
-    if (r->wanted == NULL || !s->listed) { /* else set_order() knows better */
-        r->report->damaged += salvage.damaged;
-    }
-    r->report->uncommitted += salvage.uncommitted;
-    r->report->bytes_skipped += salvage.bytes_skipped;
+fail:
     return status;
 }
 
 /* ---- The new cache --------------------------------------------------------------- */
 
-static tfast_status
-set_order(repairing *r)
-{
-    uint64_t *order;
-    tfast_status status;
-
-    if (r->wanted == NULL) {
-        return TFAST_OK;
-    }
-    order = malloc((size_t)r->n_placed * sizeof *order + 1);
-    if (order == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the order of %lld graphs",
-                          (long long)r->n_placed);
-    }
-    if (r->n_placed > 0) {
-        qsort(r->placed, (size_t)r->n_placed, sizeof *r->placed, compare_places);
-    }
-    r->report->damaged += (int64_t)r->contents.head.n_graphs;
-    for (int64_t i = 0; i < r->n_placed; i++) {
-        order[i] = r->placed[i].from;
-        r->report->damaged -= r->placed[i].place != UINT64_MAX;
-    }
-    status = tfast_graph_build_end(r->to, order, r->n_placed);
-    free(order);
-    return status;
-}
-
-/* The target must be new: nothing is ever mixed with what is salvaged. */
+/* The target must be new: nothing is mixed with the graphs that are kept. */
 static tfast_status
 make_target(const char *to)
 {
-    graph_listing listing;
+    graph_listing listing = {.manifest = false};
     int lock;
     tfast_status status = graph_directory_make(to, true, &lock);
 
     if (status != TFAST_OK) {
         return status;
     }
-    status = graph_list(&listing, to);
-    if (status == TFAST_OK && listing.n_sealed + listing.n_open > 0) {
+    TRY(graph_list(&listing, to));
+    if (listing.sealed.n + listing.open.n > 0) {
         status = tfast_fail(
-            TFAST_EINVAL, "target must be a new cache, got %s, which has %lld segments",
-            to, (long long)(listing.n_sealed + listing.n_open));
+            TFAST_EINVAL,
+            "target must be a new cache, got %s, which has %lld segments; choose "
+            "another path",
+            to, (long long)(listing.sealed.n + listing.open.n));
     }
+fail:
     graph_listing_free(&listing);
     graph_unlock(lock);
     return status;
 }
 
 static tfast_status
-repair_all(repairing *r, const char *from, const graph_listing *listing)
+set_order(repair *r)
 {
-    tfast_status status = load_manifest(r, from);
+    const int64_t n = (int64_t)r->written;
+    uint64_t *order;
+    tfast_status status;
 
-    if (status == TFAST_OK) {
-        status = find_sources(r, from, listing);
+    if (r->wanted == NULL) {
+        return TFAST_OK;
     }
-    for (int64_t i = 0; i < r->n_sources && status == TFAST_OK; i++) {
-        status = read_schema(&r->sources[i]);
+    TRY(graph_alloc(&order, r->written, sizeof *order));
+    if (n > 0) {
+        qsort(r->placed, r->written, sizeof *r->placed, compare_places);
     }
-    if (status == TFAST_OK) {
-        status = make_target(r->to);
+    r->report->damaged += (int64_t)r->contents.head.n_graphs;
+    for (int64_t i = 0; i < n; i++) {
+        order[i] = r->placed[i].record;
+        r->report->damaged -= r->placed[i].place != UINT64_MAX;
     }
-    for (int64_t i = 0; i < r->n_sources && status == TFAST_OK; i++) {
-        status = repair_source(r, &r->sources[i]);
-    }
-    return status == TFAST_OK ? set_order(r) : status;
+    TRY(tfast_graph_build_end(r->to, order, n));
+fail:
+    free(order);
+    return status;
 }
 
 tfast_status
 tfast_graph_repair(const char *from, const char *to, tfast_graph_repair_report *report,
                    void (*line)(void *context, const char *text), void *context)
 {
-    repairing r = {.to = to, .report = report, .line = line, .context = context};
+    repair r = {.to = to, .report = report, .line = line, .context = context};
     graph_listing listing;
-    tfast_status status = graph_list(&listing, from);
+    tfast_status status;
 
     memset(report, 0, sizeof *report);
-    if (status == TFAST_OK && listing.strangers && !listing.manifest &&
-        listing.n_sealed + listing.n_open == 0) {
-        status = tfast_fail(TFAST_EINVAL,
-                            "path must be a graph cache, got %s, which has other files "
-                            "but neither a manifest nor segments",
-                            from);
+    TRY(graph_list(&listing, from));
+    if (listing.strangers && !listing.manifest &&
+        listing.sealed.n + listing.open.n == 0) {
+        TRY(tfast_fail(TFAST_EINVAL,
+                       "path must be a graph cache, got %s, which has other files "
+                       "but neither a manifest nor segments; name the cache's folder",
+                       from));
     }
-    if (status == TFAST_OK) {
-        status = repair_all(&r, from, &listing);
+    TRY(load_manifest(&r, from));
+    TRY(find_sources(&r, from, &listing));
+    TRY(make_target(to));
+    for (int64_t i = 0; i < r.n_sources; i++) {
+        TRY(repair_source(&r, &r.sources[i]));
     }
+    TRY(set_order(&r));
+fail:
     report->kept = (int64_t)r.written;
     for (int64_t i = 0; i < r.n_sources; i++) {
         tfast_graph_schema_free(r.sources[i].schema);
     }
-    tfast_graph_writer_free(r.writer);
     graph_contents_free(&r.contents);
     graph_listing_free(&listing);
     free(r.wanted);
     free(r.sources);
     free(r.placed);
+    free(r.items);
     return status;
 }

@@ -1,4 +1,4 @@
-/* Schemas: parsing one with every rule of format.h, and where a record's fields lie. */
+/* Schemas: parsing untrusted bytes, with every rule of the format document. */
 #include "schema.h"
 
 #include "io.h"
@@ -22,8 +22,8 @@ static const char *const dtype_names[GRAPH_N_DTYPES] = {
     [GRAPH_BYTES] = "bytes",
 };
 
-/* As it is, then as u8, u16, u32, i8, i16, i32, where that is narrower; no unsigned
- * value needs a sign. */
+/* Bytes of an element: as it is, then as u8, u16, u32, i8, i16, i32 where that is
+ * narrower than the dtype; unsigned dtypes are never stored signed. */
 const uint8_t graph_stored_widths[GRAPH_N_DTYPES][GRAPH_N_STORED] = {
     [GRAPH_BOOL] = {0, 1},
     [GRAPH_U8] = {0, 1},
@@ -106,22 +106,25 @@ graph_all_zero(const void *bytes, int64_t n)
 
 /* ---- Parsing --------------------------------------------------------------------- */
 
-/* All is in one allocation: the struct, pointers to names, the bytes, the names. */
+/* A broken rule is an error of the argument; segment.c makes a file's damage of it. */
+#define must(...) tfast_fail(TFAST_EINVAL, __VA_ARGS__)
+
+/* One allocation has the struct, pointers to names, the bytes, the names. */
 static tfast_status
 allocate(tfast_graph_schema **schema, const uint8_t *bytes, size_t n_bytes,
          const graph_schema_header *header)
 {
-    size_t n_counts = header->n_counts, n_fields = header->n_fields;
-    size_t n_names = n_counts + n_fields;
-    size_t fixed = sizeof **schema + n_names * sizeof(char *);
-    size_t names = header->names_bytes + n_names; /* with the terminating zeros */
-    tfast_graph_schema *made = calloc(1, fixed + n_bytes + names);
+    const size_t n_counts = header->n_counts, n_fields = header->n_fields;
+    const size_t n_names = n_counts + n_fields;
+    const size_t names = header->names_bytes + n_names; /* each ends with a zero */
+    tfast_graph_schema *made;
     const char **pointers;
     uint8_t *copy;
+    tfast_status status;
 
-    if (made == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for a schema of %zu bytes", n_bytes);
-    }
+    TRY(graph_alloc(schema, sizeof *made + n_names * sizeof(char *) + n_bytes + names,
+                    1));
+    made = *schema;
     pointers = (const char **)(made + 1);
     copy = (uint8_t *)(pointers + n_names);
     memcpy(copy, bytes, n_bytes);
@@ -134,11 +137,11 @@ allocate(tfast_graph_schema **schema, const uint8_t *bytes, size_t n_bytes,
     made->field_names = pointers + n_counts;
     made->record_bytes =
         (size_t)graph_align(sizeof(graph_record) + 4 * n_counts + n_fields, GRAPH_UNIT);
-    *schema = made;
-    return TFAST_OK;
+fail:
+    return status;
 }
 
-/* Points at the names, which are copied to end with a zero each. */
+/* Copies the names, each with a zero behind it, and points at the copies. */
 static tfast_status
 take_names(tfast_graph_schema *schema)
 {
@@ -153,14 +156,14 @@ take_names(tfast_graph_schema *schema)
                                     : schema->fields[i - n_counts].name_bytes;
 
         if (bytes > GRAPH_MAX_NAME || bytes > left) {
-            return graph_damage("a schema's name must have at most %d bytes and fit, "
-                                "got %zu",
-                                GRAPH_MAX_NAME, bytes);
+            return must("a schema's name must have at most %d bytes and fit, "
+                        "got %zu",
+                        GRAPH_MAX_NAME, bytes);
         }
         if (!graph_is_utf8(name, (int64_t)bytes) || memchr(name, 0, bytes) != NULL) {
-            return graph_damage("a schema's name must be UTF-8 without zeros, got name "
-                                "%d",
-                                i);
+            return must("a schema's name must be UTF-8 without zeros, got name "
+                        "%d",
+                        i);
         }
         memcpy(out, name, bytes);
         pointers[i] = out;
@@ -169,9 +172,9 @@ take_names(tfast_graph_schema *schema)
         left -= bytes;
     }
     if (left != 0) {
-        return graph_damage("a schema's names must end where it says, got %zu bytes "
-                            "more",
-                            left);
+        return must("a schema's names must end where it says, got %zu bytes "
+                    "more",
+                    left);
     }
     return TFAST_OK;
 }
@@ -194,23 +197,23 @@ check_count(const tfast_graph_schema *schema, int i)
     const graph_schema_count *count = &schema->counts[i];
 
     if (count->role >= GRAPH_N_ROLES || (i > 0 && count->role < count[-1].role)) {
-        return graph_damage("count %d of a schema must have a known role, sorted, got "
-                            "%d",
-                            i, count->role);
+        return must("count %d of a schema must have a known role, sorted, got "
+                    "%d",
+                    i, count->role);
     }
     if (count->role > GRAPH_EDGES && count->name_bytes != 0) {
-        return graph_damage("count %d of a schema must have no name", i);
+        return must("count %d of a schema must have no name", i);
     }
     if (count->role == GRAPH_EDGES
             ? !is_nodes(schema, count->source) || !is_nodes(schema, count->target)
             : count->source != GRAPH_NONE || count->target != GRAPH_NONE) {
-        return graph_damage("count %d of a schema must have ends only if it counts "
-                            "edges, and nodes there",
-                            i);
+        return must("count %d of a schema must have ends only if it counts "
+                    "edges, and nodes there",
+                    i);
     }
     if (!graph_all_zero(count->reserved, sizeof count->reserved) ||
         !graph_all_zero(count->reserved_too, sizeof count->reserved_too)) {
-        return graph_damage("count %d of a schema must have zeros in reserve", i);
+        return must("count %d of a schema must have zeros in reserve", i);
     }
     return TFAST_OK;
 }
@@ -261,7 +264,7 @@ wrong_add(const tfast_graph_schema *schema, const graph_schema_field *field)
     return NULL;
 }
 
-/* What a field must have and has not, or NULL. */
+/* The rule that a field breaks, to follow "must have"; NULL: none. */
 static const char *
 wrong_field(const tfast_graph_schema *schema, const graph_schema_field *field)
 {
@@ -314,27 +317,25 @@ compare_named(const void *a, const void *b)
 static tfast_status
 check_unique(const tfast_graph_schema *schema)
 {
-    int n_counts = schema->header.n_counts, n_fields = schema->header.n_fields;
-    named *names = malloc(((size_t)n_counts + n_fields + 1) * sizeof *names);
-    tfast_status status = TFAST_OK;
+    const int n_counts = schema->header.n_counts, n_fields = schema->header.n_fields;
+    named *names;
+    tfast_status status;
     int n = 0;
 
-    if (names == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for %d names", n_counts + n_fields);
-    }
-    for (int i = 0; i < n_counts && schema->counts[i].role <= GRAPH_EDGES; i++) {
+    TRY(graph_alloc(&names, (uint64_t)n_counts + (uint64_t)n_fields, sizeof *names));
+    for (int i = 0; is_thing(schema, i); i++) {
         names[n++] = (named){schema->count_names[i], -1 - schema->counts[i].role};
     }
     for (int i = 0; i < n_fields; i++) {
         names[n++] = (named){schema->field_names[i], schema->fields[i].type};
     }
     qsort(names, (size_t)n, sizeof *names, compare_named);
-    for (int i = 1; i < n && status == TFAST_OK; i++) {
+    for (int i = 1; i < n; i++) {
         if (compare_named(&names[i - 1], &names[i]) == 0) {
-            status = graph_damage("a schema's names must be unique, got %s twice",
-                                  names[i].name);
+            TRY(must("a schema's names must be unique, got %s twice", names[i].name));
         }
     }
+fail:
     free(names);
     return status;
 }
@@ -344,59 +345,55 @@ check_all(tfast_graph_schema *schema)
 {
     tfast_status status = TFAST_OK;
 
-    for (int i = 0; i < schema->header.n_counts && status == TFAST_OK; i++) {
-        status = check_count(schema, i);
+    for (int i = 0; i < schema->header.n_counts; i++) {
+        TRY(check_count(schema, i));
     }
-    if (status == TFAST_OK) {
-        status = take_names(schema);
-    }
-    for (int i = 0; i < schema->header.n_fields && status == TFAST_OK; i++) {
+    TRY(take_names(schema));
+    for (int i = 0; i < schema->header.n_fields; i++) {
         const char *wrong = wrong_field(schema, &schema->fields[i]);
 
         if (wrong != NULL) {
-            status = graph_damage("field %s of a schema must have %s",
-                                  schema->field_names[i], wrong);
+            TRY(must("field %s of a schema must have %s", schema->field_names[i],
+                     wrong));
         }
     }
-    return status == TFAST_OK ? check_unique(schema) : status;
+    TRY(check_unique(schema));
+fail:
+    return status;
 }
 
 tfast_status
 tfast_graph_schema_parse(tfast_graph_schema **schema, const void *bytes, size_t n_bytes)
 {
     graph_schema_header header;
-    size_t arrays, used;
+    size_t used;
     tfast_status status;
 
     *schema = NULL;
     if (n_bytes < sizeof header) {
-        return graph_damage("a schema must have at least %zu bytes, got %zu",
-                            sizeof header, n_bytes);
+        return must("a schema must have at least %zu bytes, got %zu", sizeof header,
+                    n_bytes);
     }
     memcpy(&header, bytes, sizeof header);
     if (header.n_counts > GRAPH_MAX_COUNTS || header.n_fields > GRAPH_MAX_FIELDS ||
         header.names_bytes > n_bytes || !graph_all_zero(header.reserved, 8)) {
-        return graph_damage("a schema must have at most %d counts and %d fields, got "
-                            "%d and %d",
-                            GRAPH_MAX_COUNTS, GRAPH_MAX_FIELDS, header.n_counts,
-                            header.n_fields);
+        return must("a schema must have at most %d counts and %d fields, got %d and %d",
+                    GRAPH_MAX_COUNTS, GRAPH_MAX_FIELDS, header.n_counts,
+                    header.n_fields);
     }
-    arrays = header.n_counts * sizeof(graph_schema_count) +
-             header.n_fields * sizeof(graph_schema_field);
-    used = sizeof header + arrays + header.names_bytes;
+    used = sizeof header + header.n_counts * sizeof(graph_schema_count) +
+           header.n_fields * sizeof(graph_schema_field) + header.names_bytes;
     if (graph_align(used, GRAPH_UNIT) != n_bytes ||
         !graph_all_zero((const uint8_t *)bytes + used, (int64_t)(n_bytes - used))) {
-        return graph_damage("a schema must have %zu bytes and then zeros, got %zu",
-                            used, n_bytes);
+        return must("a schema must have %zu bytes and then zeros, got %zu", used,
+                    n_bytes);
     }
-    status = allocate(schema, bytes, n_bytes, &header);
-    if (status == TFAST_OK) {
-        status = check_all(*schema);
-    }
-    if (status != TFAST_OK) {
-        tfast_graph_schema_free(*schema);
-        *schema = NULL;
-    }
+    TRY(allocate(schema, bytes, n_bytes, &header));
+    TRY(check_all(*schema));
+    return TFAST_OK;
+fail:
+    free(*schema);
+    *schema = NULL;
     return status;
 }
 

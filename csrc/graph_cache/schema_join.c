@@ -1,10 +1,13 @@
-/* Segments of one cache may fix different sizes, and the later ones may have more
- * fields: what their schemas are together. */
-#include "io.h"
-#include "schema.h"
+/* Agreement of schemas, and their common generalisation. */
+#include "schema_join.h"
+
+#include "directory.h"
+#include "segment.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+/* ---- Agreement ------------------------------------------------------------------- */
 
 /* Counts of nodes and edges come first. */
 static int
@@ -36,6 +39,12 @@ same_named(const tfast_graph_schema *a, const tfast_graph_schema *b)
 }
 
 static bool
+same_bytes(const tfast_graph_schema *a, const tfast_graph_schema *b)
+{
+    return a->n_bytes == b->n_bytes && memcmp(a->bytes, b->bytes, a->n_bytes) == 0;
+}
+
+static bool
 same_field(const graph_schema_field *a, const graph_schema_field *b)
 {
     return a->type == b->type && a->dtype == b->dtype && a->rank == b->rank &&
@@ -43,8 +52,11 @@ same_field(const graph_schema_field *a, const graph_schema_field *b)
            ((a->flags ^ b->flags) & ~GRAPH_OPTIONAL) == 0;
 }
 
-bool
-tfast_graph_schema_agrees(const tfast_graph_schema *a, const tfast_graph_schema *b)
+/* Two schemas agree if they have the same counts of nodes and edges and the same fields
+ * in the same order, and differ only in: sizes and increments; which fields are
+ * optional; fields behind those of the other. */
+static bool
+agree(const tfast_graph_schema *a, const tfast_graph_schema *b)
 {
     if (!same_named(a, b)) {
         return false;
@@ -58,28 +70,94 @@ tfast_graph_schema_agrees(const tfast_graph_schema *a, const tfast_graph_schema 
     return true;
 }
 
-const tfast_graph_schema *
-graph_schema_widest(const tfast_graph_schema *const *schemas, int64_t n)
+/* Keeps the schema with more fields, and frees the other one. Segments that cannot be
+ * read are passed over: their readers report them. */
+static tfast_status
+keep_wider(tfast_graph_schema **schema, const char *directory, const char *prefix,
+           const uint8_t uuid[16])
 {
-    const tfast_graph_schema *widest = schemas[0];
+    char path[GRAPH_PATH_BYTES];
+    graph_header header;
+    tfast_graph_schema *other = NULL;
+    tfast_status status = graph_path(path, directory, prefix, uuid, "");
 
-    for (int64_t i = 1; i < n; i++) {
-        if (schemas[i]->header.n_fields > widest->header.n_fields) {
-            widest = schemas[i];
-        }
+    if (status == TFAST_OK) {
+        status = graph_segment_schema(path, &header, &other);
     }
-    return widest;
+    if (other != NULL &&
+        (*schema == NULL || other->header.n_fields > (*schema)->header.n_fields)) {
+        tfast_graph_schema *before = *schema;
+
+        *schema = other;
+        other = before;
+    }
+    tfast_graph_schema_free(other);
+    return status == TFAST_ENOMEM ? status : TFAST_OK;
 }
 
-/* A place in a schema that names a count or fixes a size: a dimension, or what is
- * added. codes[n]: what each schema has there, as in `sources`; 0, as a fixed size,
- * where it lacks the field. */
+/* The schema with the most fields of all segments: it agrees with another schema only
+ * if all of them do. NULL: there are no segments. Under the cache's lock. */
+static tfast_status
+find_widest(const char *directory, tfast_graph_schema **schema)
+{
+    graph_listing listing;
+    tfast_status status;
+
+    *schema = NULL;
+    TRY(graph_list(&listing, directory));
+    for (int64_t i = 0; i < listing.sealed.n; i++) {
+        TRY(keep_wider(schema, directory, "segment", listing.sealed.data[i]));
+    }
+    for (int64_t i = 0; i < listing.open.n; i++) {
+        TRY(keep_wider(schema, directory, "open", listing.open.data[i]));
+    }
+fail:
+    graph_listing_free(&listing);
+    return status;
+}
+
+tfast_status
+graph_schema_must_agree(const char *directory, const tfast_graph_schema *schema)
+{
+    tfast_graph_schema *other;
+    tfast_status status;
+
+    TRY(find_widest(directory, &other));
+    if (other != NULL && !agree(schema, other)) {
+        status = tfast_fail(TFAST_EINVAL,
+                            "schema must agree in all but sizes and later fields "
+                            "with that of the graphs in %s, got another; write these "
+                            "graphs to another path",
+                            directory);
+    }
+fail:
+    tfast_graph_schema_free(other);
+    return status;
+}
+
+tfast_status
+tfast_graph_schema_find(const char *path, tfast_graph_schema **schema)
+{
+    tfast_status status;
+    int lock;
+
+    *schema = NULL;
+    TRY(graph_lock_cache(path, &lock));
+    status = find_widest(path, schema);
+    graph_unlock(lock);
+fail:
+    return status;
+}
+
+/* ---- Joining --------------------------------------------------------------------- */
+
+/* A slot of a field names a count or fixes a size: a dimension, or (from GRAPH_MAX_RANK
+ * on) what is added to its values. Its code in one schema: >= 0 the count, else -1 -
+ * the fixed size; a fixed size of 0 where the schema lacks the field. */
 typedef struct {
-    const int64_t *codes;
+    const int64_t *codes; /* [n]: in each schema */
     int64_t n;
-    int field;
-    int slot;  /* dimension, or GRAPH_MAX_RANK + number of the addend */
-    int count; /* the joined schema's, or -1: all fix the same size */
+    int field, slot;
 } position;
 
 typedef struct {
@@ -87,9 +165,9 @@ typedef struct {
     int64_t n;
     const tfast_graph_schema *widest;
     int64_t *codes;
-    position
-        *positions; /* [n_positions], those with counts of their own sorted first */
-    int64_t n_positions, n_own;
+    position *own; /* [n_own]: slots that differ, or are a size or an increment */
+    int64_t n_own;
+    int *count_of; /* [n_own]: counts of *joined */
     int n_counts;
 } joining;
 
@@ -99,65 +177,34 @@ is_addend(const position *p)
     return p->slot >= GRAPH_MAX_RANK;
 }
 
-static bool
-lacks(const tfast_graph_schema *schema, int field)
-{
-    return field >= schema->header.n_fields;
-}
-
 static int64_t
 code_of(const tfast_graph_schema *schema, int i, int slot)
 {
-    const graph_schema_field *field = schema->fields;
-    int32_t size;
+    const graph_schema_field *field = &schema->fields[i];
 
-    if (lacks(schema, i)) {
+    if (i >= schema->header.n_fields) {
         return -1;
     }
-    field += i;
-
-    if (slot >= GRAPH_MAX_RANK) {
-        return field->add[slot - GRAPH_MAX_RANK];
-    }
-    size = field->dims[slot];
-    return -1 - (int64_t)size; /* the encoding is its own inverse */
+    return slot >= GRAPH_MAX_RANK
+               ? field->add[slot - GRAPH_MAX_RANK]
+               : -1 - (int64_t)field->dims[slot]; /* dims have the inverse of a code */
 }
 
-/* Whether a position needs a count of its own: not the same in all. */
-static bool
-needs_own(const joining *j, position *p)
-{
-    int64_t code = code_of(j->widest, p->field, p->slot);
-
-    p->count = (int)(code < 0 ? -1 : code);
-    if (code >= 0 && j->widest->counts[code].role > GRAPH_EDGES) {
-        return true;
-    }
-    for (int64_t i = 0; i < j->n; i++) {
-        if (p->codes[i] != code && !lacks(j->schemas[i], p->field)) {
-            return true;
-        }
-    }
-    return false;
-}
-
+/* Enters a slot into j->own, unless all schemas that have the field have the same fixed
+ * size or the same count of nodes or edges there. */
 static void
-add_position(joining *j, int64_t *n_plain, int field, int slot)
+add_slot(joining *j, int field, int slot)
 {
-    int64_t at = j->n_own + *n_plain;
-    int64_t *codes = &j->codes[at * j->n];
-    position p = {codes, j->n, field, slot, -1};
+    const int64_t code = code_of(j->widest, field, slot);
+    int64_t *codes = &j->codes[j->n_own * j->n];
+    bool own = code >= 0 && j->widest->counts[code].role > GRAPH_EDGES;
 
     for (int64_t i = 0; i < j->n; i++) {
         codes[i] = code_of(j->schemas[i], field, slot);
+        own = own || (codes[i] != code && field < j->schemas[i]->header.n_fields);
     }
-    j->positions[at] = p;
-    if (needs_own(j, &j->positions[at])) {
-        p = j->positions[at];
-        j->positions[at] = j->positions[j->n_own];
-        j->positions[j->n_own++] = p;
-    } else {
-        ++*n_plain;
+    if (own) {
+        j->own[j->n_own++] = (position){codes, j->n, field, slot};
     }
 }
 
@@ -177,103 +224,103 @@ compare_positions(const void *a, const void *b)
     return 0;
 }
 
-/* Positions that are the same thing in every schema share a count. */
+/* Slots that have the same codes in every schema share a count. */
 static tfast_status
-number_counts(joining *j)
+find_counts(joining *j)
 {
-    position *p = j->positions;
-
-    qsort(p, (size_t)j->n_own, sizeof *p, compare_positions);
-    for (int64_t i = 0; i < j->n_own; i++) {
-        if (i == 0 || compare_positions(&p[i - 1], &p[i]) != 0) {
-            j->n_counts++;
-        }
-        p[i].count = j->n_counts - 1;
-    }
-    if (j->n_counts > GRAPH_MAX_COUNTS) {
-        return graph_damage("the segments' schemas must need at most %d counts "
-                            "together, got %d",
-                            GRAPH_MAX_COUNTS, j->n_counts);
-    }
-    return TFAST_OK;
-}
-
-static void
-find_positions(joining *j)
-{
-    int64_t n_plain = 0;
+    size_t slots = 0;
+    tfast_status status;
 
     for (int i = 0; i < j->widest->header.n_fields; i++) {
-        const graph_schema_field *field = &j->widest->fields[i];
-
-        for (int slot = 0; slot < field->rank; slot++) {
-            add_position(j, &n_plain, i, slot);
+        slots += j->widest->fields[i].rank + j->widest->fields[i].add_mode;
+    }
+    TRY(graph_alloc(&j->codes, slots * (uint64_t)j->n, sizeof *j->codes));
+    TRY(graph_alloc(&j->own, slots, sizeof *j->own));
+    TRY(graph_alloc(&j->count_of, slots, sizeof *j->count_of));
+    for (int i = 0; i < j->widest->header.n_fields; i++) {
+        for (int slot = 0; slot < j->widest->fields[i].rank; slot++) {
+            add_slot(j, i, slot);
         }
-        for (int slot = 0; slot < field->add_mode; slot++) {
-            add_position(j, &n_plain, i, GRAPH_MAX_RANK + slot);
+        for (int k = 0; k < j->widest->fields[i].add_mode; k++) {
+            add_slot(j, i, GRAPH_MAX_RANK + k);
         }
     }
-    j->n_positions = j->n_own + n_plain;
+    qsort(j->own, (size_t)j->n_own, sizeof *j->own, compare_positions);
+    for (int64_t i = 0; i < j->n_own; i++) {
+        if (i == 0 || compare_positions(&j->own[i - 1], &j->own[i]) != 0) {
+            j->n_counts++;
+        }
+        j->count_of[i] = j->n_counts - 1;
+    }
+    if (j->n_counts > GRAPH_MAX_COUNTS) {
+        TRY(graph_damage("the segments' schemas must need at most %d counts together, "
+                         "got %d; write the graphs to several caches",
+                         GRAPH_MAX_COUNTS, j->n_counts));
+    }
+fail:
+    return status;
 }
 
+/* The fields of *joined. */
 static void
 write_fields(const joining *j, graph_schema_field *fields)
 {
-    int n_fields = j->widest->header.n_fields;
+    const int n_fields = j->widest->header.n_fields;
 
     memcpy(fields, j->widest->fields, (size_t)n_fields * sizeof *fields);
     for (int64_t s = 0; s < j->n; s++) {
-        const tfast_graph_schema *schema = j->schemas[s];
-
         for (int i = 0; i < n_fields; i++) {
+            const tfast_graph_schema *schema = j->schemas[s];
+
             fields[i].flags |=
-                lacks(schema, i) ? GRAPH_OPTIONAL : schema->fields[i].flags;
+                i < schema->header.n_fields ? schema->fields[i].flags : GRAPH_OPTIONAL;
         }
     }
     for (int64_t i = 0; i < j->n_own; i++) {
-        const position *p = &j->positions[i];
+        const position *p = &j->own[i];
+        const int count = j->count_of[i];
 
         if (is_addend(p)) {
-            fields[p->field].add[p->slot - GRAPH_MAX_RANK] = (uint16_t)p->count;
+            fields[p->field].add[p->slot - GRAPH_MAX_RANK] = (uint16_t)count;
         } else {
-            fields[p->field].dims[p->slot] = -1 - p->count;
+            fields[p->field].dims[p->slot] = -1 - count;
         }
     }
 }
 
-/* The joined schema's bytes, parsed. */
+/* The bytes of *joined, parsed. */
 static tfast_status
 write_schema(const joining *j, tfast_graph_schema **joined)
 {
     const tfast_graph_schema *widest = j->widest;
-    int named = n_named(widest), n_fields = widest->header.n_fields;
+    const int n_fields = widest->header.n_fields;
     graph_schema_header header = widest->header;
-    const char *names = (const char *)(widest->fields + n_fields);
-    size_t used = sizeof header + (size_t)j->n_counts * sizeof(graph_schema_count) +
-                  (size_t)n_fields * sizeof(graph_schema_field) + header.names_bytes;
-    size_t bytes = (size_t)graph_align(used, GRAPH_UNIT);
-    uint8_t *out = calloc(1, bytes);
+    const size_t bytes = (size_t)graph_align(
+        sizeof header + (size_t)j->n_counts * sizeof(graph_schema_count) +
+            (size_t)n_fields * sizeof(graph_schema_field) + header.names_bytes,
+        GRAPH_UNIT);
+    uint8_t *out;
     graph_schema_count *counts;
     graph_schema_field *fields;
     tfast_status status;
 
-    if (out == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for a schema of %zu bytes", bytes);
-    }
+    TRY(graph_alloc(&out, bytes, 1));
     header.n_counts = (uint16_t)j->n_counts;
-    counts = (graph_schema_count *)(out + sizeof header);
-    fields = (graph_schema_field *)(counts + j->n_counts);
     memcpy(out, &header, sizeof header);
-    memcpy(counts, widest->counts, (size_t)named * sizeof *counts);
+    counts = (graph_schema_count *)(out + sizeof header);
+    memcpy(counts, widest->counts, (size_t)n_named(widest) * sizeof *counts);
     for (int64_t i = 0; i < j->n_own; i++) {
-        const position *p = &j->positions[i];
-
-        counts[p->count].role = is_addend(p) ? GRAPH_INCREMENT : GRAPH_SIZE;
-        counts[p->count].source = counts[p->count].target = GRAPH_NONE;
+        counts[j->count_of[i]] = (graph_schema_count){
+            .role = is_addend(&j->own[i]) ? GRAPH_INCREMENT : GRAPH_SIZE,
+            .source = GRAPH_NONE,
+            .target = GRAPH_NONE,
+        };
     }
+    fields = (graph_schema_field *)(counts + j->n_counts);
     write_fields(j, fields);
-    memcpy(fields + n_fields, names, header.names_bytes);
-    status = tfast_graph_schema_parse(joined, out, bytes);
+    memcpy(fields + n_fields, widest->fields + n_fields, header.names_bytes);
+    TRY(tfast_graph_schema_parse(joined, out, bytes));
+fail:
     free(out);
     return status;
 }
@@ -281,90 +328,71 @@ write_schema(const joining *j, tfast_graph_schema **joined)
 static tfast_status
 write_sources(const joining *j, int64_t **sources)
 {
-    int named = n_named(j->schemas[0]);
-    int64_t *out = calloc((size_t)j->n * j->n_counts + 1, sizeof *out);
+    tfast_status status =
+        graph_alloc(sources, (uint64_t)j->n * (uint64_t)j->n_counts, sizeof **sources);
 
-    if (out == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the counts of %lld segments",
-                          (long long)j->n);
-    }
-    for (int64_t s = 0; s < j->n; s++) {
-        int64_t *row = &out[s * j->n_counts];
+    for (int64_t s = 0; status == TFAST_OK && s < j->n; s++) {
+        int64_t *row = &(*sources)[s * j->n_counts];
 
-        for (int k = 0; k < named; k++) {
+        for (int k = 0; k < n_named(j->widest); k++) {
             row[k] = k;
         }
         for (int64_t i = 0; i < j->n_own; i++) {
-            row[j->positions[i].count] = j->positions[i].codes[s];
+            row[j->count_of[i]] = j->own[i].codes[s];
         }
     }
-    *sources = out;
-    return TFAST_OK;
+    return status;
 }
 
-static bool
-all_equal(const tfast_graph_schema *const *schemas, int64_t n)
-{
-    for (int64_t i = 1; i < n; i++) {
-        if (schemas[i]->n_bytes != schemas[0]->n_bytes ||
-            memcmp(schemas[i]->bytes, schemas[0]->bytes, schemas[0]->n_bytes) != 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
+/* Of equal schemas: the same one, count for count. */
 static tfast_status
-take_first(tfast_graph_schema **joined, int64_t **sources,
-           const tfast_graph_schema *const *schemas, int64_t n)
+copy_first(const joining *j, tfast_graph_schema **joined, int64_t **sources)
 {
-    int n_counts = schemas[0]->header.n_counts;
+    const tfast_graph_schema *first = j->schemas[0];
+    const int64_t n_counts = first->header.n_counts, all = j->n * n_counts;
+    tfast_status status;
 
-    *sources = malloc(((size_t)n * n_counts + 1) * sizeof **sources);
-    if (*sources == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the counts of %lld segments",
-                          (long long)n);
-    }
-    for (int64_t i = 0; i < n * n_counts; i++) {
+    TRY(tfast_graph_schema_parse(joined, first->bytes, first->n_bytes));
+    TRY(graph_alloc(sources, (uint64_t)all, sizeof **sources));
+    for (int64_t i = 0; i < all; i++) {
         (*sources)[i] = i % n_counts;
     }
-    return tfast_graph_schema_parse(joined, schemas[0]->bytes, schemas[0]->n_bytes);
+fail:
+    return status;
 }
 
 tfast_status
 graph_schemas_join(tfast_graph_schema **joined, int64_t **sources,
                    const tfast_graph_schema *const *schemas, int64_t n)
 {
-    joining j = {.schemas = schemas, .n = n, .n_counts = n_named(schemas[0])};
-    size_t room = 1;
-    tfast_status status;
+    joining j = {.schemas = schemas, .n = n, .widest = schemas[0]};
+    bool equal = true;
+    tfast_status status = TFAST_OK;
 
     *joined = NULL;
     *sources = NULL;
-    if (all_equal(schemas, n)) {
-        return take_first(joined, sources, schemas, n);
+    for (int64_t i = 1; i < n; i++) {
+        equal = equal && same_bytes(schemas[0], schemas[i]);
+        if (schemas[i]->header.n_fields > j.widest->header.n_fields) {
+            j.widest = schemas[i];
+        }
     }
-    j.widest = graph_schema_widest(schemas, n);
+    if (equal) {
+        return copy_first(&j, joined, sources);
+    }
     for (int64_t i = 0; i < n; i++) {
-        if (!tfast_graph_schema_agrees(j.widest, schemas[i])) {
+        if (!agree(j.widest, schemas[i])) {
             return graph_damage("the segments' schemas must agree in all but sizes and "
                                 "later fields");
         }
     }
-    for (int i = 0; i < j.widest->header.n_fields; i++) {
-        room += j.widest->fields[i].rank + j.widest->fields[i].add_mode;
-    }
-    j.codes = malloc(room * (size_t)n * sizeof *j.codes);
-    j.positions = malloc(room * sizeof *j.positions);
-    if (j.codes == NULL || j.positions == NULL) {
-        status = tfast_fail(TFAST_ENOMEM, "no memory for %lld schemas", (long long)n);
-    } else {
-        find_positions(&j);
-        status = number_counts(&j);
-    }
-    status = status == TFAST_OK ? write_schema(&j, joined) : status;
-    status = status == TFAST_OK ? write_sources(&j, sources) : status;
+    j.n_counts = n_named(j.widest);
+    TRY(find_counts(&j));
+    TRY(write_schema(&j, joined));
+    TRY(write_sources(&j, sources));
+fail:
     free(j.codes);
-    free(j.positions);
+    free(j.own);
+    free(j.count_of);
     return status;
 }

@@ -1,18 +1,42 @@
-/* The end of a segment, as a writer or a recovery makes it. */
+/* Commit frames and index of a segment that grows, and its sealing. Used by writers and
+ * by adoption. */
 #ifndef GRAPH_CACHE_SEAL_H
 #define GRAPH_CACHE_SEAL_H
 
 #include "manifest.h"
-#include "scan.h"
+#include "segment.h"
 
-/* Writes index and trailer at `end`, where the last commit frame and the file end,
- * and flushes. Fills *entry but for the uuid. */
-tfast_status graph_seal(int file, const char *path, const graph_index *index,
-                        int64_t end, int64_t last_commit, bool durable,
-                        graph_manifest_segment *entry);
+/* What the next commit frame must say. Zero-initialise all but `seed`. */
+typedef struct {
+    uint32_t seed; /* crc of the segment's uuid */
+    uint32_t group_crc;
+    uint64_t records;  /* so far */
+    uint64_t previous; /* offset of the last commit frame, 0: none */
+} graph_commits;
+void graph_commits_add(graph_commits *commits, const graph_record *record);
+graph_commit graph_commits_frame(const graph_commits *commits);
 
-/* Gives a sealed segment its final name. */
-tfast_status graph_seal_name(const char *directory, const uint8_t uuid[16],
-                             bool durable);
+/* Whether `frame`, graph_commit_bytes(at) bytes at offset `at`, is exactly the next
+ * commit frame with its zeros. If so, it becomes the last one. */
+bool graph_commits_take(graph_commits *commits, const uint8_t *frame, int64_t at);
+
+/* The index of a segment that is being written or recovered. */
+typedef struct {
+    int n_counts;
+    int64_t records, room;
+    uint64_t *offsets;
+    uint32_t *units;
+    uint32_t *counts; /* [records][n_counts] */
+} graph_index;
+tfast_status graph_index_reserve(graph_index *index); /* room for one more */
+void graph_index_add(graph_index *index, int64_t offset, int64_t bytes,
+                     const uint32_t *counts);
+void graph_index_free(graph_index *index);
+
+/* Writes index and trailer at `end`, where the last commit frame ends, syncs, and
+ * renames open-<uuid> to segment-<uuid>. Fills *entry. */
+tfast_status graph_seal(int file, const char *directory, const uint8_t uuid[16],
+                        const graph_index *index, int64_t end, uint64_t last_commit,
+                        bool durable, graph_manifest_segment *entry);
 
 #endif

@@ -14,16 +14,6 @@ enum {
 };
 
 uint32_t
-graph_record_header_crc(const tfast_graph_schema *schema, uint32_t seed,
-                        const void *record)
-{
-    size_t skipped = offsetof(graph_record, payload_crc);
-
-    return graph_crc_more(seed, (const uint8_t *)record + skipped,
-                          schema->record_bytes - skipped);
-}
-
-uint32_t
 graph_commit_crc(uint32_t seed, const graph_commit *commit)
 {
     size_t skipped = offsetof(graph_commit, records);
@@ -74,26 +64,30 @@ check_header(const graph_header *header, const char *path)
     return TFAST_OK;
 }
 
-/* The schema's bytes with the zeros after them: `bytes` in all. */
+/* `data`: the schema's bytes and the zeros after them, `bytes` in all. */
 static tfast_status
 check_schema(const graph_header *header, const char *path, const uint8_t *data,
              int64_t bytes, tfast_graph_schema **schema)
 {
+    tfast_status status;
+
     if (graph_header_crc(header, data) != header->crc) {
         return graph_damage("%s must have a whole header, its checksum is wrong", path);
     }
     if (!graph_all_zero(data + header->schema_bytes, bytes - header->schema_bytes)) {
         return graph_damage("%s must have zeros after its schema", path);
     }
-    return tfast_graph_schema_parse(schema, data, header->schema_bytes);
+    status = tfast_graph_schema_parse(schema, data, header->schema_bytes);
+    return status == TFAST_EINVAL ? graph_damage("%s: %s", path, tfast_message())
+                                  : status;
 }
 
 tfast_status
 graph_segment_header(int file, const char *path, int64_t file_bytes,
                      graph_header *header, tfast_graph_schema **schema, int64_t *begin)
 {
+    uint8_t *data = NULL;
     tfast_status status;
-    uint8_t *data;
     int64_t bytes;
 
     *schema = NULL;
@@ -101,27 +95,18 @@ graph_segment_header(int file, const char *path, int64_t file_bytes,
         return graph_damage("%s must have a header of %zu bytes, got %lld", path,
                             sizeof *header, (long long)file_bytes);
     }
-    status = graph_read_all(file, path, header, sizeof *header, 0);
-    if (status == TFAST_OK) {
-        status = check_header(header, path);
-    }
-    if (status != TFAST_OK) {
-        return status;
-    }
+    TRY(graph_read_all(file, path, header, sizeof *header, 0));
+    TRY(check_header(header, path));
     *begin = graph_first_frame(header->schema_bytes);
     if (*begin > file_bytes) {
         return graph_damage("%s must have %lld bytes for its schema, got %lld", path,
                             (long long)*begin, (long long)file_bytes);
     }
     bytes = *begin - (int64_t)sizeof *header;
-    data = malloc((size_t)bytes + 1);
-    if (data == NULL) {
-        return tfast_fail(TFAST_ENOMEM, "no memory for the schema of %s", path);
-    }
-    status = graph_read_all(file, path, data, (size_t)bytes, sizeof *header);
-    if (status == TFAST_OK) {
-        status = check_schema(header, path, data, bytes, schema);
-    }
+    TRY(graph_alloc(&data, (uint64_t)bytes, 1));
+    TRY(graph_read_all(file, path, data, (size_t)bytes, sizeof *header));
+    TRY(check_schema(header, path, data, bytes, schema));
+fail:
     free(data);
     return status;
 }
@@ -130,18 +115,17 @@ tfast_status
 graph_segment_schema(const char *path, graph_header *header,
                      tfast_graph_schema **schema)
 {
-    int file = graph_io_table->open(path, O_RDONLY);
     int64_t bytes, begin;
-    tfast_status status;
+    int file;
+    tfast_status status = graph_open(path, O_RDONLY, &file);
 
     *schema = NULL;
-    if (file < 0) {
-        return graph_io_error("open", path, file);
+    if (status != TFAST_OK) {
+        return status;
     }
-    bytes = graph_io_table->size(file);
-    status = bytes < 0
-                 ? graph_io_error("read", path, (int)bytes)
-                 : graph_segment_header(file, path, bytes, header, schema, &begin);
+    TRY(graph_size(file, path, &bytes));
+    TRY(graph_segment_header(file, path, bytes, header, schema, &begin));
+fail:
     graph_io_table->close(file);
     return status;
 }
@@ -159,18 +143,14 @@ static tfast_status
 read_trailer(graph_segment *s)
 {
     graph_trailer *t = &s->trailer;
-    uint64_t limit = (uint64_t)s->bytes;
-    int n_counts = s->schema->header.n_counts;
+    const uint64_t limit = (uint64_t)s->bytes;
+    const int n_counts = s->schema->header.n_counts;
     tfast_status status;
 
     if (s->bytes < s->begin + (int64_t)sizeof *t) {
         return graph_damage("%s must be sealed, it ends before a trailer", s->path);
     }
-    status =
-        graph_read_all(s->file, s->path, t, sizeof *t, s->bytes - (int64_t)sizeof *t);
-    if (status != TFAST_OK) {
-        return status;
-    }
+    TRY(graph_read_all(s->file, s->path, t, sizeof *t, s->bytes - (int64_t)sizeof *t));
     if (memcmp(t->magic, GRAPH_TRAILER_MAGIC, sizeof t->magic) != 0 ||
         graph_trailer_crc(t) != t->crc ||
         !graph_all_zero(t->reserved, sizeof t->reserved)) {
@@ -188,24 +168,25 @@ read_trailer(graph_segment *s)
                             s->path, (unsigned long long)t->records);
     }
     s->records = (int64_t)t->records;
-    return TFAST_OK;
+fail:
+    return status;
 }
 
 static tfast_status
 read_index(graph_segment *s)
 {
-    const uint8_t *index = s->index = malloc(s->trailer.index_bytes + 1);
+    const uint64_t bytes = s->trailer.index_bytes;
+    const uint8_t *index;
     tfast_status status;
 
-    if (index == NULL) {
+    s->index = malloc(bytes + 1); /* large: graph_alloc() would write zeros first */
+    if (s->index == NULL) {
         return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
     }
-    status = graph_read_all(s->file, s->path, s->index, s->trailer.index_bytes,
-                            (int64_t)s->trailer.index_offset);
-    if (status != TFAST_OK) {
-        return status;
-    }
-    if (graph_crc(index, s->trailer.index_bytes) != s->trailer.index_crc) {
+    TRY(graph_read_all(s->file, s->path, s->index, bytes,
+                       (int64_t)s->trailer.index_offset));
+    index = s->index;
+    if (graph_crc(index, bytes) != s->trailer.index_crc) {
         return graph_damage("%s must have a whole index, its checksum is wrong",
                             s->path);
     }
@@ -213,10 +194,12 @@ read_index(graph_segment *s)
     s->offsets = (const uint64_t *)index;
     s->units = (const uint32_t *)(index + graph_index_column_bytes(s->records, 8));
     s->counts = s->units + s->count_step;
-    return TFAST_OK;
+fail:
+    return status;
 }
 
-/* Frames lie one after another; between records is nothing, or room for one commit. */
+/* Frames must follow each other; between two records there may be room for exactly one
+ * commit frame. */
 static tfast_status
 check_entries(const graph_segment *s)
 {
@@ -250,38 +233,30 @@ check_entries(const graph_segment *s)
 }
 
 static tfast_status
-map_file(graph_segment *s)
-{
-    int error = 0;
-
-    s->map = graph_io_table->map(s->file, s->bytes, &error);
-    return s->map == NULL ? graph_io_error("map", s->path, error) : TFAST_OK;
-}
-
-static tfast_status
-open_whole(graph_segment *s, bool pread)
+read_file(graph_segment *s, bool pread)
 {
     graph_header header;
+    int error = 0;
     tfast_status status;
 
-    s->bytes = graph_io_table->size(s->file);
-    if (s->bytes < 0) {
-        return graph_io_error("read", s->path, (int)s->bytes);
+    TRY(graph_size(s->file, s->path, &s->bytes));
+    TRY(graph_segment_header(s->file, s->path, s->bytes, &header, &s->schema,
+                             &s->begin));
+    memcpy(s->uuid, header.uuid, sizeof s->uuid);
+    s->seed = graph_crc(s->uuid, sizeof s->uuid);
+    TRY(read_trailer(s));
+    TRY(read_index(s));
+    TRY(check_entries(s));
+    if (!pread) {
+        s->map = graph_io_table->map(s->file, s->bytes, &error);
+        if (s->map == NULL) {
+            return graph_io_error("map", s->path, error);
+        }
+        graph_io_table->close(s->file); /* a map needs no descriptor */
+        s->file = -1;
     }
-    status = graph_segment_header(s->file, s->path, s->bytes, &header, &s->schema,
-                                  &s->begin);
-    if (status == TFAST_OK) {
-        memcpy(s->uuid, header.uuid, sizeof s->uuid);
-        s->seed = graph_crc(s->uuid, sizeof s->uuid);
-        status = read_trailer(s);
-    }
-    if (status == TFAST_OK) {
-        status = read_index(s);
-    }
-    if (status == TFAST_OK) {
-        status = check_entries(s);
-    }
-    return status == TFAST_OK && !pread ? map_file(s) : status;
+fail:
+    return status;
 }
 
 tfast_status
@@ -290,23 +265,13 @@ graph_segment_open(graph_segment *segment, const char *path, bool pread)
     tfast_status status;
 
     memset(segment, 0, sizeof *segment);
-    segment->file = graph_io_table->open(path, O_RDONLY);
-    if (segment->file < 0) {
-        return graph_io_error("open", path, segment->file);
-    }
-    segment->path = malloc(strlen(path) + 1);
-    if (segment->path == NULL) {
-        graph_io_table->close(segment->file);
-        return tfast_fail(TFAST_ENOMEM, "no memory to open %s", path);
-    }
-    memcpy(segment->path, path, strlen(path) + 1);
-    status = open_whole(segment, pread);
-    if (status != TFAST_OK) {
-        graph_segment_close(segment);
-    } else if (!pread) { /* the map needs no descriptor */
-        graph_io_table->close(segment->file);
-        segment->file = -1;
-    }
+    segment->file = -1;
+    TRY(graph_copy_text(&segment->path, path));
+    TRY(graph_open(path, O_RDONLY, &segment->file));
+    TRY(read_file(segment, pread));
+    return TFAST_OK;
+fail:
+    graph_segment_close(segment);
     return status;
 }
 
@@ -316,11 +281,12 @@ graph_segment_close(graph_segment *segment)
     if (segment->map != NULL) {
         graph_io_table->unmap(segment->map, segment->bytes);
     }
-    if (segment->path != NULL && segment->file >= 0) {
+    if (segment->file >= 0) {
         graph_io_table->close(segment->file);
     }
     tfast_graph_schema_free(segment->schema);
     free(segment->index);
     free(segment->path);
     memset(segment, 0, sizeof *segment);
+    segment->file = -1;
 }

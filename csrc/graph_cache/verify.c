@@ -1,12 +1,12 @@
-/* Everything that can be known about a cache without knowing what it is of. */
+/* Verifies an open cache in full, whatever its graphs mean. */
 #include "cache.h"
-#include "scan.h"
+#include "frames.h"
+#include "seal.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* One thread's share: graphs first .. end - 1, and what it has found. */
+/* One thread's part: graphs first .. end - 1, and the damage that it has found. */
 typedef struct {
     tfast_graph_cache *cache;
     bool values;
@@ -18,80 +18,85 @@ typedef struct {
         char *message;
     } * found;
     int64_t n_found;
-    tfast_status status;
-    char message[TFAST_MESSAGE_BYTES]; /* of status */
+    graph_error error;
 } checking;
 
-enum { MOST_PARTS = 16, LEAST_SHARE = 1024 };
+enum { MOST_PARTS = 16, LEAST_GRAPHS = 1024 };
 
-/* Notes the message of the damage that was just told. */
+/* Notes the damage that graph_damage() has just told. */
 static tfast_status
 note(checking *c, int64_t i)
 {
-    const char *message = tfast_message();
-    char *copy = malloc(strlen(message) + 1);
-    void *more = c->found;
+    char *message;
+    tfast_status status;
 
-    if ((c->n_found & (c->n_found - 1)) == 0) { /* room for powers of two */
-        size_t room = c->n_found == 0 ? 1 : (size_t)c->n_found * 2;
-
-        more = realloc(c->found, room * sizeof *c->found);
-        c->found = more == NULL ? c->found : more;
+    TRY(graph_copy_text(&message, tfast_message()));
+    status = graph_grow(&c->found, c->n_found, sizeof *c->found);
+    if (status != TFAST_OK) {
+        free(message);
+        return status;
     }
-    if (copy == NULL || more == NULL) {
-        free(copy);
-        return tfast_fail(TFAST_ENOMEM, "no memory for %lld damaged graphs",
-                          (long long)c->n_found + 1);
-    }
-    strcpy(copy, message);
-    c->found[c->n_found++] = (struct found){i, copy};
-    return TFAST_OK;
+    c->found[c->n_found++] = (struct found){i, message};
+fail:
+    return status;
 }
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-/* Whether every number's exponent is below the one of infinities and NaNs. `mask` are
- * the bits of the exponent. */
-#define FINITE(name, type)                                                             \
-    static bool name(const void *data, int64_t n, type mask)                           \
-    {                                                                                  \
-        const type *bits = data;                                                       \
-        int bad = 0;                                                                   \
-                                                                                       \
-        for (int64_t i = 0; i < n; i++) {                                              \
-            bad |= (bits[i] & mask) == mask;                                           \
-        }                                                                              \
-        return bad == 0;                                                               \
+/* The bits of the exponent: all are set in an infinity or a NaN (E4M3FN has no
+ * infinities and one NaN, whose other bits are set too). 0: not a float. */
+static uint64_t
+exponent_of(int dtype)
+{
+    switch (dtype) {
+    case GRAPH_F16:
+        return 0x7c00;
+    case GRAPH_BF16:
+        return 0x7f80;
+    case GRAPH_F32:
+    case GRAPH_C64:
+        return 0x7f800000;
+    case GRAPH_F64:
+    case GRAPH_C128:
+        return UINT64_C(0x7ff0000000000000);
+    case GRAPH_F8_E4M3FN:
+        return 0x7f;
+    case GRAPH_F8_E5M2:
+        return 0x7c;
+    default:
+        return 0;
     }
-
-FINITE(finite_8, uint8_t)
-FINITE(finite_16, uint16_t)
-FINITE(finite_32, uint32_t)
-FINITE(finite_64, uint64_t)
+}
 
 static bool
 is_finite(int dtype, const void *data, int64_t n)
 {
-    switch (dtype) {
-    case GRAPH_F16:
-        return finite_16(data, n, 0x7c00);
-    case GRAPH_BF16:
-        return finite_16(data, n, 0x7f80);
-    case GRAPH_F32:
-        return finite_32(data, n, 0x7f800000);
-    case GRAPH_F64:
-        return finite_64(data, n, UINT64_C(0x7ff0000000000000));
-    case GRAPH_C64:
-        return finite_32(data, 2 * n, 0x7f800000);
-    case GRAPH_C128:
-        return finite_64(data, 2 * n, UINT64_C(0x7ff0000000000000));
-    case GRAPH_F8_E4M3FN: /* has no infinities, and one NaN */
-        return finite_8(data, n, 0x7f);
-    case GRAPH_F8_E5M2:
-        return finite_8(data, n, 0x7c);
-    default:
+    const uint64_t mask = exponent_of(dtype);
+    const bool is_complex = dtype == GRAPH_C64 || dtype == GRAPH_C128;
+    const int bytes = graph_dtype_bytes(dtype) >> is_complex;
+    const int64_t all = n << is_complex;
+    int bad = 0;
+
+    if (mask == 0) {
         return true;
     }
+#define CHECK(type)                                                                    \
+    for (int64_t i = 0; i < all; i++) {                                                \
+        bad |= (((const type *)data)[i] & (type)mask) == (type)mask;                   \
+    }                                                                                  \
+    break
+    switch (bytes) {
+    case 1:
+        CHECK(uint8_t);
+    case 2:
+        CHECK(uint16_t);
+    case 4:
+        CHECK(uint32_t);
+    case 8:
+        CHECK(uint64_t);
+    }
+#undef CHECK
+    return bad == 0;
 }
 
 static const char *
@@ -103,7 +108,7 @@ wrong_values(const checking *c, int dtype, const tfast_graph_array *array)
         return NULL;
     }
     if (dtype == GRAPH_BOOL) {
-        c->cache->kernels->range(array->data, 1, 0, array->numel, &low, &high);
+        graph_value_range(dtype, GRAPH_AS_IS, array->data, array->numel, &low, &high);
         return high > 1 ? "bytes 0 or 1" : NULL;
     }
     if (dtype == GRAPH_STRING && !graph_is_utf8(array->data, array->numel)) {
@@ -113,7 +118,7 @@ wrong_values(const checking *c, int dtype, const tfast_graph_array *array)
                                                                      : NULL;
 }
 
-/* Zeros between the fields and around them. */
+/* The bytes between the fields and around them must be zeros. */
 static bool
 gaps_are_zero(const tfast_graph_schema *schema, const graph_record_view *record,
               const tfast_graph_array *arrays)
@@ -144,18 +149,19 @@ gaps_are_zero(const tfast_graph_schema *schema, const graph_record_view *record,
 static tfast_status
 verify_graph(checking *c, int64_t i)
 {
-    graph_place place = graph_find(c->cache, i);
+    const graph_place place = graph_find(c->cache, i);
     const tfast_graph_schema *schema = place.part->file.schema;
     const char *path = place.part->file.path;
     graph_record_view record;
-    tfast_status status = graph_arrays_as(
-        c->cache, i, place, &c->buffer, TFAST_GRAPH_VERIFY_ALWAYS, c->arrays, &record);
+    tfast_status status = graph_arrays(c->cache, i, place, &c->buffer,
+                                       TFAST_GRAPH_VERIFY_ALWAYS, c->arrays, &record);
 
     if (status != TFAST_OK) {
         return status == TFAST_EIO ? note(c, i) : status;
     }
     if (!gaps_are_zero(schema, &record, c->arrays)) {
-        graph_damage("graph %lld in %s must have zeros between its fields",
+        graph_damage("graph %lld in %s must have zeros between its fields; `trainfast "
+                     "cache repair` keeps the graphs",
                      (long long)i, path);
         return note(c, i);
     }
@@ -163,8 +169,8 @@ verify_graph(checking *c, int64_t i)
         const char *wrong = wrong_values(c, schema->fields[f].dtype, &c->arrays[f]);
 
         if (wrong != NULL) {
-            graph_damage("graph %lld in %s: %s must have %s", (long long)i, path,
-                         schema->field_names[f], wrong);
+            graph_damage("graph %lld in %s: %s must have %s; write the graph again",
+                         (long long)i, path, schema->field_names[f], wrong);
             return note(c, i);
         }
     }
@@ -173,143 +179,84 @@ verify_graph(checking *c, int64_t i)
 
 /* ---- Between the records --------------------------------------------------------- */
 
-typedef struct {
-    const graph_segment *file;
-    graph_window window; /* with `pread` */
-    int64_t at;
-    int64_t records; /* before `at` */
-    uint64_t previous;
-    uint32_t group_crc;
-} frames;
-
+/* *data: bytes of a segment, in its map or read by `frames`. */
 static tfast_status
-peek(frames *f, int64_t at, int64_t bytes, const uint8_t **piece)
+read_bytes(const graph_segment *file, graph_frames *frames, int64_t at, int64_t bytes,
+           const uint8_t **data)
 {
-    if (f->file->map == NULL) {
-        return graph_window_get(&f->window, at, bytes, piece);
+    if (file->map == NULL) {
+        return graph_frames_data(frames, at, bytes, data);
     }
-    *piece = f->file->map + at;
+    *data = file->map + at;
     return TFAST_OK;
 }
 
-/* Whether the commit frame that must be here is. */
+/* Every commit frame of a segment must be the one that its writer wrote. */
 static tfast_status
-check_commit(frames *f)
+verify_commits(const graph_segment *file)
 {
-    int64_t bytes = graph_commit_bytes(f->at);
-    const uint8_t *piece;
-    graph_commit commit;
-    tfast_status status = peek(f, f->at, bytes, &piece);
-
-    if (status != TFAST_OK) {
-        return status;
-    }
-    memcpy(&commit, piece, sizeof commit);
-    if (commit.magic != GRAPH_COMMIT_MAGIC ||
-        commit.crc != graph_commit_crc(f->file->seed, &commit) ||
-        commit.records != (uint64_t)f->records || commit.previous != f->previous ||
-        commit.group_crc != f->group_crc || commit.reserved != 0 ||
-        !graph_all_zero(piece + sizeof commit, bytes - (int64_t)sizeof commit)) {
-        return graph_damage("%s must have a commit frame of %lld records at byte %lld",
-                            f->file->path, (long long)f->records, (long long)f->at);
-    }
-    f->previous = (uint64_t)f->at;
-    f->group_crc = 0;
-    f->at += bytes;
-    return TFAST_OK;
-}
-
-static tfast_status
-check_frames(frames *f)
-{
-    const graph_segment *file = f->file;
+    graph_frames frames = {
+        .file = file->file, .path = file->path, .bytes = file->bytes};
+    graph_commits commits = {.seed = file->seed};
+    int64_t at = file->begin;
+    const uint8_t *data;
     tfast_status status = TFAST_OK;
 
-    for (int64_t i = 0; i < file->records && status == TFAST_OK; i++) {
-        const uint8_t *piece;
-        graph_record record;
-
-        if (f->at != (int64_t)file->offsets[i]) {
-            status = check_commit(f);
+    for (int64_t i = 0; i <= file->records && file->records > 0; i++) {
+        if (i == file->records || at != (int64_t)file->offsets[i]) {
+            TRY(read_bytes(file, &frames, at, graph_commit_bytes(at), &data));
+            if (!graph_commits_take(&commits, data, at)) {
+                TRY(graph_damage("%s must have a commit frame of %lld records at byte "
+                                 "%lld; `trainfast cache repair` keeps the graphs",
+                                 file->path, (long long)i, (long long)at));
+            }
+            at += graph_commit_bytes(at);
         }
-        if (status == TFAST_OK) {
-            status = peek(f, f->at, sizeof record, &piece);
-        }
-        if (status == TFAST_OK) {
-            memcpy(&record, piece, sizeof record);
-            f->group_crc = graph_crc_more(f->group_crc, &record.header_crc, 4);
-            f->at += (int64_t)file->units[i] * GRAPH_UNIT;
-            f->records++;
-        }
-    }
-    return status == TFAST_OK && file->records > 0 ? check_commit(f) : status;
-}
-
-static tfast_status
-verify_between(checking *c)
-{
-    for (int64_t i = 0; i < c->cache->n_parts; i++) {
-        const graph_segment *file = &c->cache->parts[i].file;
-        frames f = {.file = file, .at = file->begin};
-        tfast_status status;
-
-        f.window = (graph_window){
-            .file = file->file, .path = file->path, .bytes = file->bytes};
-        status = check_frames(&f);
-        graph_window_free(&f.window);
-        status = status == TFAST_EIO ? note(c, -1) : status;
-        if (status != TFAST_OK) {
-            return status;
+        if (i < file->records) {
+            TRY(read_bytes(file, &frames, at, sizeof(graph_record), &data));
+            graph_commits_add(&commits, (const graph_record *)data);
+            at += (int64_t)file->units[i] * GRAPH_UNIT;
         }
     }
-    return TFAST_OK;
+fail:
+    graph_frames_close(&frames);
+    return status;
 }
 
-/* ---- Shares ---------------------------------------------------------------------- */
+/* ---- Parts ----------------------------------------------------------------------- */
 
 static void
-verify_share(void *context, int part, int parts)
+verify_part(void *context, int part, int parts)
 {
     checking *c = (checking *)context + part;
-    int n_fields = c->cache->schema == NULL ? 0 : c->cache->schema->header.n_fields;
+    const tfast_graph_schema *schema = c->cache->schema;
+    tfast_status status;
 
     (void)parts;
-    c->arrays = malloc((size_t)n_fields * sizeof *c->arrays + 1);
-    if (c->arrays == NULL) {
-        c->status = tfast_fail(TFAST_ENOMEM, "no memory for %d fields", n_fields);
+    TRY(graph_alloc(&c->arrays, schema == NULL ? 0 : schema->header.n_fields,
+                    sizeof *c->arrays));
+    for (int64_t i = c->first; i < c->end; i++) {
+        TRY(verify_graph(c, i));
     }
-    for (int64_t i = c->first; i < c->end && c->status == TFAST_OK; i++) {
-        c->status = verify_graph(c, i);
-    }
-    if (c->status != TFAST_OK) { /* messages are the thread's own */
-        snprintf(c->message, sizeof c->message, "%s", tfast_message());
-    }
+fail:
+    graph_keep_error(&c->error, status); /* messages are the thread's own */
     free(c->arrays);
     free(c->buffer.data);
 }
 
-/* Tells what the shares have found, in order, and the first error; empties them. */
+/* Reports the damage that a part has found, or returns its error; empties the part. */
 static tfast_status
-gather(checking *shares, int parts,
+report(checking *c, tfast_status status,
        void (*damaged)(void *context, int64_t i, const char *message), void *context)
 {
-    tfast_status status = TFAST_OK;
-
-    for (int p = 0; p < parts; p++) {
-        checking *c = &shares[p];
-
-        for (int64_t i = 0; i < c->n_found; i++) {
-            if (status == TFAST_OK) {
-                damaged(context, c->found[i].i, c->found[i].message);
-            }
-            free(c->found[i].message);
+    for (int64_t i = 0; i < c->n_found; i++) {
+        if (status == TFAST_OK) {
+            damaged(context, c->found[i].i, c->found[i].message);
         }
-        free(c->found);
-        if (status == TFAST_OK && c->status != TFAST_OK) {
-            status = tfast_fail(c->status, "%s", c->message);
-        }
+        free(c->found[i].message);
     }
-    return status;
+    free(c->found);
+    return status != TFAST_OK ? status : graph_return_error(&c->error);
 }
 
 tfast_status
@@ -318,9 +265,9 @@ tfast_graph_cache_verify(tfast_graph_cache *cache, int64_t first, int64_t end,
                          void (*damaged)(void *context, int64_t i, const char *message),
                          void *context)
 {
-    checking shares[MOST_PARTS] = {{.cache = cache}};
-    int64_t n = end - first, parts = n / LEAST_SHARE + 1;
-    tfast_status status;
+    checking shares[MOST_PARTS] = {{.cache = cache}}, between = {.cache = cache};
+    int64_t n = end - first, parts = n / LEAST_GRAPHS + 1;
+    tfast_status status = TFAST_OK;
 
     if (first < 0 || end < first || end > cache->n_graphs) {
         return tfast_fail(TFAST_EINVAL,
@@ -335,14 +282,17 @@ tfast_graph_cache_verify(tfast_graph_cache *cache, int64_t first, int64_t end,
         shares[p].first = first + n * p / parts;
         shares[p].end = first + n * (p + 1) / parts;
     }
-    tfast_parallel((int)parts, verify_share, shares);
-    status = gather(shares, (int)parts, damaged, context);
-    if (status == TFAST_OK && (n == 0 || n == cache->n_graphs)) {
-        checking between = {.cache = cache};
-
-        between.status = verify_between(&between);
-        snprintf(between.message, sizeof between.message, "%s", tfast_message());
-        status = gather(&between, 1, damaged, context);
+    tfast_parallel((int)parts, verify_part, shares);
+    for (int64_t p = 0; p < parts; p++) {
+        status = report(&shares[p], status, damaged, context);
     }
-    return status;
+    if (status != TFAST_OK || (n != 0 && n != cache->n_graphs)) {
+        return status;
+    }
+    for (int64_t i = 0; i < cache->n_parts && status == TFAST_OK; i++) {
+        status = verify_commits(&cache->parts[i].file);
+        status = status == TFAST_EIO ? note(&between, -1) : status;
+    }
+    graph_keep_error(&between.error, status);
+    return report(&between, TFAST_OK, damaged, context);
 }

@@ -1,4 +1,5 @@
-/* A writer inside the core: write.c's file and commits, append.c's records. */
+/* A writer inside the core: writer.c keeps the file and commits, append.c makes
+ * records, repair.c copies them. */
 #ifndef GRAPH_CACHE_WRITER_H
 #define GRAPH_CACHE_WRITER_H
 
@@ -19,22 +20,19 @@ struct tfast_graph_writer {
     int file;
     pid_t process; /* a forked child must leave the file alone */
     uint8_t uuid[16];
-    uint32_t seed; /* crc of uuid */
     bool durable, closed;
-    bool dead; /* after an I/O error, with its number in `error` */
+    bool dead; /* after an I/O error, whose number is `error` */
     int error;
     tfast_graph_schema *schema;
-    const tfast_graph_kernels *kernels;
-    uint8_t *buffer; /* what comes next in the file, at `written` */
+    uint8_t *buffer; /* `used` bytes that belong at offset `written` of the file */
     size_t room, used;
     int64_t written;
     graph_index index;
-    int64_t committed;
-    int64_t last_commit; /* offset of its frame, 0: none */
-    uint32_t group_crc;
+    graph_commits commits;
+    int64_t committed; /* graphs */
     /* One append's. */
     graph_field_plan *fields;
-    int64_t *sizes; /* counts as far as they are known; -1: not yet */
+    int64_t *sizes; /* counts; -1: not known yet */
     uint32_t *counts;
     uint8_t *scratch;
     size_t scratch_room;
@@ -42,14 +40,14 @@ struct tfast_graph_writer {
 
 tfast_status graph_writer_usable(const tfast_graph_writer *writer);
 
-/* Makes room for so many bytes at buffer[used]; on an I/O error the writer is dead. */
+/* Makes room in the buffer and in the index for a record of so many bytes. */
 tfast_status graph_writer_room(tfast_graph_writer *writer, size_t bytes);
 
-/* Appends a valid record of another segment with the same schema as it is. */
+/* Appends an unchanged record of another segment with the same schema. */
 tfast_status graph_writer_copy(tfast_graph_writer *writer, const void *record,
                                int64_t bytes);
 
-/* The record at buffer[used] is complete; the index has room for it. */
+/* The record at buffer[used] is complete; graph_writer_room() has made room for it. */
 void graph_writer_added(tfast_graph_writer *writer, size_t bytes,
                         const uint32_t *counts);
 

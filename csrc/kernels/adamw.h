@@ -1,35 +1,38 @@
-/* AdamW on the CPU, once for every instruction set and for float32 and float64
- * arithmetic (REAL is the arithmetic's type, vr a vector of it). The formula stands at
- * tfast_adamw() in tfast.h; the order of roundings here is the definition that
- * cuda/adamw.cu repeats. */
+/* AdamW on one run of elements. The formula stands at tfast_adamw() in tfast.h; the
+ * order of roundings here is the definition that cuda/adamw_kernel.cuh repeats. */
+#ifndef ADAMW_H
+#define ADAMW_H
 
-/* The step's scalars, rounded to REAL. */
+#include "../adamw_coef.h"
+#include "tile.h"
+
+/* The step's scalars, rounded to `real`. */
 typedef struct {
-    REAL unscale, sign, l2, decay, rest1, beta2, rest2, step_size, inv_root_bias, eps;
-    REAL ema_rest;
+    real unscale, sign, l2, decay, rest1, beta2, rest2, step_size, inv_root_bias, eps;
+    real ema_rest;
     bool from_grad; /* beta1 <= 0.5: m = g - beta1 * (g - m), so that beta1 = 0 gives m
                        = g */
     bool ema_is_param; /* ema_decay 0 */
     bool write_back, zero_grad;
-} R(adamw_scalars);
+} adamw_scalars;
 
-static R(adamw_scalars)
-    R(adamw_round)(const tfast_adamw_coef *coef, const tfast_adamw_args *args)
+static adamw_scalars
+adamw_round(const tfast_adamw_coef *coef, const tfast_adamw_args *args)
 {
     const bool from_grad = coef->beta1 <= 0.5;
 
-    return (R(adamw_scalars)){
-        .unscale = (REAL)coef->unscale,
-        .sign = (REAL)coef->sign,
-        .l2 = (REAL)coef->l2,
-        .decay = (REAL)coef->decay,
-        .rest1 = (REAL)(from_grad ? -coef->beta1 : coef->rest1),
-        .beta2 = (REAL)coef->beta2,
-        .rest2 = (REAL)coef->rest2,
-        .step_size = (REAL)coef->step_size,
-        .inv_root_bias = (REAL)coef->inv_root_bias,
-        .eps = (REAL)coef->eps,
-        .ema_rest = (REAL)coef->ema_rest,
+    return (adamw_scalars){
+        .unscale = (real)coef->unscale,
+        .sign = (real)coef->sign,
+        .l2 = (real)coef->l2,
+        .decay = (real)coef->decay,
+        .rest1 = (real)(from_grad ? -coef->beta1 : coef->rest1),
+        .beta2 = (real)coef->beta2,
+        .rest2 = (real)coef->rest2,
+        .step_size = (real)coef->step_size,
+        .inv_root_bias = (real)coef->inv_root_bias,
+        .eps = (real)coef->eps,
+        .ema_rest = (real)coef->ema_rest,
         .from_grad = from_grad,
         .ema_is_param = coef->ema_rest == 1,
         .write_back = args->write_back_grads,
@@ -37,55 +40,51 @@ static R(adamw_scalars)
     };
 }
 
-/* Asks the cache for the elements i of a slot, as far as they are read. */
+/* Prefetches element i of each array that the loop reads. */
 static inline __attribute__((always_inline)) void
-R(adamw_prefetch)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
-                  int64_t i, tfast_dtype dtype, tfast_dtype grad, tfast_dtype state,
-                  bool plain)
+adamw_prefetch(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t i,
+               tfast_dtype dtype, tfast_dtype grad, tfast_dtype state, bool plain)
 {
-    R(prefetch)(slot->param, dtype, i);
-    R(prefetch)(slot->grad, grad, i);
-    R(prefetch)(slot->exp_avg, state, i);
-    R(prefetch)(slot->exp_avg_sq, state, i);
+    prefetch(slot->param, dtype, i);
+    prefetch(slot->grad, grad, i);
+    prefetch(slot->exp_avg, state, i);
+    prefetch(slot->exp_avg_sq, state, i);
     if (!plain && slot->max_exp_avg_sq != NULL) {
-        R(prefetch)(slot->max_exp_avg_sq, state, i);
+        prefetch(slot->max_exp_avg_sq, state, i);
     }
     if (!plain && extra->ema != NULL) {
-        R(prefetch)(extra->ema, REAL_DTYPE, i);
+        prefetch(extra->ema, REAL_DTYPE, i);
     }
 }
 
-/* What extras hold, from the new parameter. The copy's dtype is known at run time. To
- * write a bfloat16 copy past the cache (AVX-512, a Zen 5, 40,000 elements a tensor)
- * gained 1 % of a step of 300 tensors and 5 of 100, also where the copy is read next;
- * of 25 it gained 13, and lost 5 where the copy is read next. */
+/* Writes the EMA and the copy of the new parameter p. The dtype of the copy is a
+ * run-time value. */
 static inline __attribute__((always_inline)) void
-R(adamw_extras)(const tfast_adamw_extra *extra, int64_t i, vr p,
-                const R(adamw_scalars) * s)
+adamw_extras(const tfast_adamw_extra *extra, int64_t i, vr p, const adamw_scalars *s)
 {
     if (extra->ema != NULL) {
-        vr ema = R(vector_read)(extra->ema, REAL_DTYPE, i);
+        vr ema = vector_read(extra->ema, REAL_DTYPE, i);
         ema = s->ema_is_param ? p : vr_fma(vr_set1(s->ema_rest), vr_sub(p, ema), ema);
-        R(vector_write)(extra->ema, REAL_DTYPE, i, ema);
+        vector_write(extra->ema, REAL_DTYPE, i, ema);
     }
     if (extra->copy != NULL) {
-        R(vector_write)(extra->copy, extra->copy_dtype, i, p);
+        vector_write(extra->copy, extra->copy_dtype, i, p);
     }
 }
 
-/* n elements from `first` on, a multiple of VR_WIDTH. The last four are compile-time
- * constants: the dtypes of parameter, gradient and state, and `plain`, true where there
- * is no amsgrad, L2 term, beta1 <= 0.5, extra, or writing of gradients, so that the
- * usual loops have no branches. */
+/* Steps n elements from `first` on, a multiple of VR_WIDTH. The last four arguments are
+ * compile-time constants: the dtypes of parameter, gradient and state, and `plain`,
+ * which is true without amsgrad, L2 term, beta1 <= 0.5, extras and writing of
+ * gradients, so that the usual loops have no branches. */
 static inline __attribute__((always_inline)) void
-R(adamw_loop)(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
-              int64_t first, int64_t n, const R(adamw_scalars) * scalars,
-              tfast_dtype dtype, tfast_dtype grad_dtype, tfast_dtype state, bool plain)
+adamw_loop(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
+           int64_t first, int64_t n, const adamw_scalars *scalars, tfast_dtype dtype,
+           tfast_dtype grad_dtype, tfast_dtype state, bool plain)
 {
     /* copies, since a store through an array might change the originals */
     const tfast_adamw_slot slot = *slots;
     const tfast_adamw_extra extra = *extras;
-    const R(adamw_scalars) s = *scalars;
+    const adamw_scalars s = *scalars;
     void *const top = plain ? NULL : slot.max_exp_avg_sq;
     const vr unscale = vr_set1(s.unscale), sign = vr_set1(s.sign);
     const vr l2 = vr_set1(s.l2), decay = vr_set1(s.decay);
@@ -96,16 +95,16 @@ R(adamw_loop)(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
 
     for (int64_t i = first; i < first + n; i += VR_WIDTH) {
         if (i + PREFETCH < first + n) {
-            R(adamw_prefetch)
-            (&slot, &extra, i + PREFETCH, dtype, grad_dtype, state, plain);
+            adamw_prefetch(&slot, &extra, i + PREFETCH, dtype, grad_dtype, state,
+                           plain);
         }
-        vr p = R(vector_read)(slot.param, dtype, i);
-        vr g = vr_mul(R(vector_read)(slot.grad, grad_dtype, i), unscale);
-        vr m = R(vector_read)(slot.exp_avg, state, i);
-        vr v = R(vector_read)(slot.exp_avg_sq, state, i);
+        vr p = vector_read(slot.param, dtype, i);
+        vr g = vr_mul(vector_read(slot.grad, grad_dtype, i), unscale);
+        vr m = vector_read(slot.exp_avg, state, i);
+        vr v = vector_read(slot.exp_avg_sq, state, i);
 
         if (!plain && (s.write_back || s.zero_grad)) {
-            R(vector_write)(slot.grad, grad_dtype, i, s.zero_grad ? vr_set1(0) : g);
+            vector_write(slot.grad, grad_dtype, i, s.zero_grad ? vr_set1(0) : g);
         }
         g = vr_mul(g, sign);
         if (!plain && s.l2 != 0) {
@@ -114,24 +113,24 @@ R(adamw_loop)(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
         p = vr_mul(p, decay);
         m = vr_fma(rest1, vr_sub(g, m), !plain && s.from_grad ? g : m);
         v = vr_fma(beta2, v, vr_mul(vr_mul(rest2, g), g));
-        R(vector_write)(slot.exp_avg, state, i, m);
-        R(vector_write)(slot.exp_avg_sq, state, i, v);
+        vector_write(slot.exp_avg, state, i, m);
+        vector_write(slot.exp_avg_sq, state, i, v);
         if (top != NULL) {
-            v = vr_max(R(vector_read)(top, state, i), v);
-            R(vector_write)(top, state, i, v);
+            v = vr_max(vector_read(top, state, i), v);
+            vector_write(top, state, i, v);
         }
         const vr denom = vr_fma(vr_sqrt(v), inv_root_bias, eps);
         p = vr_sub(p, vr_div(vr_mul(step_size, m), denom));
-        R(vector_write)(slot.param, dtype, i, p);
+        vector_write(slot.param, dtype, i, p);
         if (!plain) {
-            R(adamw_extras)(&extra, i, p, &s);
+            adamw_extras(&extra, i, p, &s);
         }
     }
 }
 
-/* Whether the loops below take what else is to be written. */
+/* Whether adamw_vectors can write these extras. */
 static bool
-R(adamw_takes)(const tfast_adamw_extra *extra)
+adamw_takes(const tfast_adamw_extra *extra)
 {
     const bool half = extra->copy_dtype == TFAST_BF16 || extra->copy_dtype == TFAST_F16;
 
@@ -140,13 +139,13 @@ R(adamw_takes)(const tfast_adamw_extra *extra)
             (REAL_IS_F32 && half));
 }
 
-/* The same where there is a loop for these dtypes: all REAL, the half types that people
- * train in, and their gradients for float32 master weights, which always come with a
- * copy and so have no plain loop. False where there is none. Dtypes known only at run
- * time were 15 to 35 % slower for half types. */
+/* Steps n elements where there is a loop for these dtypes, else returns false. Loops
+ * exist for all arrays `real`, for the half types that people train in, and for their
+ * gradients with float32 master weights. Master weights always come with a copy, so
+ * that they need no plain loop. */
 static bool
-R(adamw_vectors)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
-                 int64_t first, int64_t n, const R(adamw_scalars) * s)
+adamw_vectors(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+              int64_t first, int64_t n, const adamw_scalars *s)
 {
     const tfast_dtype dtype = slot->param_dtype, grad = slot->grad_dtype;
     const tfast_dtype state = slot->state_dtype;
@@ -156,11 +155,11 @@ R(adamw_vectors)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
 
 #define LOOP(PLAIN, PARAM, GRAD, STATE)                                                \
     if ((plain || !PLAIN) && dtype == PARAM && grad == GRAD && state == STATE) {       \
-        R(adamw_loop)(slot, extra, first, n, s, PARAM, GRAD, STATE, PLAIN);            \
+        adamw_loop(slot, extra, first, n, s, PARAM, GRAD, STATE, PLAIN);               \
         return true;                                                                   \
     }
 
-    if (!R(adamw_takes)(extra)) {
+    if (!adamw_takes(extra)) {
         return false;
     }
     LOOP(true, REAL_DTYPE, REAL_DTYPE, REAL_DTYPE)
@@ -181,12 +180,12 @@ R(adamw_vectors)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
 #undef LOOP
 }
 
-/* n elements from `first` on, of any dtypes, tile by tile. */
+/* Steps n elements from `first` on, of any dtypes, tile by tile. */
 static void
-R(adamw_tiles)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
-               int64_t first, int64_t n, const R(adamw_scalars) * s)
+adamw_tiles(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
+            int64_t n, const adamw_scalars *s)
 {
-    _Alignas(64) REAL tile[6][TILE];
+    _Alignas(64) real tile[6][TILE];
     const tfast_dtype param_dtype = slot->param_dtype, grad_dtype = slot->grad_dtype;
     const tfast_dtype state_dtype = slot->state_dtype;
     void *top = slot->max_exp_avg_sq;
@@ -194,54 +193,55 @@ R(adamw_tiles)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
     for (const int64_t end = first + n; first < end; first += TILE) {
         const int count = (int)(end - first < TILE ? end - first : TILE);
         const int padded = (count + VR_WIDTH - 1) / VR_WIDTH * VR_WIDTH;
-        REAL *p = R(tile_open)(tile[0], slot->param, param_dtype, first, count);
-        REAL *g = R(tile_open)(tile[1], slot->grad, grad_dtype, first, count);
-        REAL *m = R(tile_open)(tile[2], slot->exp_avg, state_dtype, first, count);
-        REAL *v = R(tile_open)(tile[3], slot->exp_avg_sq, state_dtype, first, count);
-        REAL *t = NULL, *e = NULL;
+        real *p = tile_open(tile[0], slot->param, param_dtype, first, count);
+        real *g = tile_open(tile[1], slot->grad, grad_dtype, first, count);
+        real *m = tile_open(tile[2], slot->exp_avg, state_dtype, first, count);
+        real *v = tile_open(tile[3], slot->exp_avg_sq, state_dtype, first, count);
+        real *t = NULL, *e = NULL;
 
         if (top != NULL) {
-            t = R(tile_open)(tile[4], top, state_dtype, first, count);
+            t = tile_open(tile[4], top, state_dtype, first, count);
         }
         if (extra->ema != NULL) {
-            e = R(tile_open)(tile[5], extra->ema, extra->ema_dtype, first, count);
+            e = tile_open(tile[5], extra->ema, extra->ema_dtype, first, count);
         }
-        R(adamw_vectors)
-        (&(tfast_adamw_slot){p, g, m, v, t, NULL, padded, REAL_DTYPE, REAL_DTYPE,
-                             REAL_DTYPE},
-         &(tfast_adamw_extra){e, NULL, REAL_DTYPE, REAL_DTYPE}, 0, padded, s);
-        R(tile_close)(p, tile[0], slot->param, param_dtype, first, count);
-        R(tile_close)(m, tile[2], slot->exp_avg, state_dtype, first, count);
-        R(tile_close)(v, tile[3], slot->exp_avg_sq, state_dtype, first, count);
+        adamw_vectors(&(tfast_adamw_slot){p, g, m, v, t, NULL, padded, REAL_DTYPE,
+                                          REAL_DTYPE, REAL_DTYPE},
+                      &(tfast_adamw_extra){e, NULL, REAL_DTYPE, REAL_DTYPE}, 0, padded,
+                      s);
+        tile_close(p, tile[0], slot->param, param_dtype, first, count);
+        tile_close(m, tile[2], slot->exp_avg, state_dtype, first, count);
+        tile_close(v, tile[3], slot->exp_avg_sq, state_dtype, first, count);
         if (top != NULL) {
-            R(tile_close)(t, tile[4], top, state_dtype, first, count);
+            tile_close(t, tile[4], top, state_dtype, first, count);
         }
         if (s->write_back || s->zero_grad) {
-            R(tile_close)(g, tile[1], slot->grad, grad_dtype, first, count);
+            tile_close(g, tile[1], slot->grad, grad_dtype, first, count);
         }
         if (e != NULL) {
-            R(tile_close)(e, tile[5], extra->ema, extra->ema_dtype, first, count);
+            tile_close(e, tile[5], extra->ema, extra->ema_dtype, first, count);
         }
         if (extra->copy != NULL) {
-            R(tile_write)(extra->copy, p, extra->copy_dtype, first, count);
+            tile_write(extra->copy, p, extra->copy_dtype, first, count);
         }
     }
 }
 
-/* n elements from `first` on: in place where there is a loop for it, but for a last
- * vector that is not full. */
+/* Steps n elements from `first` on: in place where there is a loop for the dtypes,
+ * except for a last vector that is not full. */
 static void
-R(adamw_span)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
-              int64_t first, int64_t n, const tfast_adamw_coef *coef,
-              const tfast_adamw_args *args)
+adamw_span(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
+           int64_t n, const tfast_adamw_coef *coef, const tfast_adamw_args *args)
 {
-    const R(adamw_scalars) s = R(adamw_round)(coef, args);
+    const adamw_scalars s = adamw_round(coef, args);
     int64_t whole = n / VR_WIDTH * VR_WIDTH;
 
-    if (!R(adamw_vectors)(slot, extra, first, whole, &s)) {
+    if (!adamw_vectors(slot, extra, first, whole, &s)) {
         whole = 0;
     }
     if (whole < n) {
-        R(adamw_tiles)(slot, extra, first + whole, n - whole, &s);
+        adamw_tiles(slot, extra, first + whole, n - whole, &s);
     }
 }
+
+#endif

@@ -1,5 +1,16 @@
 /* One step over a list of slots on the CPU: the slots' elements, laid end to end, are
  * cut into one contiguous run a thread. */
+#ifndef ADAMW_STEP_H
+#define ADAMW_STEP_H
+
+#include "../adamw_coef.h"
+#include "parts.h"
+#include "type_kernels.h"
+
+#include <string.h>
+
+/* The table for float64, or for float32 and the half types: of the including file. */
+static const tfast_type_kernels *kernels_for(bool is_float64);
 
 enum {
     SLOT_COST = 64,    /* what entering a slot costs, in elements */
@@ -24,11 +35,8 @@ adamw_slot_span(const tfast_adamw_args *args, int64_t i, int64_t first, int64_t 
     const tfast_adamw_extra *extra =
         args->extras != NULL ? &args->extras[i] : &no_extra;
 
-    if (slot->param_dtype == TFAST_F64 || slot->state_dtype == TFAST_F64) {
-        adamw_span_f64(slot, extra, first, n, coef, args);
-    } else {
-        adamw_span_f32(slot, extra, first, n, coef, args);
-    }
+    kernels_for(slot->param_dtype == TFAST_F64 || slot->state_dtype == TFAST_F64)
+        ->adamw_span(slot, extra, first, n, coef, args);
 }
 
 static void
@@ -92,3 +100,5 @@ adamw_step(const tfast_adamw_args *args)
     tfast_parallel(parts_worth(job.cost, PART_COST), adamw_part, &job);
     return TFAST_OK;
 }
+
+#endif

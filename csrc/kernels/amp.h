@@ -1,14 +1,19 @@
-/* One chunk of a gradient: its sums, its rewriting. Once for every instruction set and
- * for float32 and float64 arithmetic (REAL, vr; see adamw.h). The order of additions is
- * that of amp_sum.h. */
+/* AMP on a run of one gradient's elements: sums of its chunks, rewriting. The order of
+ * additions is that of amp_sum.h. */
+#ifndef AMP_H
+#define AMP_H
+
+#include "amp_job.h"
+#include "tile.h"
+#include "vector_math.h"
 
 /* Adds the squares of `rows` whole rows of TFAST_AMP_LANES elements to the lanes, in
- * registers: 8 vectors of sums hide the latency of fma; where they are not a whole row,
- * one group of lanes goes down the rows after another. `ahead` elements from `first` on
- * may be prefetched. */
+ * registers. Eight vectors of sums hide the latency of fma. Where eight vectors are
+ * less than a row, each group of lanes goes down all rows before the next group starts.
+ * `ahead` elements from `first` on may be prefetched. */
 static inline __attribute__((always_inline)) void
-R(amp_rows)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first, int rows,
-            int64_t ahead)
+amp_rows(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int rows,
+         int64_t ahead)
 {
     enum { VECTORS = 8, GROUP = VECTORS * VR_WIDTH };
     const int line = 64 / (int)tfast_dtype_size(dtype);
@@ -23,10 +28,10 @@ R(amp_rows)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first, in
             const int64_t i = lane + row * TFAST_AMP_LANES;
 
             for (int k = 0; i + PREFETCH < ahead && k < GROUP; k += line) {
-                R(prefetch)(array, dtype, first + i + PREFETCH + k);
+                prefetch(array, dtype, first + i + PREFETCH + k);
             }
             for (int k = 0; k < VECTORS; k++) {
-                const vr x = R(vector_read)(array, dtype, first + i + k * VR_WIDTH);
+                const vr x = vector_read(array, dtype, first + i + k * VR_WIDTH);
                 sum[k] = vr_fma(x, x, sum[k]);
             }
         }
@@ -38,44 +43,43 @@ R(amp_rows)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first, in
 
 /* Adds the squares of a last row that is not whole. */
 static inline __attribute__((always_inline)) void
-R(amp_last_row)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first, int n)
+amp_last_row(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int n)
 {
     int i = 0;
 
     for (; i + VR_WIDTH <= n; i += VR_WIDTH) {
-        const vr x = R(vector_read)(array, dtype, first + i);
+        const vr x = vector_read(array, dtype, first + i);
         vr_store(lanes + i, vr_fma(x, x, vr_load(lanes + i)));
     }
     if (i < n) {
-        _Alignas(64) REAL tile[VR_WIDTH];
+        _Alignas(64) real tile[VR_WIDTH];
 
-        R(tile_read)(tile, array, dtype, first + i, n - i);
+        tile_read(tile, array, dtype, first + i, n - i);
         vr_store(lanes + i, vr_fma(vr_load(tile), vr_load(tile), vr_load(lanes + i)));
     }
 }
 
 /* Adds the squares of n elements from `first` on, where a row begins. */
 static inline __attribute__((always_inline)) void
-R(amp_add_squares)(REAL *lanes, const void *array, tfast_dtype dtype, int64_t first,
-                   int n, int64_t ahead)
+amp_add_squares(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int n,
+                int64_t ahead)
 {
-    /* at a time, so that every group of lanes finds them in the L1 */
+    /* rows at a time, so that every group of lanes finds them in the L1 cache */
     enum { ROWS = 8 };
     const int rows = n / TFAST_AMP_LANES;
     const int whole = rows * TFAST_AMP_LANES;
 
     for (int row = 0; row < rows; row += ROWS) {
         const int64_t i = row * TFAST_AMP_LANES;
-        R(amp_rows)
-        (lanes, array, dtype, first + i, rows - row < ROWS ? rows - row : ROWS,
-         ahead - i);
+        amp_rows(lanes, array, dtype, first + i, rows - row < ROWS ? rows - row : ROWS,
+                 ahead - i);
     }
-    R(amp_last_row)(lanes, array, dtype, first + whole, n - whole);
+    amp_last_row(lanes, array, dtype, first + whole, n - whole);
 }
 
-/* The lanes' sum, halving them. */
-static REAL
-R(amp_fold)(REAL *lanes)
+/* The sum of the lanes, added by halves. */
+static real
+amp_fold(real *lanes)
 {
     int half = TFAST_AMP_LANES / 2;
 
@@ -94,68 +98,60 @@ R(amp_fold)(REAL *lanes)
 
 /* The sum of the squares of a chunk: n elements from `first` on. */
 static double
-R(amp_squares)(const tfast_amp_tensor *tensor, int64_t first, int n)
+amp_squares(const tfast_amp_tensor *tensor, int64_t first, int n)
 {
-    _Alignas(64) REAL lanes[TFAST_AMP_LANES] = {0};
+    _Alignas(64) real lanes[TFAST_AMP_LANES] = {0};
     const void *array = tensor->data;
     const int64_t ahead = tensor->numel - first;
 
 #if REAL_IS_F32
     if (tensor->dtype == TFAST_BF16) {
-        R(amp_add_squares)(lanes, array, TFAST_BF16, first, n, ahead);
+        amp_add_squares(lanes, array, TFAST_BF16, first, n, ahead);
     } else if (tensor->dtype == TFAST_F16) {
-        R(amp_add_squares)(lanes, array, TFAST_F16, first, n, ahead);
+        amp_add_squares(lanes, array, TFAST_F16, first, n, ahead);
     } else
 #endif
     {
-        R(amp_add_squares)(lanes, array, REAL_DTYPE, first, n, ahead);
+        amp_add_squares(lanes, array, REAL_DTYPE, first, n, ahead);
     }
-    return R(amp_fold)(lanes);
-}
-
-/* |x|, also of NaN: b where neither is greater. */
-static inline vr
-R(amp_abs)(vr x)
-{
-    return vr_max(x, vr_sub(vr_set1(0), x));
+    return amp_fold(lanes);
 }
 
 /* The sum of a chunk's |x|. */
 static double
-R(amp_abs_sum)(const tfast_amp_tensor *tensor, int64_t first, int n)
+amp_abs_sum(const tfast_amp_tensor *tensor, int64_t first, int n)
 {
-    _Alignas(64) REAL tile[TILE], lanes[TFAST_AMP_LANES] = {0};
+    _Alignas(64) real tile[TILE], lanes[TFAST_AMP_LANES] = {0};
 
     for (int at = 0; at < n; at += TILE) {
         const int count = n - at < TILE ? n - at : TILE;
-        const REAL *x =
-            R(tile_open)(tile, tensor->data, tensor->dtype, first + at, count);
+        const real *x = tile_open(tile, tensor->data, tensor->dtype, first + at, count);
 
         for (int i = 0; i < count; i += VR_WIDTH) {
-            REAL *lane = lanes + i % TFAST_AMP_LANES;
-            vr_store(lane, vr_add(vr_load(lane), R(amp_abs)(vr_load(x + i))));
+            real *lane = lanes + i % TFAST_AMP_LANES;
+            vr_store(lane, vr_add(vr_load(lane), vector_abs(vr_load(x + i))));
         }
     }
-    return R(amp_fold)(lanes);
+    return amp_fold(lanes);
 }
 
 /* The largest or the smallest |x| of a chunk; NaN where not all are finite. */
 static double
-R(amp_extreme)(const tfast_amp_tensor *tensor, int64_t first, int n, bool largest)
+amp_extreme(const tfast_amp_tensor *tensor, int64_t first, int n, bool largest)
 {
-    _Alignas(64) REAL tile[TILE], found[2 * VR_WIDTH], poison[VR_WIDTH];
+    _Alignas(64) real tile[TILE], found[2 * VR_WIDTH], poison[VR_WIDTH];
     const vr zero = vr_set1(0);
-    vr extreme = vr_set1(largest ? 0 : (REAL)INFINITY), not_finite = zero;
+    vr extreme = vr_set1(largest ? 0 : (real)INFINITY), not_finite = zero;
 
     for (int at = 0; at < n; at += TILE) {
         const int count = n - at < TILE ? n - at : TILE;
-        REAL *x = R(tile_open)(tile, tensor->data, tensor->dtype, first + at, count);
+        real *x = tile_open(tile, tensor->data, tensor->dtype, first + at, count);
 
         for (int i = count; i % VR_WIDTH != 0; i++) {
             x[i] = x[0]; /* in place of the padding; x is a copy here */
         }
         for (int i = 0; i < count; i += VR_WIDTH) {
-            const vr magnitude = R(amp_abs)(vr_load(x + i));
+            const vr magnitude = vector_abs(vr_load(x + i));
             extreme = largest ? vr_max(magnitude, extreme) : vr_min(magnitude, extreme);
             not_finite = vr_fma(magnitude, zero, not_finite); /* 0, or NaN for ever */
         }
@@ -171,45 +167,128 @@ R(amp_extreme)(const tfast_amp_tensor *tensor, int64_t first, int n, bool larges
 
 /* n elements from `first` on times `number`, or held to -number .. number. */
 static inline __attribute__((always_inline)) void
-R(amp_rewrite_as)(void *array, tfast_dtype dtype, int64_t first, int64_t n, bool clamp,
-                  REAL number)
+amp_rewrite_as(void *array, tfast_dtype dtype, int64_t first, int64_t n, bool clamp,
+               real number)
 {
     const vr factor = vr_set1(number), least = vr_set1(-number);
 
     for (int64_t i = first; i < first + n; i += VR_WIDTH) {
-        vr x = R(vector_read)(array, dtype, i);
+        vr x = vector_read(array, dtype, i);
         /* in this order NaN stays, and a negative bound is what everything becomes */
         x = clamp ? vr_min(factor, vr_max(least, x)) : vr_mul(x, factor);
-        R(vector_write)(array, dtype, i, x);
+        vector_write(array, dtype, i, x);
     }
 }
 
 static void
-R(amp_rewrite)(const tfast_amp_tensor *tensor, int64_t first, int64_t n, bool clamp,
-               double number)
+amp_rewrite(const tfast_amp_tensor *tensor, int64_t first, int64_t n, bool clamp,
+            double number)
 {
     const int64_t whole = n / VR_WIDTH * VR_WIDTH;
     const int rest = (int)(n - whole);
     void *array = tensor->data;
 
-    if (!clamp && (REAL)number == 1) {
+    if (!clamp && (real)number == 1) {
         return;
     }
 #if REAL_IS_F32
     if (tensor->dtype == TFAST_BF16) {
-        R(amp_rewrite_as)(array, TFAST_BF16, first, whole, clamp, (REAL)number);
+        amp_rewrite_as(array, TFAST_BF16, first, whole, clamp, (real)number);
     } else if (tensor->dtype == TFAST_F16) {
-        R(amp_rewrite_as)(array, TFAST_F16, first, whole, clamp, (REAL)number);
+        amp_rewrite_as(array, TFAST_F16, first, whole, clamp, (real)number);
     } else
 #endif
     {
-        R(amp_rewrite_as)(array, REAL_DTYPE, first, whole, clamp, (REAL)number);
+        amp_rewrite_as(array, REAL_DTYPE, first, whole, clamp, (real)number);
     }
     if (rest > 0) {
-        _Alignas(64) REAL tile[VR_WIDTH];
+        _Alignas(64) real tile[VR_WIDTH];
 
-        R(tile_read)(tile, array, tensor->dtype, first + whole, rest);
-        R(amp_rewrite_as)(tile, REAL_DTYPE, 0, VR_WIDTH, clamp, (REAL)number);
-        R(tile_write)(array, tile, tensor->dtype, first + whole, rest);
+        tile_read(tile, array, tensor->dtype, first + whole, rest);
+        amp_rewrite_as(tile, REAL_DTYPE, 0, VR_WIDTH, clamp, (real)number);
+        tile_write(array, tile, tensor->dtype, first + whole, rest);
     }
 }
+
+/* The sum of a chunk in float64, element by element, with a check of each: for powers,
+ * and where the fast sum is not finite. */
+static double
+amp_slow_sum(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int n)
+{
+    const amp_kind kind = job->kind;
+    real tile[TILE];
+    double lanes[TFAST_AMP_LANES];
+    bool finite = true;
+
+    for (int l = 0; l < TFAST_AMP_LANES; l++) {
+        lanes[l] = kind == AMP_SMALLEST ? (double)INFINITY : 0;
+    }
+    for (int at = 0; at < n; at += TILE) {
+        const int count = n - at < TILE ? n - at : TILE;
+
+        tile_read(tile, tensor->data, tensor->dtype, first + at, count);
+        for (int i = 0; i < count; i++) {
+            double *lane = &lanes[i % TFAST_AMP_LANES];
+            *lane = amp_join(kind, *lane, fabs((double)tile[i]), job->args->norm_type);
+            finite = finite && isfinite(tile[i]);
+        }
+    }
+    if (!finite) {
+        atomic_store_explicit(&job->found, true, memory_order_relaxed);
+    }
+    if (kind != AMP_LARGEST && kind != AMP_SMALLEST) {
+        for (int half = TFAST_AMP_LANES / 2; half > 0; half /= 2) {
+            for (int l = 0; l < half; l++) {
+                lanes[l] += lanes[l + half];
+            }
+        }
+        return lanes[0];
+    }
+    for (int l = 1; l < TFAST_AMP_LANES; l++) {
+        lanes[0] = amp_join(kind, lanes[0], lanes[l], 0);
+    }
+    return lanes[0];
+}
+
+static double
+amp_chunk_sum(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int n)
+{
+    double sum;
+
+    switch (job->kind) {
+    case AMP_SQUARES:
+        sum = amp_squares(tensor, first, n);
+        break;
+    case AMP_ABS:
+        sum = amp_abs_sum(tensor, first, n);
+        break;
+    case AMP_LARGEST:
+    case AMP_SMALLEST:
+        sum = amp_extreme(tensor, first, n, job->kind == AMP_LARGEST);
+        break;
+    default:
+        sum = (double)NAN;
+    }
+    return isfinite(sum) ? sum : amp_slow_sum(job, tensor, first, n);
+}
+
+/* Elements first .. end - 1, chunk by chunk, so that a chunk is still in the cache when
+ * it is rewritten. The first chunk's number is `chunk`. */
+static void
+amp_span(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int64_t end,
+         int64_t chunk)
+{
+    for (; first < end; first += TFAST_AMP_CHUNK, chunk++) {
+        const int n =
+            end - first < TFAST_AMP_CHUNK ? (int)(end - first) : TFAST_AMP_CHUNK;
+
+        if (job->sums != NULL) {
+            job->sums[chunk] = amp_chunk_sum(job, tensor, first, n);
+        }
+        if (job->rewrites) {
+            amp_rewrite(tensor, first, n, job->clamp, job->number);
+        }
+    }
+}
+
+#endif

@@ -1,122 +1,27 @@
 /* One pass over a list of gradients on the CPU, and the loss scale. The gradients'
- * chunks, laid end to end, are cut into one contiguous run a thread; what a chunk sums
- * up to is kept, and added up in the order of amp_sum.h when all are there.
- *
- * A second pass over gradients goes the way of the first, though only their end can be
- * in the cache still. On a Zen 5 with 32 MB of last-level cache a step of 4 to 48 MB of
- * gradients was as fast from their end to their beginning, within 0.5 %. Clipping chunk
- * by chunk from the end was 1 to 3 % faster for 4 and 8 MB, and 6 to 14 % slower for 16
- * to 48; tensor by tensor from the last it was as fast. */
+ * chunks, laid end to end, are cut into one contiguous run a thread. The sum of each
+ * chunk is kept, and all are added up in the order of amp_sum.h after the pass. */
+#ifndef AMP_STEP_H
+#define AMP_STEP_H
+
+#include "../amp_scale.h"
+#include "../scratch.h"
+#include "amp_job.h"
+#include "parts.h"
+#include "type_kernels.h"
+
+/* The table for float64, or for float32 and the half types: of the including file. */
+static const tfast_type_kernels *kernels_for(bool is_float64);
 
 enum {
     TENSOR_COST = 256,     /* what entering a tensor costs, in elements */
     AMP_PART_COST = 131072 /* elements worth waking another thread */
 };
 
-typedef enum {
-    AMP_SQUARES, /* also where only infinities and NaNs are looked for */
-    AMP_ABS,
-    AMP_LARGEST,
-    AMP_SMALLEST,
-    AMP_POWERS
-} amp_kind;
-
-typedef struct {
-    const tfast_amp_grads_args *args;
-    amp_kind kind;
-    bool rewrites, clamp;
-    double number; /* what elements are multiplied by or held to */
-    double *sums;  /* one a chunk; NULL where no result is wanted */
-    int64_t chunks;
-    int64_t cost;      /* of all tensors */
-    atomic_bool found; /* an element that is not finite */
-} amp_job;
-
 static int64_t
 amp_chunks(int64_t numel)
 {
     return (numel + TFAST_AMP_CHUNK - 1) / TFAST_AMP_CHUNK;
-}
-
-/* ---- Sums ------------------------------------------------------------------------ */
-
-/* x, which is >= 0 or NaN, joins a sum or an extreme, which stays NaN. */
-static inline double
-amp_join(amp_kind kind, double sum, double x, double norm_type)
-{
-    switch (kind) {
-    case AMP_SQUARES:
-        return fma(x, x, sum);
-    case AMP_ABS:
-        return sum + x;
-    case AMP_LARGEST:
-        return x > sum || x != x ? x : sum;
-    case AMP_SMALLEST:
-        return x < sum || x != x ? x : sum;
-    default:
-        return sum + pow(x, norm_type);
-    }
-}
-
-/* A chunk in float64, element by element, with a look at each: for powers, and where a
- * quick sum is not finite. */
-static double
-amp_slow_sum(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int n)
-{
-    const amp_kind kind = job->kind;
-    double tile[TILE], lanes[TFAST_AMP_LANES];
-    bool finite = true;
-
-    for (int l = 0; l < TFAST_AMP_LANES; l++) {
-        lanes[l] = kind == AMP_SMALLEST ? (double)INFINITY : 0;
-    }
-    for (int at = 0; at < n; at += TILE) {
-        const int count = n - at < TILE ? n - at : TILE;
-
-        tile_read_f64(tile, tensor->data, tensor->dtype, first + at, count);
-        for (int i = 0; i < count; i++) {
-            double *lane = &lanes[i % TFAST_AMP_LANES];
-            *lane = amp_join(kind, *lane, fabs(tile[i]), job->args->norm_type);
-            finite = finite && isfinite(tile[i]);
-        }
-    }
-    if (!finite) {
-        atomic_store_explicit(&job->found, true, memory_order_relaxed);
-    }
-    if (kind != AMP_LARGEST && kind != AMP_SMALLEST) {
-        return amp_fold_f64(lanes);
-    }
-    for (int l = 1; l < TFAST_AMP_LANES; l++) {
-        lanes[0] = amp_join(kind, lanes[0], lanes[l], 0);
-    }
-    return lanes[0];
-}
-
-static double
-amp_chunk_sum(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int n)
-{
-    const bool wide = tensor->dtype == TFAST_F64;
-    const bool largest = job->kind == AMP_LARGEST;
-    double sum;
-
-    switch (job->kind) {
-    case AMP_SQUARES:
-        sum = wide ? amp_squares_f64(tensor, first, n)
-                   : amp_squares_f32(tensor, first, n);
-        break;
-    case AMP_ABS:
-        sum = wide ? amp_abs_sum_f64(tensor, first, n)
-                   : amp_abs_sum_f32(tensor, first, n);
-        break;
-    case AMP_LARGEST:
-    case AMP_SMALLEST:
-        sum = wide ? amp_extreme_f64(tensor, first, n, largest)
-                   : amp_extreme_f32(tensor, first, n, largest);
-        break;
-    default:
-        sum = (double)NAN;
-    }
-    return isfinite(sum) ? sum : amp_slow_sum(job, tensor, first, n);
 }
 
 /* The sum over all chunks. */
@@ -145,27 +50,6 @@ amp_total(const amp_job *job)
 
 /* ---- The pass -------------------------------------------------------------------- */
 
-/* Elements first .. end - 1, chunk by chunk, so that a chunk is still in the cache when
- * it is rewritten. The first chunk's number is `chunk`. */
-static void
-amp_span(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int64_t end,
-         int64_t chunk)
-{
-    for (; first < end; first += TFAST_AMP_CHUNK, chunk++) {
-        const int n =
-            end - first < TFAST_AMP_CHUNK ? (int)(end - first) : TFAST_AMP_CHUNK;
-
-        if (job->sums != NULL) {
-            job->sums[chunk] = amp_chunk_sum(job, tensor, first, n);
-        }
-        if (job->rewrites && tensor->dtype == TFAST_F64) {
-            amp_rewrite_f64(tensor, first, n, job->clamp, job->number);
-        } else if (job->rewrites) {
-            amp_rewrite_f32(tensor, first, n, job->clamp, job->number);
-        }
-    }
-}
-
 static void
 amp_part(void *context, int part, int parts)
 {
@@ -181,7 +65,8 @@ amp_part(void *context, int part, int parts)
         const int64_t end = part_cut(to - at, tensor->numel, TFAST_AMP_CHUNK);
 
         if (first < end) {
-            amp_span(job, tensor, first, end, chunk + first / TFAST_AMP_CHUNK);
+            kernels_for(tensor->dtype == TFAST_F64)
+                ->amp_span(job, tensor, first, end, chunk + first / TFAST_AMP_CHUNK);
         }
         at += tensor->numel + TENSOR_COST;
         chunk += amp_chunks(tensor->numel);
@@ -275,3 +160,5 @@ amp_update(const tfast_amp_update_args *args)
     tfast_amp_update_scale(args);
     return TFAST_OK;
 }
+
+#endif

@@ -1,569 +1,530 @@
-/* Attention backward: the keys of one head of k and v, some blocks at a time, against
- * all queries of the heads that share them. Weights and their gradients are formed
- * again, a tile at a time:
- *
- *   p  = exp(s - lse)                    the weight, before dropout
- *   ds = p * (keep * dout . v - delta)   delta = dout . out - dlse
- *   dv += (keep * p)^T dout    dk += scale * ds^T q    dq += scale * ds k
- *
- * and with softcap ds times 1 - tanh^2 in the last two. */
+/* Attention backward on the CPU: the tasks, their order, and where their sums lie. A
+ * sum does not depend on the thread that forms it. */
+#ifndef ATTENTION_BACKWARD_H
+#define ATTENTION_BACKWARD_H
 
-/* ---- A tile ---------------------------------------------------------------------- */
+#include "../scratch.h"
+#include "attention_backward_head.h"
+#include "attention_backward_task.h"
+#include "attention_parts.h"
 
-typedef struct {
-    const REAL *k, *v;                          /* rows of the block */
-    int64_t k_stride, v_stride, depth, depth_v; /* of products */
-    bool pairs;
-    REAL scale; /* of products of q and k, with pairs */
-    const REAL *queries, *douts, *lse, *delta, *share; /* of the panel */
-    const R(panel) * panel;
-    const REAL *terms;   /* NULL: none; bounds are among them */
-    const REAL *dropout; /* NULL: none */
-    REAL *slope;         /* NULL: no softcap */
-    REAL softcap;
-    REAL *weights, *scores; /* of the panel */
-    attention_ahead *ahead;
-} R(backward_call);
+/* ---- The gradient of a bias ------------------------------------------------------ */
 
-/* c, of products of dout and v, to gradients of scores; weights get their dropout. */
-static inline __attribute__((always_inline)) void
-R(finish_strip)(const int rows, const int vectors, const R(backward_call) * call,
-                const REAL *dropout, int lane, vr c[V_ROWS][2], REAL *weights,
-                REAL *scores)
-{
-    const vr zero = vr_set1(0);
+/* Enough tasks; the fewest items of a group; the most bytes of the sums of all groups,
+ * so that joining them takes a small part of the time. */
+enum {
+    ATTENTION_GROUP_TASKS = 32,
+    ATTENTION_GROUP_ITEMS = 8,
+    ATTENTION_GROUP_BYTES = 4 << 20
+};
 
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vectors; v++) {
-            const int64_t at = r * ATTENTION_QUERIES + v * VR_WIDTH;
-            const vr p = vr_load(weights + at);
-            vr x = c[r][v], ds;
-
-            if (dropout != NULL) {
-                const vr keep = vr_load(dropout + at);
-
-                x = vr_madd(x, keep, vr_load(call->delta + lane + v * VR_WIDTH));
-                vr_store(weights + at, vr_mul(p, keep));
-            }
-            ds = vr_mul(p, x);
-            vr_store(scores + at, vr_if_less(zero, p, ds, p)); /* 0, or p is NaN */
-        }
-    }
-}
-
-/* Weights and their gradients for `rows` keys and `vectors` of a panel from `first` on,
- * in registers. `general`: there may be terms and dropout. */
-static inline __attribute__((always_inline)) void
-R(backward_strip)(const int rows, const int vectors, const bool pairs,
-                  const bool general, const R(backward_call) * call, int key, int first,
-                  int64_t at)
-{
-    const bool border = (!general || call->terms == NULL) &&
-                        R(has_border)(call->panel, key, key + rows);
-    const bool dropped = general && call->dropout != NULL;
-    const int lane = first * VR_WIDTH;
-    REAL *weights = call->weights + at, *scores = call->scores + at;
-    vr c[V_ROWS][2];
-
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vectors; v++) {
-            c[r][v] = vr_set1(0); /* not lse: a sum that starts large rounds coarsely */
-        }
-    }
-    R(multiply)
-    (rows, vectors, pairs, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries + lane, PANEL, call->depth, c);
-    R(scale_strip)(rows, vectors, pairs, c, call->scale);
-    if (general && call->slope != NULL) {
-        R(bend_strip)(rows, vectors, c, weights, call->slope + at, call->softcap);
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vectors; v++) {
-            const vr lse = vr_load(call->lse + lane + v * VR_WIDTH);
-            vr s = c[r][v];
-
-            if (general && call->terms != NULL) {
-                const int64_t term = (key + r) * PANEL + lane + v * VR_WIDTH;
-                s = R(with_both)(s, vr_load(call->terms + term), lse);
-            } else {
-                s = vr_add(s, lse);
-            }
-            if (border) {
-                s = R(bound)(call->panel, first + v, key + r, s);
-            }
-            vr_store(weights + r * ATTENTION_QUERIES + v * VR_WIDTH,
-                     R(vector_power)(!general, s));
-            c[r][v] = dropped ? vr_set1(0) : vr_load(call->delta + lane + v * VR_WIDTH);
-        }
-    }
-    R(multiply)
-    (rows, vectors, pairs, false, call->v + key * call->v_stride, call->v_stride,
-     call->douts + lane, PANEL, call->depth_v, c);
-    if (general) {
-        R(finish_strip)
-        (rows, vectors, call, dropped ? call->dropout + at : NULL, lane, c, weights,
-         scores);
-        return;
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vectors; v++) {
-            const int64_t to = r * ATTENTION_QUERIES + v * VR_WIDTH;
-            const vr p = vr_load(weights + to), zero = vr_set1(0);
-            const vr ds = vr_mul(p, c[r][v]);
-
-            vr_store(scores + to, border ? vr_if_less(zero, p, ds, zero) : ds);
-        }
-    }
-}
-
-/* Not inlined: in a loop over strips the compiler keeps the constants of exp2 in
- * registers, and accumulators in memory. */
-static __attribute__((noinline)) void
-R(plain_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
-{
-    ATTENTION_PAIRED(R(backward_strip), s.rows, s.vectors, call->pairs, false, call,
-                     key, s.first, at)
-}
-
-static __attribute__((noinline)) void
-R(general_strip)(const R(backward_call) * call, R(strip) s, int key, int64_t at)
-{
-    ATTENTION_PAIRED(R(backward_strip), s.rows, s.vectors, call->pairs, true, call, key,
-                     s.first, at)
-}
-
-/* For few queries: products with k, bent, in place of weights, and of dout and v in
- * place of scores. What lanes past the last query hold is not used. */
+/* The number of elements of the gradient, and the extent of memory over which they
+ * lie. */
 static void
-R(few_products)(const R(backward_call) * call)
+attention_dbias_size(const tfast_attention_args *args, int64_t n[4], int64_t *elements,
+                     int64_t *extent)
 {
-    const R(panel) *p = call->panel;
-    const int64_t first = p->begin * ATTENTION_QUERIES;
-    const R(scores_call) of_keys = {.k = call->k,
-                                    .k_stride = call->k_stride,
-                                    .depth = call->depth,
-                                    .queries = call->queries,
-                                    .panel = p};
-    const R(scores_call) of_values = {.k = call->v,
-                                      .k_stride = call->v_stride,
-                                      .depth = call->depth_v,
-                                      .queries = call->douts,
-                                      .panel = p};
+    const int64_t full[4] = {args->batch, args->heads, args->n_q, args->n_k};
+    const int64_t *stride = args->dbias_stride;
 
-    R(few_panel)(&of_keys, call->weights);
-    R(few_panel)(&of_values, call->scores);
-    if (call->slope != NULL) {
-        R(bend)
-        (call->weights + first, call->slope + first, p->end - p->begin, 1,
-         call->softcap);
+    *elements = *extent = 1;
+    for (int d = 0; d < 4; d++) {
+        n[d] = stride[d] == 0 ? 1 : full[d];
+        *elements *= n[d];
+        *extent += (n[d] - 1) * stride[d];
     }
 }
 
-/* Weights and gradients for few queries. Scores are rounded as in the forward pass, and
- * most of that goes when lse is subtracted: with other sums gradients were up to four
- * times as wrong as torch's. */
-static void
-R(few_gradients)(const R(backward_call) * call, bool general)
+/* The number of groups of items where all items share the bias; each group gives
+ * `heads` tasks. Depends on sizes alone, because the sums depend on it. */
+static int
+attention_dbias_groups(const tfast_attention_args *args, int64_t heads, size_t *bytes)
 {
-    const R(panel) *p = call->panel;
-    const bool border = call->terms == NULL && R(has_border)(p, p->begin, p->end);
-    const vr zero = vr_set1(0), lse = vr_load(call->lse), delta = vr_load(call->delta);
+    const int64_t size = (int64_t)sizeof(real);
+    int64_t n[4], elements, extent, most, least = 0;
 
-    R(few_products)(call);
-    for (int key = p->begin; key < p->end; key++) {
-        const int64_t at = key * ATTENTION_QUERIES;
-        vr s = vr_load(call->weights + at), x = vr_load(call->scores + at), weight;
-
-        if (key % V_ROWS == 0) {
-            attention_look_ahead(call->ahead);
-        }
-        if (call->terms != NULL) {
-            s = R(with_both)(s, vr_load(call->terms + key * PANEL), lse);
-        } else {
-            s = vr_add(s, lse);
-        }
-        if (border) {
-            s = R(bound)(p, 0, key, s);
-        }
-        weight = general ? R(vector_exp)(s) : R(vector_exp2)(s);
-        if (call->dropout != NULL) {
-            const vr keep = vr_load(call->dropout + at);
-
-            x = vr_madd(x, keep, delta);
-            vr_store(call->weights + at, vr_mul(weight, keep));
-        } else {
-            x = vr_add(x, delta);
-            vr_store(call->weights + at, weight);
-        }
-        x = vr_mul(weight, x);
-        if (general || border) {
-            x = vr_if_less(zero, weight, x, weight); /* 0, or weight is NaN */
-        }
-        vr_store(call->scores + at, x);
+    if (args->dbias == NULL || args->dbias_stride[0] != 0 || heads == 0) {
+        return 1;
     }
+    for (int d = 1; d < 4; d++) {
+        least = attention_min(least, args->dbias_stride[d]);
+    }
+    attention_dbias_size(args, n, &elements, &extent);
+    if (least < 0 || elements == 0 || elements != extent ||
+        extent > ATTENTION_GROUP_BYTES / size) {
+        return 1;
+    }
+    *bytes = (size_t)attention_round_up(extent * size, 64);
+    most = attention_min(1 + ATTENTION_GROUP_BYTES / (int64_t)*bytes,
+                         args->batch / ATTENTION_GROUP_ITEMS);
+    return (int)attention_max(1, attention_min(ATTENTION_GROUP_TASKS / heads, most));
 }
 
 static void
-R(backward_panel)(const R(backward_call) * call, bool few, bool general)
+attention_hint_dbias(const tfast_attention_args *args)
 {
-    const R(panel) *p = call->panel;
+    int64_t n[4], elements, extent;
 
-    if (few) {
-        R(few_gradients)(call, general);
-        return;
-    }
-    for (int key = p->begin; key < p->end;) {
-        const R(strip) s = R(strip_at)(p, key);
-        const int64_t at = key * ATTENTION_QUERIES + s.first * VR_WIDTH;
-
-        attention_look_ahead(call->ahead);
-        if (general) {
-            R(general_strip)(call, s, key, at);
-        } else {
-            R(plain_strip)(call, s, key, at);
-        }
-        key += s.rows;
+    attention_dbias_size(args, n, &elements, &extent);
+    if (elements > 0 && extent > 0) {
+        tfast_hint_large_pages(args->dbias, (size_t)extent * sizeof(real));
     }
 }
 
-/* Weights and gradients times each row's share. */
-static void
-R(share_out)(const R(backward_call) * call)
+/* Whether every element of the gradient is visited: every query looks at every key, and
+ * the bias has an element for each pair. False without a task. */
+static bool
+attention_writes_dbias(const tfast_attention_args *args)
 {
-    const R(panel) *p = call->panel;
+    const bool bounded = args->is_causal || args->window_left >= 0 ||
+                         args->window_right >= 0 || args->cu_seqlens_q != NULL ||
+                         args->kv_lens != NULL || args->mask.data != NULL;
 
-    for (int key = p->begin; key < p->end; key++) {
-        for (int v = 0; v < p->vectors; v++) {
-            const int64_t at = key * ATTENTION_QUERIES + v * VR_WIDTH;
-            const vr share = vr_load(call->share + v * VR_WIDTH);
-
-            vr_store(call->weights + at, vr_mul(share, vr_load(call->weights + at)));
-            vr_store(call->scores + at, vr_mul(share, vr_load(call->scores + at)));
-        }
-    }
+    return args->dbias != NULL && args->dbias_stride[2] != 0 &&
+           args->dbias_stride[3] != 0 && !bounded && args->batch > 0 &&
+           args->kv_heads > 0;
 }
 
-/* Adds a panel's gradients to those of the terms, unless this is the second, careful
- * time; then softcap's part. */
+/* Writes zeros to the gradient of the bias, whose broadcast dimensions have one
+ * element. */
 static void
-R(close_general)(const R(backward_work) * work, const R(backward_call) * call)
+attention_clear_part(void *context, int part, int parts)
 {
-    const tfast_attention_args *args = work->head->args;
+    const attention_back_job *job = context;
+    const tfast_attention_args *args = job->args;
+    const size_t size = sizeof(real);
+    const int64_t *stride = args->dbias_stride;
+    int64_t n[4], elements, extent;
 
-    if (!work->careful && work->dbias != NULL) {
-        R(add_dbias)
-        (work->dbias, args->dbias_stride, call->scores, call->panel,
-         work->writes_dbias);
-    }
-    if (!work->careful && work->dalibi != NULL) {
-        *work->dalibi += R(alibi_gradient)(call->scores, call->panel);
-    }
-    if (call->slope != NULL) {
-        R(bend_gradients)(call->scores, call->slope, call->panel);
-    }
-}
+    attention_dbias_size(args, n, &elements, &extent);
+    for (int64_t at = n[0] * n[1] * n[2] * part / parts;
+         at < n[0] * n[1] * n[2] * (part + 1) / parts; at++) {
+        const int64_t b = at / n[2] / n[1], h = at / n[2] % n[1], i = at % n[2];
+        char *row = (char *)args->dbias +
+                    size * (size_t)(b * stride[0] + h * stride[1] + i * stride[2]);
 
-/* What to ask for while a panel's products are formed: its part of the gradient of the
- * bias, and the next panel's of the terms. */
-static void
-R(plan_general)(attention_ahead *ahead, const R(backward_work) * work,
-                const R(panel) * p, int64_t n_k)
-{
-    const attention_head *h = work->head;
-    const tfast_attention_args *args = h->args;
-    const int64_t *stride = args->dbias_stride, next = p->query + PANEL;
-    const tfast_attention_term gradient = {
-        work->dbias, {stride[0], stride[1], stride[2], stride[3]}, REAL_DTYPE};
-
-    *ahead = (attention_ahead){0};
-    R(plan_term)(ahead, h, &gradient, p->query, p->n, p->key, n_k);
-    R(plan_terms)(ahead, h, next, h->n_q - next, p->key, n_k);
-}
-
-/* Columns of a panel's weights and gradients as pairs: of queries for the products with
- * rows of queries, of keys in `paired` for those with rows of keys. An odd last query's
- * neighbour may be one of the head's that has none of these keys. */
-static void
-R(pair_tile)(const R(backward_room) * room, int64_t at, int64_t n_k, const R(panel) * p)
-{
-    const int64_t width = p->vectors * VR_WIDTH;
-
-    for (int64_t j = 0; j < n_k && p->n % 2 != 0; j++) {
-        room->weights[at + j * ATTENTION_QUERIES + p->n] = 0;
-        room->scores[at + j * ATTENTION_QUERIES + p->n] = 0;
-    }
-    R(pair_rows)
-    (room->paired + at, ATTENTION_QUERIES, room->scores + at, ATTENTION_QUERIES, n_k,
-     width);
-    R(pair_columns)
-    (room->paired_weights + at / 2, room->weights + at, ATTENTION_QUERIES, n_k, width);
-    R(pair_columns)
-    (room->paired_scores + at / 2, room->scores + at, ATTENTION_QUERIES, n_k, width);
-}
-
-/* A block of keys at work. */
-typedef struct {
-    int64_t key, n_k;
-    int64_t begin, end; /* its queries; tiles of them begin at `begin` */
-    const REAL *k, *k_factor, *v;
-    int64_t k_stride, k_factor_stride, v_stride;
-    R(sums) dk, dv; /* of its rows */
-    bool fresh;     /* there is nothing in them yet */
-} R(key_block);
-
-/* Weights and gradients of a block and the n_q queries of a tile, from `query` on. */
-static void
-R(backward_tile)(const R(backward_work) * work, const R(key_block) * block,
-                 int64_t query, int64_t n_q)
-{
-    const attention_head *h = work->head;
-    const tfast_attention_args *args = h->args;
-    const R(backward_room) *room = work->room;
-    const bool terms = attention_head_has_terms(h), dropped = args->dropout_p > 0;
-    const int64_t depth = R(depth)(work->pairs, args->dim);
-    const int64_t depth_v = R(depth)(work->pairs, args->dim_v);
-    const int64_t key = block->key, n_k = block->n_k;
-
-    if (dropped) {
-        R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
-    }
-    for (int64_t i = 0; i < n_q; i += PANEL) {
-        const R(panel) p = R(panel_of)(h, query + i, n_q - i, key, n_k, work->general);
-        const int64_t at = query + i;
-        attention_ahead ahead;
-        R(backward_call)
-        call = {
-            .k = block->k_factor,
-            .v = block->v,
-            .k_stride = block->k_factor_stride,
-            .v_stride = block->v_stride,
-            .depth = depth,
-            .depth_v = depth_v,
-            .pairs = work->pairs,
-            .scale = (REAL)attention_query_scale(h),
-            .queries = room->queries + i * depth,
-            .douts = room->douts + i * depth_v,
-            .lse = room->lse + at,
-            .delta = room->delta + at,
-            .share = room->share + at,
-            .panel = &p,
-            .terms = terms ? room->terms : NULL,
-            .dropout = dropped ? room->dropout + i : NULL,
-            .slope = args->softcap != 0 ? room->slope + i : NULL,
-            .softcap = (REAL)args->softcap,
-            .weights = room->weights + i,
-            .scores = room->scores + i,
-            .ahead = work->ahead,
-        };
-
-        if (terms) {
-            R(plan_general)(&ahead, work, &p, n_k);
-            call.ahead = &ahead;
-            R(fill_terms)(room->terms, &p);
+        for (int64_t j = 0; j < n[3] && stride[3] > 1; j++) {
+            memset(row + size * (size_t)(j * stride[3]), 0, size);
         }
-        R(backward_panel)(&call, work->few, work->general);
-        if (work->shared) {
-            R(share_out)(&call);
-        }
-        if (work->general) {
-            R(close_general)(work, &call);
-        }
-        R(clear_outside)(call.weights, &p, (int)n_k);
-        R(clear_outside)(call.scores, &p, (int)n_k);
-        if (work->pairs) {
-            R(pair_tile)(room, i, n_k, &p);
+        if (stride[3] <= 1) {
+            memset(row, 0, size * (size_t)n[3]);
         }
     }
 }
 
-/* ---- Products of a tile ---------------------------------------------------------- */
-
-static __attribute__((noinline)) void
-R(accumulate_rows)(int rows, int vectors, const R(product) * p)
-{
-    ATTENTION_PAIRED(R(accumulate_strip), rows, vectors, p->pairs, false, p)
-}
-
-/* to += tile . rows, for the keys of the block: dv and dk. */
+/* Adds the sums of the groups, in order. They are laid out as the gradient is, without
+ * gaps. */
 static void
-R(add_to_keys)(const R(backward_work) * work, const R(key_block) * block, R(sums) to,
-               const REAL *tile, const REAL *rows, int64_t stride, int64_t width,
-               int64_t query, int64_t n_q)
+attention_join_groups(void *context, int part, int parts)
 {
-    const attention_head *h = work->head;
-    R(product)
-    p = {.a_stride = R(depth)(work->pairs, ATTENTION_QUERIES),
-         .b_stride = stride,
-         .careful = work->careful,
-         .pairs = work->pairs,
-         .first = block->fresh,
-         .c_stride = to.stride};
+    const attention_back_job *job = context;
+    const tfast_attention_args *args = job->args;
+    int64_t n[4], elements, extent;
 
-    for (int64_t d = 0; d < width && to.rows != NULL; d += PANEL) {
-        const int vectors = width - d > VR_WIDTH ? 2 : 1;
+    attention_dbias_size(args, n, &elements, &extent);
+    for (int group = 1; group < job->groups; group++) {
+        const real *from =
+            (const real *)(const void *)(job->dbias +
+                                         (size_t)(group - 1) * job->dbias_bytes);
+        const int64_t end = extent * (part + 1) / parts;
 
-        for (int64_t j = 0; j < block->n_k;) {
-            const int n = R(strip_rows)(block->n_k - j);
-            const int64_t key = block->key + j;
-            const int64_t begin =
-                attention_max(0, attention_first_query(h, key) - query);
-            const int64_t end =
-                attention_min(n_q, attention_end_query(h, key + n - 1) - query);
-
-            R(set_depth)(&p, begin, end);
-            p.a = tile + j * p.a_stride + p.skipped;
-            p.b = rows + p.skipped * stride + d;
-            p.c = to.rows + j * to.stride + d;
-            if (p.depth > 0 || p.first) {
-                attention_look_ahead(work->ahead);
-                R(accumulate_rows)(n, vectors, &p);
-            }
-            j += n;
+        for (int64_t i = extent * part / parts; i < end; i++) {
+            ((real *)args->dbias)[i] += from[i];
         }
     }
 }
 
-/* dq += ds . k, for the queries of the tile. */
+/* ---- Tasks ----------------------------------------------------------------------- */
+
+/* Enough tasks for most machines; the most sums of dq of a head. */
+enum { ATTENTION_BACK_TASKS = 8, ATTENTION_BACK_PARTS = 4 };
+
+/* Sets the number of lists to which the blocks of a step are dealt out. The gradient of
+ * a bias that is broadcast over keys is summed by one task. */
 static void
-R(add_to_queries)(const R(backward_work) * work, const R(key_block) * block,
-                  int64_t query, int64_t n_q)
+attention_split_keys(attention_back_job *job)
 {
-    const attention_head *h = work->head;
-    const int64_t width = work->room->q_width;
-    R(product)
-    p = {.a_stride = ATTENTION_QUERIES,
-         .b_stride = block->k_stride,
-         .careful = work->careful,
-         .pairs = work->pairs,
-         .c_stride = work->dq.stride};
+    const tfast_attention_args *args = job->args;
+    const int64_t chains = attention_max(1, job->chains);
+    const int64_t blocks =
+        (args->n_k + 2 * ATTENTION_BACK_KEYS - 1) / (2 * ATTENTION_BACK_KEYS);
+    const int64_t wanted = (ATTENTION_BACK_TASKS + chains - 1) / chains;
+    const bool whole = args->dbias != NULL && args->dbias_stride[3] == 0;
+    const int lists = whole ? 1 : (int)attention_max(1, attention_min(wanted, blocks));
 
-    for (int64_t d = 0; d < width && work->dq.rows != NULL; d += PANEL) {
-        const int vectors = width - d > VR_WIDTH ? 2 : 1;
+    job->turns = lists > ATTENTION_BACK_PARTS ? 2 : 1;
+    job->parts = (lists + job->turns - 1) / job->turns;
+}
 
-        for (int64_t i = 0; i < n_q;) {
-            const int n = R(strip_rows)(n_q - i);
-            const int64_t begin =
-                attention_max(0, attention_first_key(h, query + i) - block->key);
-            const int64_t end = attention_min(
-                block->n_k, attention_end_key(h, query + i + n - 1) - block->key);
+static attention_back_task
+attention_back_task_of(const attention_back_job *job, int64_t i)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t heads = job->join_heads ? 1 : args->kv_heads;
+    const int lists = job->parts * job->turns;
+    const int64_t chain = i / lists, first = chain / heads, head = chain % heads;
+    attention_back_task task = {.chain = chain,
+                                .batch = first,
+                                .end_batch = first + 1,
+                                .head = head,
+                                .end_head = job->join_heads ? args->kv_heads : head + 1,
+                                .list = (int)(i % lists),
+                                .dbias = args->dbias};
 
-            R(set_depth)(&p, begin, end);
-            p.a = (work->pairs ? work->room->paired : work->room->scores) +
-                  p.skipped * ATTENTION_QUERIES + i;
-            p.b = block->k + p.skipped * block->k_stride + d;
-            p.c = work->dq.rows + (query + i) * work->dq.stride + d;
-            if (p.depth > 0) {
-                attention_look_ahead(work->ahead);
-                R(accumulate_columns)(n, vectors, &p);
-            }
-            i += n;
+    if (job->join_batch) {
+        task.batch = args->batch * first / job->groups;
+        task.end_batch = args->batch * (first + 1) / job->groups;
+    }
+    if (job->join_batch && first > 0) {
+        task.dbias = job->dbias + (size_t)(first - 1) * job->dbias_bytes;
+    }
+    return task;
+}
+
+/* `next` is the thread's next task; NULL: none. */
+static void
+attention_backward_task(const attention_back_job *job, const attention_back_task *task,
+                        const attention_back_task *next, void *room)
+{
+    const tfast_attention_args *args = job->args;
+    attention_ahead ahead, *planned;
+
+    for (int64_t b = task->batch, h = task->head; b < task->end_batch;) {
+        const bool same = h + 1 < task->end_head;
+        int64_t next_b = same ? b : b + 1, next_h = same ? h + 1 : task->head;
+        const int64_t this_b = b, this_h = h;
+
+        b = next_b;
+        h = next_h;
+        if (b == task->end_batch && next != NULL) {
+            next_b = next->batch;
+            next_h = next->head;
         }
+        planned = NULL;
+        if (job->look_ahead && (b < task->end_batch || next != NULL)) {
+            const attention_head head = attention_head_of(
+                args, next_b, next_h * (args->heads / args->kv_heads));
+
+            planned = &ahead;
+            attention_plan(planned, &head, attention_strips(&head, true), true);
+        }
+        backward_head_checked(job, task, this_b, this_h, planned, room);
     }
 }
 
-/* ---- Blocks of keys -------------------------------------------------------------- */
-
-/* Where the tiles of queries of the block from `key` on begin. Tiles of lists that take
- * turns must not overlap. */
-static int64_t
-R(block_begin)(const R(backward_work) * work, int64_t key)
-{
-    enum { ALIGN = PANEL > DROPOUT_BLOCK ? PANEL : DROPOUT_BLOCK };
-    const int64_t align = work->turns > 1 ? ATTENTION_QUERIES : ALIGN;
-
-    return attention_first_query(work->head, key) / align * align;
-}
-
-static R(sums) R(sums_at)(R(sums) all, int64_t row)
-{
-    return all.rows == NULL ? all : (R(sums)){all.rows + row * all.stride, all.stride};
-}
-
-/* The block from `key` on, with its copies in place `i` of the room. */
 static void
-R(open_block)(const R(backward_work) * work, R(key_block) * block, int64_t i,
-              int64_t key)
+attention_backward_part(void *context, int part, int parts)
 {
-    const attention_head *h = work->head;
-    const tfast_attention_args *args = h->args;
-    const R(backward_room) *room = work->room;
-    const int64_t n_k = attention_min(ATTENTION_BACK_KEYS, h->n_k - key);
-    const bool padding = key >= h->end_k || key + n_k <= h->begin_k;
-    const int64_t first_k = attention_key_row(h, &args->k, key);
-    const int64_t stride = attention_copy_stride(args->dim);
-    const int64_t at = i * ATTENTION_BACK_KEYS;
-    const bool local = args->heads == args->kv_heads && work->turns == 1;
+    attention_back_job *job = context;
+    void *room = job->room + job->room_bytes * (size_t)part;
+    int64_t i = atomic_fetch_add(&job->next, 1);
 
-    block->key = key;
-    block->n_k = n_k;
-    block->begin = R(block_begin)(work, key);
-    block->end = padding ? 0 : attention_end_query(h, key + n_k - 1);
-    block->k = R(open_lanes)(work->pairs, room->k + at * stride, stride, room->stage,
-                             args->k.data, args->dtype, first_k, args->k.row, n_k,
-                             args->dim, &block->k_stride);
-    block->k_factor = block->k;
-    block->k_factor_stride = block->k_stride;
-    if (work->pairs) {
-        block->k_factor =
-            R(open_pairs)(room->k_factor + at * stride, stride, args->k.data, first_k,
-                          args->k.row, n_k, args->dim, &block->k_factor_stride);
+    (void)parts;
+    while (i < job->tasks) {
+        const attention_back_task task = attention_back_task_of(job, i);
+        attention_back_task next;
+
+        i = atomic_fetch_add(&job->next, 1);
+        next = attention_back_task_of(job, i);
+        attention_backward_task(job, &task, i < job->tasks ? &next : NULL, room);
     }
-    block->v = R(open_backward)(work, room->v + at * attention_copy_stride(args->dim_v),
-                                &args->v, args->dim_v, key, n_k, &block->v_stride);
-    block->dk =
-        R(sums_at)(work->dk, local && !R(holds_sums)(args, args->dim) ? at : key);
-    block->dv =
-        R(sums_at)(work->dv, local && !R(holds_sums)(args, args->dim_v) ? at : key);
-    block->fresh = work->first;
 }
 
-/* A block against the tile of queries that is open. */
-static void
-R(backward_block)(const R(backward_work) * work, R(key_block) * block, int64_t query)
-{
-    const R(backward_room) *room = work->room;
-    const int64_t n_q = attention_min(ATTENTION_QUERIES, block->end - query);
+/* ---- Backward of few heads ------------------------------------------------------- */
 
-    R(backward_tile)(work, block, query, n_q);
-    R(add_to_keys)
-    (work, block, block->dv, work->pairs ? room->paired_weights : room->weights,
-     work->dout, work->dout_stride, room->v_width, query, n_q);
-    R(add_to_keys)
-    (work, block, block->dk, work->pairs ? room->paired_scores : room->scores, work->q,
-     work->q_stride, room->q_width, query, n_q);
-    R(add_to_queries)(work, block, query, n_q);
-    block->fresh = false;
+/* The item and the head of k and v of a chain's step; false if it has fewer steps. */
+static bool
+attention_step_of(const attention_back_job *job, const attention_back_task *task,
+                  int64_t *batch, int64_t *kv_head)
+{
+    const int64_t heads = task->end_head - task->head;
+
+    *batch = task->batch + job->step / heads;
+    *kv_head = task->head + job->step % heads;
+    return *batch < task->end_batch &&
+           (!job->careful || atomic_load(&job->odd[task->chain]));
 }
 
-/* n blocks, whose tiles lie alike, against the queries of the head that are visited. */
 static void
-R(backward_blocks)(R(backward_work) * work, R(key_block) * blocks, int64_t n)
+attention_phase_part(void *context, int part, int parts)
 {
-    int64_t end = 0;
+    attention_back_job *job = context;
+    void *room = job->room + job->room_bytes * (size_t)part;
 
-    for (int64_t i = 0; i < n; i++) {
-        end = attention_max(end, blocks[i].end);
-    }
-    for (int64_t query = blocks[0].begin; query < end; query += ATTENTION_QUERIES) {
-        bool open = false;
+    (void)parts;
+    for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->tasks;) {
+        const attention_back_task task = attention_back_task_of(job, i);
+        int64_t batch, kv_head;
 
-        if (query / ATTENTION_QUERIES % work->turns != work->segment &&
-            work->turns > 1) {
+        if (!attention_step_of(job, &task, &batch, &kv_head)) {
             continue;
         }
-        for (int64_t i = 0; i < n; i++) {
-            if (query < blocks[i].begin || query >= blocks[i].end) {
-                continue;
-            }
-            if (!open) {
-                R(open_tile)(work, query);
-                open = true;
-            }
-            R(backward_block)(work, &blocks[i], query);
+        backward_head_checked(job, &task, batch, kv_head, NULL, room);
+    }
+}
+
+/* Rows of dq that are joined at a time. */
+enum { ATTENTION_JOIN_ROWS = 4 * ATTENTION_QUERIES };
+
+static void
+attention_join_part(void *context, int part, int parts)
+{
+    attention_back_job *job = context;
+    const tfast_attention_args *args = job->args;
+    const int64_t group = args->heads / args->kv_heads;
+    const int64_t pieces = (args->n_q + ATTENTION_JOIN_ROWS - 1) / ATTENTION_JOIN_ROWS;
+
+    for (int64_t i = part; i < job->chains * group * pieces; i += parts) {
+        const int64_t chain = i / pieces / group,
+                      begin = i % pieces * ATTENTION_JOIN_ROWS;
+        const attention_back_task task =
+            attention_back_task_of(job, chain * job->parts * job->turns);
+        int64_t batch, kv_head, end;
+        attention_head h;
+
+        if (!attention_step_of(job, &task, &batch, &kv_head)) {
+            continue;
+        }
+        h = attention_head_of(args, batch, kv_head * group + i / pieces % group);
+        end = attention_min(begin + ATTENTION_JOIN_ROWS, h.n_q);
+        if (begin < end && !join_parts(job, &h, chain, begin, end)) {
+            atomic_store(&job->odd[chain], 1);
         }
     }
 }
+
+/* One step of all chains: phase by phase, then the sum of dq over the parts. */
+static void
+attention_step(attention_back_job *job, int threads)
+{
+    for (job->phase = 0; job->phase < job->turns; job->phase++) {
+        atomic_store(&job->next, 0);
+        tfast_parallel(threads, attention_phase_part, job);
+    }
+    if (job->args->dq.data != NULL) {
+        tfast_parallel(threads, attention_join_part, job);
+    }
+}
+
+static void
+attention_backward_split(attention_back_job *job, int threads)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t items =
+        job->join_batch ? (args->batch + job->groups - 1) / job->groups : 1;
+    const int64_t steps = items * (job->join_heads ? args->kv_heads : 1);
+
+    for (job->step = 0; job->step < steps && job->tasks > 0; job->step++) {
+        bool odd = false;
+
+        for (int64_t i = 0; i < job->chains; i++) {
+            atomic_store(&job->odd[i], 0);
+        }
+        job->careful = false;
+        attention_step(job, threads);
+        for (int64_t i = 0; i < job->chains; i++) {
+            odd |= atomic_load(&job->odd[i]) != 0;
+        }
+        job->careful = odd && attention_can_forbid(args);
+        if (job->careful) {
+            attention_step(job, threads);
+        }
+    }
+}
+
+/* ---- Gradients of options -------------------------------------------------------- */
+
+/* Adds the gradients of slopes and sinks of all lists and items, in a fixed order. */
+static void
+attention_join_numbers(const attention_back_job *job)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t heads = args->heads, all = args->batch * heads;
+
+    for (int64_t i = 0; i < all && job->dalibi != NULL; i++) {
+        for (int list = 1; list < job->parts * job->turns; list++) {
+            job->dalibi[i] += job->dalibi[list * all + i];
+        }
+    }
+    for (int64_t i = heads; i < all; i++) {
+        if (job->dalibi != NULL && args->alibi_batch == 0) {
+            job->dalibi[i % heads] += job->dalibi[i];
+        }
+        if (job->dsinks != NULL) {
+            job->dsinks[i % heads] += job->dsinks[i];
+        }
+    }
+    for (int64_t i = 0; i < (args->alibi_batch == 0 ? heads : all); i++) {
+        if (job->dalibi != NULL) {
+            ((real *)args->dalibi)[i] = (real)job->dalibi[i];
+        }
+    }
+    for (int64_t i = 0; i < heads && job->dsinks != NULL; i++) {
+        ((real *)args->dsinks)[i] = (real)job->dsinks[i];
+    }
+}
+
+/* ---- Scratch of the backward ----------------------------------------------------- */
+
+/* A call that needs fewer bytes uses the core's own block, which is kept between calls:
+ * fresh memory from the caller costs more than a small problem. */
+enum { ATTENTION_OWN_SCRATCH = 1 << 20 };
+
+/* The width of rows of sums outside of the output; 0 where the output holds the
+ * sums. */
+static int64_t
+attention_width(const tfast_attention_args *args, const tfast_attention_rows *rows,
+                int64_t dim)
+{
+    const bool none = rows->data == NULL || holds_sums(args, dim);
+
+    return none ? 0 : attention_round_up(dim, 16);
+}
+
+/* Bytes of the memory that all tasks share. Carves it from `memory`, unless that is
+ * NULL. */
+static size_t
+attention_back_shared(attention_back_job *job, char *memory)
+{
+    const tfast_attention_args *args = job->args;
+    /* at least one item: without items the gradients of heads are still written, as
+     * 0 */
+    const int64_t all = attention_max(1, args->batch) * args->heads;
+    const int64_t size = (int64_t)sizeof(real);
+    const int64_t dq_width = attention_width(args, &args->dq, args->dim);
+    const int64_t parts = args->dq.data == NULL || !attention_is_split(job) ? 0
+                          : dq_width == 0 ? job->parts - 1
+                                          : job->parts;
+    const int64_t rows =
+        args->kv_heads == 0 ? 0 : args->heads / args->kv_heads * args->n_q;
+    const int64_t keys = job->turns == 1 ? 0 : job->chains * args->n_k;
+    const int64_t lists = job->parts * job->turns;
+    int64_t used = 0;
+    const struct {
+        void **part;
+        int64_t bytes;
+    } places[] = {
+        {&job->dq,
+         parts * job->chains * rows * attention_round_up(args->dim, 16) * size},
+        {&job->dk, keys * attention_width(args, &args->dk, args->dim) * size},
+        {&job->dv, keys * attention_width(args, &args->dv, args->dim_v) * size},
+        {(void **)&job->dbias, (job->groups - 1) * (int64_t)job->dbias_bytes},
+        {(void **)&job->dalibi, args->dalibi == NULL ? 0 : all * lists * 8},
+        {(void **)&job->dsinks, args->dsinks == NULL ? 0 : all * 8},
+        {(void **)&job->odd, job->chains * (int64_t)sizeof *job->odd},
+    };
+
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        const bool sums = i < 3 || (i == 3 && job->writes_dbias);
+
+        *places[i].part = memory == NULL || places[i].bytes == 0 ? NULL : memory + used;
+        if (*places[i].part != NULL && !sums) {
+            memset(*places[i].part, 0, (size_t)places[i].bytes);
+        }
+        used += attention_round_up(places[i].bytes, 64);
+    }
+    return (size_t)attention_round_up(used, 4096);
+}
+
+static attention_back_job
+attention_back_plan(const tfast_attention_args *args)
+{
+    attention_back_job job = {.args = args};
+    backward_room room;
+    int64_t heads;
+
+    job.join_batch = args->dbias != NULL && args->dbias_stride[0] == 0;
+    job.join_heads = args->dbias != NULL && args->dbias_stride[1] == 0;
+    job.writes_dbias = attention_writes_dbias(args);
+    heads = job.join_heads ? 1 : args->kv_heads;
+    job.groups = attention_dbias_groups(args, heads, &job.dbias_bytes);
+    job.chains = heads * (job.join_batch ? job.groups : args->batch);
+    attention_split_keys(&job);
+    job.tasks = args->batch == 0 || args->kv_heads == 0
+                    ? 0
+                    : job.chains * job.parts * job.turns;
+    job.room_bytes = attention_room_bytes(backward_cut(&room, &job, NULL));
+    return job;
+}
+
+static size_t
+attention_back_bytes(attention_back_job *job, int threads)
+{
+    return attention_back_shared(job, NULL) + job->room_bytes * (size_t)threads + 64;
+}
+
+static tfast_status
+attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool backward)
+{
+    *bytes = 0;
+    if (backward) {
+        attention_back_job job = attention_back_plan(args);
+        const int threads = attention_parts(args, attention_max(1, job.tasks));
+        const size_t needed = attention_back_bytes(&job, threads);
+
+        *bytes = needed < ATTENTION_OWN_SCRATCH ? 0 : (int64_t)needed;
+    }
+    return TFAST_OK;
+}
+
+/* ---- Backward: the call ---------------------------------------------------------- */
+
+static void
+attention_backward_run(attention_back_job *job, int threads)
+{
+    const tfast_attention_args *args = job->args;
+
+    if (args->dbias != NULL) {
+        attention_hint_dbias(args);
+    }
+    if (args->dbias != NULL && !job->writes_dbias) {
+        tfast_parallel(threads, attention_clear_part, job);
+    }
+    attention_hint(args, &args->dq, args->heads, args->n_q, args->total_q, args->dim);
+    attention_hint(args, &args->dk, args->kv_heads, args->n_k, args->total_k,
+                   args->dim);
+    attention_hint(args, &args->dv, args->kv_heads, args->n_k, args->total_k,
+                   args->dim_v);
+    if (attention_is_split(job)) {
+        attention_backward_split(job, threads);
+    } else {
+        tfast_parallel(threads, attention_backward_part, job);
+    }
+    if (job->groups > 1) {
+        tfast_parallel(threads, attention_join_groups, job);
+    }
+    attention_join_numbers(job);
+}
+
+/* The number of threads or the backend may have changed since the caller asked
+ * tfast_attention_scratch(): uses no more threads than the scratch memory suffices for,
+ * and the core's own memory if it does not suffice for one. */
+static tfast_status
+attention_backward(const tfast_attention_args *args)
+{
+    attention_back_job job = attention_back_plan(args);
+    int threads = attention_parts(args, attention_max(1, job.tasks));
+    size_t bytes = attention_back_bytes(&job, threads);
+    char *own = NULL, *memory = args->scratch;
+
+    while (memory != NULL && threads > 1 && bytes > (size_t)args->scratch_bytes) {
+        bytes = attention_back_bytes(&job, --threads);
+    }
+    if (memory == NULL || bytes > (size_t)args->scratch_bytes) {
+        own = memory = tfast_scratch_take(bytes);
+    }
+    if (memory == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "attention_backward cannot allocate %zu bytes",
+                          bytes);
+    }
+    memory += (64 - (uintptr_t)memory % 64) % 64;
+    job.room = memory + attention_back_shared(&job, memory);
+    job.look_ahead = !attention_is_split(&job) &&
+                     args->batch * args->kv_heads >= 4 * threads &&
+                     attention_is_cold(args);
+    attention_backward_run(&job, threads);
+    tfast_scratch_give(own);
+    return TFAST_OK;
+}
+
+#endif

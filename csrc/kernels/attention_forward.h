@@ -1,526 +1,525 @@
-/* Attention forward: one block of up to ATTENTION_QUERIES queries of one head against
- * all its keys, a tile of scores at a time, with a running maximum and sum. */
+/* Attention forward on the CPU: which blocks there are, and which thread takes one. The
+ * result of a block does not depend on the thread that computes it. */
+#ifndef ATTENTION_FORWARD_H
+#define ATTENTION_FORWARD_H
 
-/* Room of one thread; parts that a call does not need are empty. */
+#include "../scratch.h"
+#include "attention_block.h"
+#include "attention_parts.h"
+
+#include <stdatomic.h>
+
+/* ---- Decoding -------------------------------------------------------------------- */
+
+/* For few queries against many keys the keys are split among tasks, each with a result
+ * of its own. All heads that share keys go through them together, so that keys are read
+ * once. */
+
+/* The keys of a head are dealt out to `splits` tasks of `keys` keys; sizes alone
+ * determine both. */
 typedef struct {
-    REAL *queries; /* panels, or with `few` rows of whole vectors */
-    REAL *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
-    REAL *dropout; /* the same */
-    REAL *paired;  /* [ATTENTION_KEYS / 2][ATTENTION_QUERIES]: weights */
-    REAL *terms;   /* [ATTENTION_KEYS][PANEL] */
-    REAL *out;     /* [ATTENTION_QUERIES][width of a value] */
-    REAL *k, *v;   /* copies of rows; their strides: */
-    int64_t k_stride, v_stride, out_stride;
-    REAL *stage;            /* VR_WIDTH rows */
-    bool few;               /* queries: rows, not panels */
-    bool pairs;             /* products are of pairs */
-    attention_ahead *ahead; /* NULL: nothing to look ahead for */
-    /* of each query: maximum so far, sum so far, what the last maximum is worth */
-    REAL *top, *sum, *fade;
-} R(forward_room);
+    const tfast_attention_args *args;
+    char *room; /* of all threads */
+    size_t room_bytes;
+    int splits;
+    int64_t keys;
+    void *results; /* [splits][batch][heads][n_q][2 + width] */
+    int64_t tasks;
+    _Atomic int64_t next;
+} attention_decode_job;
 
-/* Cuts the room for n_q queries, or with base NULL only measures it. Returns its bytes.
- */
-static size_t
-R(forward_cut)(R(forward_room) * room, const tfast_attention_args *args, int64_t n_q,
-               REAL *base)
+/* Queries in the scratch memory: one panel for each head that shares keys. */
+static inline int64_t
+decode_queries(const tfast_attention_args *args)
 {
-    const int64_t q_width = attention_round_up(args->dim, VR_WIDTH);
-    const int64_t v_width = attention_round_up(args->dim_v, VR_WIDTH);
-    const int64_t tile = (int64_t)ATTENTION_KEYS * ATTENTION_QUERIES;
-    int64_t used = 0;
-    const struct {
-        REAL **part;
-        int64_t count;
-    } parts[] = {
-        {&room->queries, n_q * q_width},
-        {&room->scores, tile},
-        {&room->dropout, args->dropout_p > 0 ? tile : 0},
-        {&room->paired, R(has_pairs)(args) ? tile / 2 : 0},
-        {&room->terms, ATTENTION_KEYS * PANEL},
-        {&room->out, n_q * v_width},
-        {&room->k, ATTENTION_KEYS * attention_copy_stride(args->dim)},
-        {&room->v, ATTENTION_KEYS * attention_copy_stride(args->dim_v)},
-        {&room->stage, VR_WIDTH * (q_width > v_width ? q_width : v_width)},
-        {&room->top, n_q},
-        {&room->sum, n_q},
-        {&room->fade, n_q},
-    };
-
-    room->k_stride = attention_copy_stride(args->dim);
-    room->v_stride = attention_copy_stride(args->dim_v);
-    room->out_stride = v_width;
-    room->few = false;
-    room->pairs = false;
-    room->ahead = NULL;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        *parts[i].part = base == NULL ? NULL : base + used;
-        used += attention_round_up(parts[i].count, 16);
-    }
-    return (size_t)used * sizeof(REAL);
+    return args->heads / args->kv_heads * PANEL;
 }
 
-/* ---- Scores ---------------------------------------------------------------------- */
-
-typedef struct {
-    const REAL *k;
-    int64_t k_stride, depth;
-    const REAL *queries;
-    const R(panel) * panel;
-    bool pairs;
-    REAL scale;        /* of products of pairs */
-    const REAL *terms; /* NULL: none; bounds are among them */
-    REAL softcap;      /* 0: none */
-    attention_ahead *ahead;
-} R(scores_call);
-
-/* Keys key .. key + rows - 1 of the tile, for `vectors` from `first` on. */
+/* sum = weights . v for rows of `vectors` vectors, which fit the registers, or nearly
+ * so. With 16 loads a row, rows further on are prefetched: the processor looks only one
+ * row ahead. */
 static inline __attribute__((always_inline)) void
-R(scores_strip)(const int rows, const int vectors, const bool pairs,
-                const R(scores_call) * call, int key, int first, REAL *to, vr *top)
+few_values_held(const int vectors, real *sum, const real *weights,
+                int64_t weight_stride, const real *v, int64_t v_stride, int64_t n_k)
 {
-    vr c[V_ROWS][2], most[2] = {top[0], top[vectors - 1]};
+    vr c[16];
 
-    for (int r = 0; r < rows; r++) {
-        c[r][0] = c[r][1] = vr_set1(0);
+    for (int i = 0; i < vectors; i++) {
+        c[i] = vr_set1(0);
     }
-    R(multiply)
-    (rows, vectors, pairs, false, call->k + key * call->k_stride, call->k_stride,
-     call->queries + first * VR_WIDTH, PANEL, call->depth, c);
-    R(scale_strip)(rows, vectors, pairs, c, call->scale);
-    if (call->softcap != 0) {
-        R(bend_strip)(rows, vectors, c, to, NULL, call->softcap);
-    }
-    if (call->terms != NULL) {
-        const REAL *terms = call->terms + key * PANEL + first * VR_WIDTH;
+    for (int64_t j = 0; j < n_k; j++) {
+        const vr weight = vr_set1(weights[j * weight_stride]);
 
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            for (int v = 0; v < vectors; v++) {
-                c[r][v] =
-                    R(with_term)(c[r][v], vr_load(terms + r * PANEL + v * VR_WIDTH));
-            }
+        for (int i = 0; vectors == 16 && i < 16 * VR_WIDTH;
+             i += CACHE_LINE / (int)sizeof(real)) {
+            __builtin_prefetch(v + (j + 8) * v_stride + i);
         }
-    } else if (R(has_border)(call->panel, key, key + rows)) {
-        for (int r = 0; r < rows; r++) {
-            for (int v = 0; v < vectors; v++) {
-                c[r][v] = R(bound)(call->panel, first + v, key + r, c[r][v]);
-            }
+#pragma GCC unroll 16
+        for (int i = 0; i < vectors; i++) {
+            c[i] = vr_madd(weight, vr_load(v + j * v_stride + i * VR_WIDTH), c[i]);
         }
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vectors; v++) {
-            vr_store(to + r * ATTENTION_QUERIES + v * VR_WIDTH, c[r][v]);
-            most[v] = vr_max(c[r][v], most[v]);
-        }
-    }
-    for (int v = 0; v < vectors; v++) {
-        top[v] = most[v];
+    for (int i = 0; i < vectors; i++) {
+        vr_store(sum + i * VR_WIDTH, c[i]);
     }
 }
 
-/* The scores of a panel, and the maximum of each query's with top. */
-static __attribute__((noinline)) void
-R(scores_panel)(const R(scores_call) * call, REAL *scores, REAL *top)
-{
-    const R(panel) *p = call->panel;
-    vr most[2] = {vr_load(top), p->vectors == 2 ? vr_load(top + VR_WIDTH) : vr_set1(0)};
-
-    for (int key = p->begin; key < p->end;) {
-        const R(strip) s = R(strip_at)(p, key);
-        REAL *to = scores + key * ATTENTION_QUERIES + s.first * VR_WIDTH;
-
-        attention_look_ahead(call->ahead);
-        ATTENTION_PAIRED(R(scores_strip), s.rows, s.vectors, call->pairs, call, key,
-                         s.first, to, most + s.first)
-        key += s.rows;
-    }
-    for (int v = 0; v < p->vectors; v++) {
-        vr_store(top + v * VR_WIDTH, most[v]);
-    }
-}
-
-/* Whether panels of queries would be mostly empty. */
-static inline bool
-R(attention_is_few)(const tfast_attention_args *args)
-{
-    return args->n_q <= VR_WIDTH / 2;
-}
-
-/* Up to VR_WIDTH keys' products with one query, whose row is whole vectors. Keys are
- * read one after the other; then lanes are added up for all of them together. */
+/* out = fade * out + weights . v for one query, row after row: several passes over
+ * parts of rows are slower from memory. */
 static inline void
-R(few_scores)(const REAL *query, const REAL *k, int64_t k_stride, int64_t dim, int keys,
-              REAL *to)
+few_values(real *out, real fade, const real *weights, int64_t weight_stride,
+           const real *v, int64_t v_stride, int64_t n_k, int64_t width, bool careful)
 {
-    vr sums[VR_WIDTH];
+    real sum[TFAST_ATTENTION_MAX_DIM];
 
-    for (int j = 0; j < keys; j++) {
-        const REAL *row = k + j * k_stride;
-        vr even = vr_set1(0), odd = vr_set1(0);
-        int64_t d = 0;
-
-        for (; d + 2 * VR_WIDTH <= dim; d += 2 * VR_WIDTH) {
-            even = vr_madd(vr_load(query + d), vr_load(row + d), even);
-            odd = vr_madd(vr_load(query + d + VR_WIDTH), vr_load(row + d + VR_WIDTH),
-                          odd);
-        }
-        if (d < dim) {
-            even = vr_madd(vr_load(query + d), vr_load(row + d), even);
-        }
-        sums[j] = vr_add(even, odd);
-    }
-    for (int j = keys; j < VR_WIDTH; j++) {
-        sums[j] = vr_set1(0);
-    }
-    vr_transpose(sums);
-    for (int half = VR_WIDTH / 2; half > 0; half /= 2) {
-        for (int j = 0; j < half; j++) {
-            sums[j] = vr_add(sums[j], sums[j + half]);
-        }
-    }
-    vr_store(to, sums[0]);
-}
-
-/* The products of a panel of few queries: lanes are dims, for a vector of queries would
- * be mostly empty. */
-static void
-R(few_panel)(const R(scores_call) * call, REAL *scores)
-{
-    const R(panel) *p = call->panel;
-    const int64_t width = attention_round_up(call->depth, VR_WIDTH);
-
-    for (int key = p->begin; key < p->end; key += VR_WIDTH) {
-        const int n = (int)attention_min(VR_WIDTH, p->end - key);
-
-        for (int i = 0; i < p->n; i++) {
-            REAL lane[VR_WIDTH];
-
-            R(few_scores)
-            (call->queries + i * width, call->k + key * call->k_stride, call->k_stride,
-             width, n, lane);
-            for (int j = 0; j < n; j++) {
-                scores[(key + j) * ATTENTION_QUERIES + i] = lane[j];
-            }
-        }
-    }
-}
-
-/* Products of few queries become scores; with them the maximum. */
-static void
-R(finish_few)(const R(scores_call) * call, REAL *scores, REAL *top)
-{
-    const R(panel) *p = call->panel;
-
-    if (call->softcap != 0) {
-        R(bend)
-        (scores + p->begin * ATTENTION_QUERIES, NULL, p->end - p->begin, p->vectors,
-         call->softcap);
-    }
-    for (int v = 0; v < p->vectors; v++) {
-        vr most = vr_load(top + v * VR_WIDTH);
-
-        for (int key = p->begin; key < p->end; key++) {
-            REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
-            vr s = vr_load(at);
-
-            if (call->terms != NULL) {
-                s = R(with_term)(s, vr_load(call->terms + key * PANEL + v * VR_WIDTH));
-            } else if (R(has_border)(p, p->begin, p->end)) {
-                s = R(bound)(p, v, key, s);
-            }
-            vr_store(at, s);
-            most = vr_max(s, most);
-        }
-        vr_store(top + v * VR_WIDTH, most);
-    }
-}
-
-/* Scores of vector v become exp(score - top). Returns their sum. */
-static inline __attribute__((always_inline)) vr
-R(exponentials)(const bool in_log2, REAL *scores, const R(panel) * p, int v, vr top)
-{
-    const int end = p->to[v];
-    vr sum = vr_set1(0);
-
-#pragma GCC unroll 4
-    for (int key = p->from[v]; key < end; key++) {
-        REAL *at = scores + key * ATTENTION_QUERIES + v * VR_WIDTH;
-        const vr x = R(vector_power)(in_log2, vr_sub(vr_load(at), top));
-
-        vr_store(at, x);
-        sum = vr_add(sum, x);
-    }
-    return sum;
-}
-
-/* One panel against a tile's keys: weights in place of scores, before dropout, and what
- * is kept of each query. */
-static void
-R(weigh_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
-               int64_t k_stride, int64_t at)
-{
-    const tfast_attention_args *args = p->head->args;
-    const bool terms = attention_head_has_terms(p->head);
-    const bool general = attention_is_general(p->head);
-    const int64_t depth = R(depth)(room->pairs, args->dim);
-    const R(scores_call) call = {.k = k,
-                                 .k_stride = k_stride,
-                                 .depth = depth,
-                                 .queries = room->queries + at * depth,
-                                 .panel = p,
-                                 .pairs = room->pairs,
-                                 .scale = (REAL)attention_query_scale(p->head),
-                                 .terms = terms ? room->terms : NULL,
-                                 .softcap = (REAL)args->softcap,
-                                 .ahead = room->ahead};
-    REAL *scores = room->scores + at, *top = room->top + at;
-    vr before[2];
-
-    for (int v = 0; v < p->vectors; v++) {
-        before[v] = vr_load(top + v * VR_WIDTH);
-    }
-    if (terms) {
-        R(fill_terms)(room->terms, p);
-    }
-    if (room->few) {
-        R(few_panel)(&call, scores);
-        R(finish_few)(&call, scores, top);
+    if (!careful && width == 8 * VR_WIDTH) {
+        few_values_held(8, sum, weights, weight_stride, v, v_stride, n_k);
+    } else if (!careful && width == 4 * VR_WIDTH) {
+        few_values_held(4, sum, weights, weight_stride, v, v_stride, n_k);
+    } else if (!careful && width == 16 * VR_WIDTH) {
+        few_values_held(16, sum, weights, weight_stride, v, v_stride, n_k);
     } else {
-        R(scores_panel)(&call, scores, top);
-    }
-    for (int v = 0; v < p->vectors; v++) {
-        REAL *total = room->sum + at + v * VR_WIDTH;
-        const vr most = vr_load(top + v * VR_WIDTH);
-        const vr rise = vr_sub(before[v], most);
-        const vr fade = general ? R(vector_exp)(rise) : R(vector_exp2)(rise);
-        const vr sum = general ? R(exponentials)(false, scores, p, v, most)
-                               : R(exponentials)(true, scores, p, v, most);
+        memset(sum, 0, sizeof(real) * (size_t)width);
+        for (int64_t j = 0; j < n_k; j++) {
+            const real weight = weights[j * weight_stride];
 
-        vr_store(room->fade + at + v * VR_WIDTH, fade);
-        vr_store(total, vr_madd(fade, vr_load(total), sum));
+            if (careful && weight == 0) {
+                continue;
+            }
+            for (int64_t d = 0; d < width; d += VR_WIDTH) {
+                vr_store(sum + d,
+                         vr_madd(vr_set1(weight), vr_load(v + j * v_stride + d),
+                                 vr_load(sum + d)));
+            }
+        }
+    }
+    for (int64_t d = 0; d < width; d += VR_WIDTH) {
+        vr_store(out + d, vr_madd(vr_set1(fade), vr_load(out + d), vr_load(sum + d)));
     }
 }
 
-/* The same, ready for the product with n_k values. */
-static void
-R(forward_panel)(const R(forward_room) * room, const R(panel) * p, const REAL *k,
-                 int64_t k_stride, int64_t at, int n_k)
+/* The scratch memory of head i of those that share keys, with queries, sums and output
+ * of its own. */
+static forward_room
+decode_room(const forward_room *room, int64_t i, const tfast_attention_args *args)
 {
-    R(weigh_panel)(room, p, k, k_stride, at);
-    R(clear_outside)(room->scores + at, p, n_k);
-    if (p->head->args->dropout_p > 0) {
-        R(drop)(room->scores + at, room->dropout + at, p);
-    }
-    if (room->pairs) {
-        R(pair_rows)
-        (room->paired + at, ATTENTION_QUERIES, room->scores + at, ATTENTION_QUERIES,
-         n_k, p->vectors * VR_WIDTH);
-    }
-}
+    forward_room one = *room;
 
-/* ---- A block --------------------------------------------------------------------- */
-
-/* out = fade * out + weights . v, for n_q queries from `query` on. Pairs at the ends of
- * their keys have weights of 0 in them. */
-static void
-R(forward_values)(const R(forward_room) * room, const attention_head *h, int64_t query,
-                  int64_t n_q, int64_t key, int64_t n_k, const REAL *v,
-                  int64_t v_stride, bool first, bool careful)
-{
-    R(product)
-    p = {.a_stride = ATTENTION_QUERIES,
-         .b_stride = v_stride,
-         .first = first,
-         .careful = careful,
-         .pairs = room->pairs,
-         .c_stride = room->out_stride};
-
-    for (int64_t d = 0; d < room->out_stride; d += PANEL) {
-        const int vectors = room->out_stride - d > VR_WIDTH ? 2 : 1;
-
-        for (int64_t i = 0; i < n_q;) {
-            const int rows = R(strip_rows)(n_q - i);
-            const int64_t begin =
-                attention_max(0, attention_first_key(h, query + i) - key);
-            const int64_t end =
-                attention_min(n_k, attention_end_key(h, query + i + rows - 1) - key);
-
-            R(set_depth)(&p, begin, end);
-            p.a = (room->pairs ? room->paired : room->scores) +
-                  p.skipped * ATTENTION_QUERIES + i;
-            p.b = v + p.skipped * v_stride + d;
-            p.factor = room->fade + i;
-            attention_look_ahead(room->ahead);
-            p.c = room->out + i * room->out_stride + d;
-            R(accumulate_columns)(rows, vectors, &p);
-            i += rows;
-        }
-    }
-}
-
-/* The sums become what each row of out is multiplied by, and the maxima its lse. A row
- * without a key has sum 0: the key of the maximum counts 1. */
-static void
-R(normalise)(const R(forward_room) * room, const attention_head *h, int64_t n_q)
-{
-    const double unit = attention_unit(h), to_log2 = LOG2E / unit;
-    const double sink = attention_sink(h) * unit;
-    REAL *sum = room->sum, *top = room->top;
-
-    if (sink == -INFINITY) {
-        for (int64_t i = 0; i < n_q; i++) {
-            const double all = R(logarithm)((double)sum[i]);
-
-            top[i] = (REAL)attention_lse((double)top[i], all, unit);
-        }
-        for (int64_t i = 0; i < n_q; i += VR_WIDTH) {
-            const vr x = vr_load(sum + i), least = vr_set1(REAL_MIN);
-            const vr share = vr_div(vr_set1(1), x), none = vr_set1(-INFINITY);
-
-            vr_store(sum + i, vr_if_less(x, least, vr_set1(0), share));
-            vr_store(top + i, vr_if_less(x, least, none, vr_load(top + i)));
-        }
-        return;
-    }
-    for (int64_t i = 0; i < n_q; i++) {
-        const double most = sink > (double)top[i] ? sink : (double)top[i];
-        const double fade = exp2(((double)top[i] - most) * to_log2);
-        const double all = (double)sum[i] * fade + exp2((sink - most) * to_log2);
-
-        top[i] = (REAL)(sum[i] == 0 ? -INFINITY : attention_lse(most, log2(all), unit));
-        sum[i] = (REAL)(sum[i] == 0 ? 0 : fade / all);
-    }
-}
-
-/* Writes the block's output and lse. Returns whether all of the output is finite. */
-static bool
-R(forward_close)(const R(forward_room) * room, const attention_head *h, int64_t query,
-                 int64_t n_q)
-{
-    const tfast_attention_args *args = h->args;
-    const int64_t first = attention_query_row(h, &args->out, query);
-    const bool held = args->dtype == REAL_DTYPE && args->dim_v % VR_WIDTH == 0;
-    vr odd = vr_set1(0); /* 0, or NaN from the first infinity or NaN on */
-
-    R(normalise)(room, h, n_q);
-    for (int64_t i = 0; i < n_q; i++) {
-        const int64_t at = first + i * args->out.row;
-        const REAL *row = room->out + i * room->out_stride;
-        REAL *to =
-            held ? (REAL *)args->out.data + at : room->out + i * room->out_stride;
-        const vr factor = vr_set1(room->sum[i]);
-        vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
-
-        for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
-            const vr x = vr_mul(vr_load(row + d), factor);
-
-            odd_row = vr_madd(x, vr_set1(0), odd_row);
-            vr_store(to + d, x);
-        }
-        odd = vr_add(odd, odd_row);
-        if (!held) {
-            R(tile_write)(args->out.data, to, args->dtype, at, (int)args->dim_v);
-        }
-    }
-    if (args->lse != NULL) {
-        memcpy((REAL *)args->lse + attention_lse_row(h) + query, room->top,
-               sizeof(REAL) * (size_t)n_q);
-    }
-    return vr_sum(odd) == 0;
+    one.queries += i * PANEL * attention_round_up(args->dim, VR_WIDTH);
+    one.out += i * PANEL * room->out_stride;
+    one.top += i * PANEL;
+    one.sum += i * PANEL;
+    one.fade += i * PANEL;
+    return one;
 }
 
 static void
-R(forward_open)(const R(forward_room) * room, const attention_head *h, int64_t query,
-                int64_t n_q)
+decode_open(const forward_room *room, const attention_head *h)
 {
     const tfast_attention_args *args = h->args;
 
-    R(pack_panels)
-    (room->queries, room->stage, room->pairs, args->q.data, args->dtype,
-     attention_query_row(h, &args->q, query), args->q.row, n_q, args->dim,
-     (REAL)attention_query_scale(h));
-    for (int i = 0; i < ATTENTION_QUERIES; i++) {
+    scale_rows(room->queries, args->q.data, args->dtype,
+               attention_query_row(h, &args->q, 0), args->q.row, h->n_q, args->dim,
+               (real)attention_query_scale(h));
+    for (int i = 0; i < PANEL; i++) {
         room->top[i] = -REAL_MAX;
         room->sum[i] = 0;
         room->fade[i] = 1;
     }
+    memset(room->out, 0, sizeof(real) * (size_t)(h->n_q * room->out_stride));
 }
 
-/* Plans to ask for the terms of the panel after the one from `query` + i on. */
+/* Turns n scores of one query, side by side in whole vectors, into weights. */
 static void
-R(plan_next)(attention_ahead *ahead, const attention_head *h, int64_t query,
-             int64_t n_q, int64_t i, int64_t key, int64_t end)
+few_weights(const forward_room *room, real *scores, int64_t n)
 {
-    *ahead = (attention_ahead){0};
-    i += PANEL;
-    if (i >= n_q) {
-        i = 0;
-        key += ATTENTION_KEYS;
+    const int64_t whole = attention_round_up(n, VR_WIDTH);
+    const real before = room->top[0];
+    real lanes[VR_WIDTH], top = before;
+    vr most = vr_set1(before), sum = vr_set1(0);
+
+    for (int64_t j = n; j < whole; j++) {
+        scores[j] = -(real)INFINITY;
     }
-    R(plan_terms)
-    (ahead, h, query + i, n_q - i, key, attention_min(ATTENTION_KEYS, end - key));
+    for (int64_t j = 0; j < whole; j += VR_WIDTH) {
+        most = vr_max(vr_load(scores + j), most);
+    }
+    vr_store(lanes, most);
+    for (int i = 0; i < VR_WIDTH; i++) {
+        top = lanes[i] > top ? lanes[i] : top;
+    }
+    for (int64_t j = 0; j < whole; j += VR_WIDTH) {
+        const vr x = vector_exp2(vr_sub(vr_load(scores + j), vr_set1(top)));
+
+        vr_store(scores + j, x);
+        sum = vr_add(sum, x);
+    }
+    vr_store(lanes, vector_exp2(vr_set1(before - top)));
+    room->top[0] = top;
+    room->fade[0] = lanes[0];
+    room->sum[0] = lanes[0] * room->sum[0] + vr_sum(sum);
 }
 
-static bool
-R(forward_try)(R(forward_room) * room, const attention_head *h, int64_t query,
-               int64_t n_q, bool careful)
+/* Keys begin .. end - 1 of a tile for one query whose scores are plain products. Lanes
+ * are keys where weights are computed, because a vector of queries would be mostly
+ * empty. */
+static void
+decode_one(const forward_room *room, const tfast_attention_args *args, int64_t begin,
+           int64_t end, const real *k, int64_t k_stride, const real *v,
+           int64_t v_stride, bool careful)
 {
-    attention_ahead *const planned = room->ahead;
+    const int64_t width = attention_round_up(args->dim, VR_WIDTH);
+
+    for (int64_t j = begin; j < end; j += VR_WIDTH) {
+        few_scores(room->queries, k + j * k_stride, k_stride, width,
+                   (int)attention_min(VR_WIDTH, end - j), room->scores + j - begin);
+    }
+    few_weights(room, room->scores, end - begin);
+    few_values(room->out, room->fade[0], room->scores, 1, v + begin * v_stride,
+               v_stride, end - begin, room->out_stride, careful);
+}
+
+/* Whether decode_one can compute a head. */
+static inline bool
+decode_is_plain(const attention_head *h)
+{
+    return h->n_q == 1 && !attention_is_general(h);
+}
+
+/* Keys key .. key + n_k - 1 for one head. */
+static void
+decode_tile(const forward_room *room, const attention_head *h, const real *k,
+            int64_t k_stride, const real *v, int64_t v_stride, int64_t key, int64_t n_k,
+            bool careful)
+{
+    const score_panel p = panel_of(h, 0, h->n_q, key, n_k, true);
+    const bool dropped = h->args->dropout_p > 0;
+
+    if (p.begin == p.end) {
+        return;
+    }
+    if (decode_is_plain(h)) {
+        decode_one(room, h->args, p.begin, p.end, k, k_stride, v, v_stride, careful);
+        return;
+    }
+    if (dropped) {
+        fill_dropout(room->dropout, h, 0, h->n_q, key, n_k);
+    }
+    forward_panel(room, &p, k, k_stride, 0, (int)n_k);
+    for (int64_t i = 0; i < h->n_q; i++) {
+        few_values(room->out + i * room->out_stride, room->fade[i],
+                   room->scores + p.begin * ATTENTION_QUERIES + i, ATTENTION_QUERIES,
+                   v + p.begin * v_stride, v_stride, p.end - p.begin, room->out_stride,
+                   careful);
+    }
+}
+
+/* Keys of a tile. Where keys are read in place for plain products, a tile may have more
+ * keys than the scratch memory has rows: every change from k to v and back interrupts
+ * the stream from memory. Heads that share keys find them in the cache, but for the
+ * first. */
+static inline int64_t
+decode_tile_keys(const attention_head *h)
+{
     const tfast_attention_args *args = h->args;
-    const int64_t end = attention_end_key(h, query + n_q - 1);
-    const bool terms = attention_head_has_terms(h);
-    int64_t key = attention_first_key(h, query) / DROPOUT_BLOCK * DROPOUT_BLOCK;
-    bool first = true;
+    const bool in_place = args->dtype == REAL_DTYPE && args->dim % VR_WIDTH == 0 &&
+                          args->dim_v % VR_WIDTH == 0;
 
-    room->pairs = R(has_pairs)(args) && !careful;
-    R(forward_open)(room, h, query, n_q);
-    if (key >= end) {
-        memset(room->out, 0, sizeof(REAL) * (size_t)(n_q * room->out_stride));
-    }
-    for (; key < end; key += ATTENTION_KEYS, first = false) {
-        const int64_t n_k = attention_min(ATTENTION_KEYS, end - key);
-        int64_t k_stride, v_stride;
-        const REAL *k =
-            R(open_factor)(room->pairs, room->k, room->k_stride, args->k.data,
-                           args->dtype, attention_key_row(h, &args->k, key),
-                           args->k.row, n_k, args->dim, &k_stride);
-        const REAL *v = R(open_lanes)(room->pairs, room->v, room->v_stride, room->stage,
-                                      args->v.data, args->dtype,
-                                      attention_key_row(h, &args->v, key), args->v.row,
-                                      n_k, args->dim_v, &v_stride);
-
-        if (args->dropout_p > 0) {
-            R(fill_dropout)(room->dropout, h, query, n_q, key, n_k);
-        }
-        for (int64_t i = 0; i < n_q; i += PANEL) {
-            const R(panel) panel = R(panel_of)(h, query + i, n_q - i, key, n_k, terms);
-            attention_ahead ahead;
-
-            if (terms && planned == NULL) {
-                R(plan_next)(&ahead, h, query, n_q, i, key, end);
-                room->ahead = &ahead;
-            }
-            R(forward_panel)(room, &panel, k, k_stride, i, (int)n_k);
-        }
-        room->ahead = planned;
-        R(forward_values)(room, h, query, n_q, key, n_k, v, v_stride, first, careful);
-    }
-    return R(forward_close)(room, h, query, n_q);
+    return !in_place || !decode_is_plain(h) ? ATTENTION_KEYS
+           : args->heads == args->kv_heads  ? 4 * ATTENTION_KEYS
+                                            : 2 * ATTENTION_KEYS;
 }
 
-/* The block of queries from `query` on. */
+/* All heads that share keys, against keys begin .. end - 1. */
 static void
-R(attention_forward)(const attention_head *h, int64_t query, attention_ahead *ahead,
-                     void *memory)
+decode_keys(const forward_room *room, const attention_head *first, int64_t begin,
+            int64_t end, bool careful)
 {
-    const int64_t n_q = attention_min(ATTENTION_QUERIES, h->n_q - query);
-    R(forward_room) room;
+    const tfast_attention_args *args = first->args;
+    const int64_t group = args->heads / args->kv_heads;
+    const int64_t tile = decode_tile_keys(first);
+    attention_head h = *first;
 
-    R(forward_cut)(&room, h->args, ATTENTION_QUERIES, memory);
-    room.ahead = ahead;
-    if (!R(forward_try)(&room, h, query, n_q, false) && attention_can_forbid(h->args)) {
-        R(forward_try)(&room, h, query, n_q, true);
+    for (int64_t i = 0; i < group; i++) {
+        const forward_room one = decode_room(room, i, args);
+
+        h.head = first->head + i;
+        decode_open(&one, &h);
+    }
+    for (int64_t key = begin; key < end; key += tile) {
+        const int64_t n_k = attention_min(tile, end - key);
+        int64_t k_stride, v_stride;
+        const real *k = open_rows(room->k, room->k_stride, args->k.data, args->dtype,
+                                  attention_key_row(first, &args->k, key), args->k.row,
+                                  n_k, args->dim, false, &k_stride);
+        const real *v = open_rows(room->v, room->v_stride, args->v.data, args->dtype,
+                                  attention_key_row(first, &args->v, key), args->v.row,
+                                  n_k, args->dim_v, false, &v_stride);
+
+        for (int64_t i = 0; i < group; i++) {
+            const forward_room one = decode_room(room, i, args);
+
+            h.head = first->head + i;
+            decode_tile(&one, &h, k, k_stride, v, v_stride, key, n_k, careful);
+        }
     }
 }
+
+/* The result of a split for one head: n_q rows of maximum, sum and output. */
+static inline real *
+decode_result(const attention_decode_job *job, const attention_head *h, int split)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t width = attention_round_up(args->dim_v, VR_WIDTH) + 2;
+    const int64_t place = (split * args->batch + h->batch) * args->heads + h->head;
+
+    return (real *)job->results + place * args->n_q * width;
+}
+
+/* A task: the keys of one split for all heads that share them. */
+static void
+decode_split(const attention_decode_job *job, int64_t batch, int64_t kv_head, int split,
+             void *memory)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t group = args->heads / args->kv_heads;
+    attention_head h = attention_head_of(args, batch, kv_head * group);
+    const int64_t from = attention_first_key(&h, 0) / ATTENTION_KEYS * ATTENTION_KEYS;
+    const int64_t to = attention_end_key(&h, h.n_q - 1);
+    const int64_t begin = attention_max(from, split * job->keys);
+    const int64_t end = attention_min(to, (split + 1) * job->keys);
+    forward_room room;
+    bool finite = true;
+
+    forward_cut(&room, args, decode_queries(args), memory);
+    room.few = true;
+    for (int careful = 0; careful < 2; careful++) {
+        decode_keys(&room, &h, begin, end, careful);
+        for (int64_t i = 0; i < group; i++) {
+            const forward_room one = decode_room(&room, i, args);
+
+            h.head = kv_head * group + i;
+            for (int64_t j = 0; j < h.n_q; j++) {
+                real *to = decode_result(job, &h, split) + j * (room.out_stride + 2);
+
+                to[0] = one.top[j];
+                to[1] = one.sum[j];
+                memcpy(to + 2, one.out + j * room.out_stride,
+                       sizeof(real) * (size_t)room.out_stride);
+                for (int64_t d = 0; d < room.out_stride; d++) {
+                    finite &= to[2 + d] * 0 == 0;
+                }
+            }
+        }
+        h.head = kv_head * group;
+        if (finite || !attention_can_forbid(args)) {
+            return;
+        }
+    }
+}
+
+/* Combines the results of the splits of one head, in order. */
+static void
+join_splits(const attention_decode_job *job, const attention_head *h, void *memory)
+{
+    const tfast_attention_args *args = job->args;
+    const double to_log2 = LOG2E / attention_unit(h);
+    forward_room room;
+
+    forward_cut(&room, args, decode_queries(args), memory);
+    decode_open(&room, h);
+    for (int64_t j = 0; j < h->n_q; j++) {
+        real *out = room.out + j * room.out_stride;
+
+        for (int split = 0; split < job->splits; split++) {
+            const real *from = decode_result(job, h, split) + j * (room.out_stride + 2);
+            const real top = from[0] > room.top[j] ? from[0] : room.top[j];
+            const real old = (real)exp2((double)(room.top[j] - top) * to_log2);
+            const real new = (real)exp2((double)(from[0] - top) * to_log2);
+
+            room.top[j] = top;
+            room.sum[j] = room.sum[j] * old + from[1] * new;
+            for (int64_t d = 0; d < room.out_stride; d++) {
+                out[d] = out[d] * old + from[2 + d] * new;
+            }
+        }
+    }
+    forward_close(&room, h, 0, h->n_q);
+}
+
+enum { ATTENTION_SPLIT_TASKS = 64, ATTENTION_SPLIT_KEYS = 4 * ATTENTION_KEYS };
+
+static void
+attention_decode_part(void *context, int part, int parts)
+{
+    attention_decode_job *job = context;
+    const tfast_attention_args *args = job->args;
+    void *room = job->room + job->room_bytes * (size_t)part;
+
+    (void)parts;
+    for (int64_t t; (t = atomic_fetch_add(&job->next, 1)) < job->tasks;) {
+        const int split = (int)(t % job->splits);
+        const int64_t head = t / job->splits % args->kv_heads;
+        const int64_t batch = t / job->splits / args->kv_heads;
+
+        decode_split(job, batch, head, split, room);
+    }
+}
+
+static tfast_status
+attention_decode(const tfast_attention_args *args)
+{
+    forward_room room;
+    attention_decode_job job = {.args = args};
+    const int64_t heads = args->batch * args->kv_heads;
+    const int64_t most = (args->n_k + ATTENTION_SPLIT_KEYS - 1) / ATTENTION_SPLIT_KEYS;
+    const size_t width = (size_t)attention_round_up(args->dim_v, 16) + 2;
+    size_t results;
+    char *memory;
+    int parts;
+
+    job.splits = (int)attention_max(
+        1, attention_min(most, (ATTENTION_SPLIT_TASKS + heads - 1) / heads));
+    job.keys =
+        attention_round_up((args->n_k + job.splits - 1) / job.splits, ATTENTION_KEYS);
+    job.tasks = heads * job.splits;
+    job.room_bytes =
+        attention_room_bytes(forward_cut(&room, args, decode_queries(args), NULL));
+    parts = attention_parts(args, job.tasks);
+    results = (size_t)(job.splits * args->batch * args->heads * args->n_q) * width *
+              sizeof(real);
+    results = (results + 4095) / 4096 * 4096;
+    memory = tfast_scratch_take(results + job.room_bytes * (size_t)parts);
+    if (memory == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "attention cannot allocate %zu bytes",
+                          results + job.room_bytes * (size_t)parts);
+    }
+    job.results = memory;
+    job.room = memory + results;
+    tfast_parallel(parts, attention_decode_part, &job);
+    for (int64_t i = 0; i < args->batch * args->heads; i++) {
+        const attention_head h =
+            attention_head_of(args, i / args->heads, i % args->heads);
+
+        join_splits(&job, &h, job.room);
+    }
+    tfast_scratch_give(memory);
+    return TFAST_OK;
+}
+
+/* ---- Blocks of queries ----------------------------------------------------------- */
+
+typedef struct {
+    const tfast_attention_args *args;
+    char *room; /* of all threads */
+    size_t room_bytes;
+    int64_t tasks, blocks; /* blocks of a head */
+    _Atomic int64_t next;
+    int64_t run; /* tasks taken at a time */
+    bool look_ahead;
+} attention_job;
+
+static void
+attention_forward_task(const attention_job *job, int64_t task, attention_ahead *ahead,
+                       void *room)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t head = task / job->blocks;
+    /* The last blocks of a causal head have the most work: they come first. */
+    const int64_t block = job->blocks - 1 - task % job->blocks;
+    const attention_head h =
+        attention_head_of(args, head / args->heads, head % args->heads);
+
+    if (block * ATTENTION_QUERIES >= h.n_q) {
+        return;
+    }
+    attention_forward_block(&h, block * ATTENTION_QUERIES, ahead, room);
+}
+
+/* Plans what to prefetch while task `task` is computed; `next` is the thread's next
+ * task. Returns NULL for nothing. */
+static attention_ahead *
+attention_forward_ahead(const attention_job *job, attention_ahead *ahead, int64_t task,
+                        int64_t next)
+{
+    const tfast_attention_args *args = job->args;
+    const int64_t head = next / job->blocks;
+    const int64_t block = job->blocks - 1 - next % job->blocks;
+    const int64_t before = job->blocks - 1 - task % job->blocks;
+    attention_head h;
+
+    if (next >= job->tasks || (!job->look_ahead && head != task / job->blocks)) {
+        return NULL;
+    }
+    h = attention_head_of(args, head / args->heads, head % args->heads);
+    if (job->look_ahead) {
+        attention_plan(ahead, &h, attention_strips(&h, false), false);
+    } else if (attention_head_has_terms(&h)) {
+        return NULL; /* each panel prefetches its part of the terms */
+    } else {
+        const int64_t query = block * ATTENTION_QUERIES;
+        const int64_t n_q = attention_min(ATTENTION_QUERIES, h.n_q - query);
+
+        attention_plan_block(ahead, &h, query, attention_max(0, n_q),
+                             before * ATTENTION_QUERIES);
+    }
+    return ahead;
+}
+
+static void
+attention_forward_part(void *context, int part, int parts)
+{
+    attention_job *job = context;
+    void *room = job->room + job->room_bytes * (size_t)part;
+    int64_t begin = atomic_fetch_add(&job->next, job->run), next;
+    attention_ahead ahead, *planned = NULL;
+
+    (void)parts;
+    for (; begin < job->tasks; begin = next) {
+        const int64_t end = attention_min(begin + job->run, job->tasks);
+
+        next = atomic_fetch_add(&job->next, job->run);
+        for (int64_t t = begin; t < end; t++) {
+            if (t == begin || !job->look_ahead) {
+                const int64_t after = job->look_ahead || t + 1 == end ? next : t + 1;
+
+                planned = attention_forward_ahead(job, &ahead, t, after);
+            }
+            attention_forward_task(job, t, planned, room);
+        }
+    }
+}
+
+static tfast_status
+attention_forward(const tfast_attention_args *args)
+{
+    forward_room room;
+    const size_t bytes = forward_cut(&room, args, ATTENTION_QUERIES, NULL);
+    attention_job job = {.args = args, .room_bytes = attention_room_bytes(bytes)};
+    int parts;
+
+    job.blocks = (args->n_q + ATTENTION_QUERIES - 1) / ATTENTION_QUERIES;
+    job.tasks = args->batch * args->heads * job.blocks;
+    if (job.tasks == 0) {
+        return TFAST_OK;
+    }
+    if (attention_is_few(args)) {
+        return attention_decode(args);
+    }
+    parts = attention_parts(args, job.tasks);
+    /* A head's blocks share its keys: to one thread, where there are many heads. */
+    job.run = args->batch * args->heads >= 4 * parts ? job.blocks : 1;
+    job.look_ahead = args->batch * args->heads >= 4 * parts && attention_is_cold(args);
+    job.room = tfast_scratch_take(job.room_bytes * (size_t)parts);
+    if (job.room == NULL) {
+        return tfast_fail(TFAST_ENOMEM, "attention cannot allocate %zu bytes",
+                          job.room_bytes * (size_t)parts);
+    }
+    attention_hint(args, &args->out, args->heads, args->n_q, args->total_q,
+                   args->dim_v);
+    tfast_parallel(parts, attention_forward_part, &job);
+    tfast_scratch_give(job.room);
+    return TFAST_OK;
+}
+
+#endif

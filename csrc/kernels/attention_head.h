@@ -1,15 +1,21 @@
-/* Attention: one head of one batch item, its arrays and which keys its queries see. */
-/* Queries and keys of a tile of scores: multiples of 16, as dropout's blocks are, and
- * of every panel's width. (Tried on 8 lanes: half the keys lose 1 to 5 %, twice as many
- * gain less than 2.) */
+/* Attention: one head of one batch item, its arrays, which keys its queries see, and
+ * what of the next head is prefetched meanwhile. */
+#ifndef ATTENTION_HEAD_H
+#define ATTENTION_HEAD_H
+
+#include "../tfast.h"
+#include "vector_math.h"
+
+#include <math.h>
+
+/* Queries and keys of a tile of scores: multiples of 16, the size of a block of
+ * dropout, and of the width of a panel. */
 enum {
     ATTENTION_QUERIES = 96,
     ATTENTION_KEYS = 128,
     ATTENTION_BACK_KEYS = 96,
     DROPOUT_BLOCK = 16
 };
-
-static const double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 
 typedef struct {
     const tfast_attention_args *args;
@@ -20,11 +26,11 @@ typedef struct {
     int64_t window_left, window_right; /* with causal in it; negative left: any */
     bool bounded_right, bounded_left;
     int64_t begin_k, end_k; /* keys outside are forbidden to all queries */
-    bool masked;            /* there is a mask, and it forbids some between them */
+    bool masked;            /* a mask forbids some keys of begin_k .. end_k - 1 */
 } attention_head;
 
-/* A mask that is the same for all heads and queries says which keys are padding: where
- * they lie at the ends, there is no more to do about it than to leave them out. */
+/* A mask that is the same for all heads and queries marks padding. Padding at the ends
+ * is left out of begin_k .. end_k; only padding between them needs the mask. */
 static void
 attention_read_padding(attention_head *h)
 {
@@ -78,7 +84,8 @@ attention_head_of(const tfast_attention_args *args, int64_t batch, int64_t head)
     return h;
 }
 
-/* The first key that query i may look at. Does not fall as i grows, as the next. */
+/* The first key that query i may look at. Non-decreasing in i, like
+ * attention_end_key(). */
 static inline int64_t
 attention_first_key(const attention_head *h, int64_t i)
 {
@@ -89,7 +96,7 @@ attention_first_key(const attention_head *h, int64_t i)
                                                   : h->end_k;
 }
 
-/* One past the last. */
+/* One past the last key that query i may look at. */
 static inline int64_t
 attention_end_key(const attention_head *h, int64_t i)
 {
@@ -190,23 +197,13 @@ attention_round_up(int64_t n, int64_t multiple)
     return (n + multiple - 1) / multiple * multiple;
 }
 
-/* Element i of an array of lse's dtype. */
-static inline double
-attention_number(const tfast_attention_args *args, const void *array, int64_t i)
-{
-    return args->dtype == TFAST_F64 ? ((const double *)array)[i]
-                                    : (double)((const float *)array)[i];
-}
-
 static inline double
 attention_slope(const attention_head *h)
 {
     const tfast_attention_args *args = h->args;
+    const real *slopes = args->alibi_slopes;
 
-    return args->alibi_slopes == NULL
-               ? 0
-               : attention_number(args, args->alibi_slopes,
-                                  h->batch * args->alibi_batch + h->head);
+    return slopes == NULL ? 0 : (double)slopes[h->batch * args->alibi_batch + h->head];
 }
 
 static inline double
@@ -215,12 +212,11 @@ attention_sink(const attention_head *h)
     const tfast_attention_args *args = h->args;
 
     return args->sinks == NULL ? -INFINITY
-                               : attention_number(args, args->sinks, h->head);
+                               : (double)((const real *)args->sinks)[h->head];
 }
 
-/* Whether the kernels take the way on which scores may have a softcap, terms and
- * dropout. The other one multiplies gradients of weights by scale, too, which 0 and
- * the least of numbers would lose to those of sinks. */
+/* General path: softcap, bias, mask or dropout. Also taken for abs(scale) < 1e-20,
+ * where the fast path would underflow the gradient of the sink. */
 static inline bool
 attention_is_general(const attention_head *h)
 {
@@ -228,33 +224,32 @@ attention_is_general(const attention_head *h)
            h->args->dropout_p > 0 || fabs(h->args->scale) < 1e-20;
 }
 
-/* What numbers are multiplied by to be in the units of scores: those of log2, exp(s)
- * being exp2(s * log2 e); but on the general way those that terms come in, for a mask
- * may be as large as numbers are. */
+/* Scores are base 2 on the fast path and natural on the general path, where a mask may
+ * be too large to be multiplied; this is the conversion factor. */
 static inline double
 attention_unit(const attention_head *h)
 {
     return attention_is_general(h) ? 1 : LOG2E;
 }
 
-/* lse, of a maximum in units of scores and the log2 of the sum over it. */
+/* lse from the maximum, in units of scores, and log2 of the sum relative to it. */
 static inline double
 attention_lse(double top, double log2_sum, double unit)
 {
     return unit == 1 ? top + log2_sum * LN2 : (top + log2_sum) * LN2;
 }
 
-/* Whether lse is so far from 0 that its rounding matters: a weight exp(s - lse) is off
- * by as much as lse is, at this bound by 2^-16 of itself in float32. A row whose keys
- * all have a mask of -1e9 has an lse that is off by up to 32. */
+/* Whether lse is so large that its rounding matters: the relative error of a weight
+ * exp(s - lse) is the absolute error of lse, 2^-16 at this bound in float32. A row
+ * whose keys all have a mask of -1e9 has an lse with an error of up to 32. */
 static inline bool
 attention_is_far(double lse)
 {
     return fabs(lse) > 256 && fabs(lse) < INFINITY;
 }
 
-/* What queries are multiplied by, so that q k^T is the score, or with softcap the
- * argument of tanh. */
+/* The factor of queries with which q k^T is the score, or with softcap the argument of
+ * tanh. */
 static inline double
 attention_query_scale(const attention_head *h)
 {
@@ -264,9 +259,124 @@ attention_query_scale(const attention_head *h)
                               : args->scale * attention_unit(h);
 }
 
-/* The stride of copied rows: whole vectors, and not a multiple of a page's. */
+/* The stride of copied rows: whole vectors, and no multiple of the size of a page. */
 static inline int64_t
 attention_copy_stride(int64_t dim)
 {
     return attention_round_up(dim, 16) + 16;
 }
+
+/* ---- Looking ahead --------------------------------------------------------------- */
+
+/* A plan of prefetching: rows of several arrays, some rows at a time. Small heads, and
+ * blocks of larger ones, are prefetched while the one before them is computed. */
+typedef struct {
+    struct {
+        const char *data;
+        int64_t stride, rows; /* bytes; 0 rows: none */
+        int bytes;            /* of a row */
+    } arrays[8];
+    int n;
+    int64_t next, end; /* rows prefetched so far, rows in all */
+    int64_t step;      /* rows at a time */
+} attention_ahead;
+
+/* Bytes of q, k, v and out: a head is prefetched up to AHEAD_BYTES, and only where all
+ * heads together have COLD_BYTES, too many to be in the cache. */
+enum {
+    ATTENTION_AHEAD_BYTES = 256 << 10,
+    ATTENTION_COLD_BYTES = 8 << 20,
+    CACHE_LINE = 64
+};
+
+/* Prefetches the next rows of the plan; NULL: there is none. */
+static inline void
+attention_look_ahead(attention_ahead *ahead)
+{
+    int64_t end;
+
+    if (ahead == NULL) {
+        return;
+    }
+    end = attention_min(ahead->next + ahead->step, ahead->end);
+    for (; ahead->next < end; ahead->next++) {
+        for (int i = 0; i < ahead->n; i++) {
+            const char *row =
+                ahead->arrays[i].data + ahead->next * ahead->arrays[i].stride;
+            const int bytes =
+                ahead->next < ahead->arrays[i].rows ? ahead->arrays[i].bytes : 0;
+
+            for (int at = 0; at < bytes; at += CACHE_LINE) {
+                __builtin_prefetch(row + at, 0, 3);
+            }
+        }
+    }
+}
+
+static inline void
+attention_plan_rows(attention_ahead *ahead, const attention_head *h,
+                    const tfast_attention_rows *rows, int64_t first, int64_t n,
+                    int64_t dim)
+{
+    const int64_t size = (int64_t)tfast_dtype_size((tfast_dtype)h->args->dtype);
+
+    if (rows->data != NULL) {
+        ahead->arrays[ahead->n].data = (const char *)rows->data + first * size;
+        ahead->arrays[ahead->n].stride = rows->row * size;
+        ahead->arrays[ahead->n].rows = n;
+        ahead->arrays[ahead->n++].bytes = (int)(dim * size);
+        ahead->end = attention_max(ahead->end, n);
+    }
+}
+
+/* Plans to prefetch all of a head in `calls` calls of attention_look_ahead(). */
+static inline void
+attention_plan(attention_ahead *ahead, const attention_head *h, int64_t calls,
+               bool backward)
+{
+    const tfast_attention_args *args = h->args;
+    const tfast_attention_rows *queries[] = {&args->q, &args->dq};
+    const tfast_attention_rows *outs[] = {&args->out, &args->dout};
+    const tfast_attention_rows *keys[] = {&args->k, &args->dk};
+    const tfast_attention_rows *values[] = {&args->v, &args->dv};
+
+    ahead->n = 0;
+    ahead->next = ahead->end = 0;
+    for (int i = 0; i < (backward ? 2 : 1); i++) {
+        attention_plan_rows(ahead, h, queries[i], attention_query_row(h, queries[i], 0),
+                            h->n_q, args->dim);
+        attention_plan_rows(ahead, h, outs[i], attention_query_row(h, outs[i], 0),
+                            h->n_q, args->dim_v);
+        attention_plan_rows(ahead, h, keys[i], attention_key_row(h, keys[i], 0), h->n_k,
+                            args->dim);
+        attention_plan_rows(ahead, h, values[i], attention_key_row(h, values[i], 0),
+                            h->n_k, args->dim_v);
+    }
+    ahead->step = ahead->end / attention_max(1, calls) + 1;
+}
+
+/* Plans to prefetch what the block of n_q queries from `query` on needs and the block
+ * from `before` on, of the same head, did not: queries, outputs and, below the edge of
+ * a window, keys. A few rows at a time, for a block has about a hundred strips. */
+static inline void
+attention_plan_block(attention_ahead *ahead, const attention_head *h, int64_t query,
+                     int64_t n_q, int64_t before)
+{
+    const tfast_attention_args *args = h->args;
+    const int64_t key = attention_first_key(h, query);
+    const int64_t n_k = attention_max(0, attention_first_key(h, before) - key);
+
+    ahead->n = 0;
+    ahead->next = ahead->end = 0;
+    ahead->step = 4;
+    attention_plan_rows(ahead, h, &args->q, attention_query_row(h, &args->q, query),
+                        n_q, args->dim);
+    attention_plan_rows(ahead, h, &args->out, attention_query_row(h, &args->out, query),
+                        n_q, args->dim_v);
+    attention_plan_rows(ahead, h, &args->k, attention_key_row(h, &args->k, key), n_k,
+                        args->dim);
+    attention_plan_rows(ahead, h, &args->v, attention_key_row(h, &args->v, key), n_k,
+                        args->dim_v);
+}
+
+#endif

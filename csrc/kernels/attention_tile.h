@@ -1,157 +1,86 @@
-/* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of REAL. A key's
- * scores lie side by side, so that queries are lanes: their maxima and sums need no
- * horizontal operation, and each vector operation serves a panel of PANEL queries.
+/* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of `real`. The
+ * scores of a key lie side by side, so that queries are lanes: their maxima and sums
+ * need no horizontal operation, and each vector operation serves a panel of PANEL
+ * queries.
  * Matrix products go through one register tile, `multiply`.
  *
- * Scores are in units of log2, and scale carries log2 e, but on the general way: see
- * attention_unit(). */
+ * Scores are in units of log2, and scale includes log2 e, except on the general path:
+ * see attention_unit(). */
+#ifndef ATTENTION_TILE_H
+#define ATTENTION_TILE_H
 
-#undef PANEL
+#include "attention_head.h"
+#include "tile.h"
+#include "vector_math.h"
+
+#include <string.h>
+
 #define PANEL (2 * VR_WIDTH)
 
-/* ---- Elementary functions -------------------------------------------------------- */
+/* ---- Sizes of a register tile ---------------------------------------------------- */
 
-/* 2^(x * unit) where that is below 2^128 (2^1024): exactly 0 below half of the normal
- * numbers and for -infinity, NaN for NaN. Exactly 1 for 0: each tile multiplies the
- * sums so far by it, and early keys must not weigh more for that. Relative error 2e-7
- * (float32), 1e-15 (float64), but with a unit of log2 e up to 5e-8 times |x| more, for
- * log2 e is rounded, too. With n the integer nearest to x * unit, it is
- * 2^n * 2^(x * unit - n): adding `magic` leaves n plus the exponent's bias in the
- * lowest bits. Minimax polynomial in float32, Taylor's series in float64. `in_log2`
- * says that unit is 1, else it is log2 e. */
-static inline __attribute__((always_inline)) vr
-R(vector_power)(const bool in_log2, vr x)
-{
-#if REAL_IS_F32
-    static const REAL c[] = {1,
-                             0.6931470037f,
-                             0.2402224541f,
-                             0.05550730973f,
-                             0.009671502747f,
-                             0.001326470054f};
-    const vr magic = vr_set1(12582912.f + 127);
-    const double least = -127;
+/* Calls f(rows, vectors, ...) with its two sizes constant. */
+#if V_ROWS == 12
+#    define ATTENTION_ROWS(f, rows, vectors, ...)                                      \
+        switch (rows) {                                                                \
+        case 12:                                                                       \
+            f(12, vectors, __VA_ARGS__);                                               \
+            break;                                                                     \
+        case 8:                                                                        \
+            f(8, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 4:                                                                        \
+            f(4, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 2:                                                                        \
+            f(2, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        default:                                                                       \
+            f(1, vectors, __VA_ARGS__);                                                \
+        }
 #else
-    static const REAL c[] = {
-        1.0,
-        0.6931471805599453,
-        0.2402265069591007,
-        0.05550410866482158,
-        0.009618129107628477,
-        0.0013333558146428443,
-        0.00015403530393381606,
-        1.5252733804059838e-05,
-        1.3215486790144305e-06,
-        1.0178086009239696e-07,
-        7.054911620801121e-09,
-        4.445538271870812e-10,
-        2.5678435993488196e-11,
-        1.3691488853904124e-12,
-    };
-    const vr magic = vr_set1(6755399441055744. + 1023);
-    const double least = -1023;
+#    define ATTENTION_ROWS(f, rows, vectors, ...)                                      \
+        switch (rows) {                                                                \
+        case 6:                                                                        \
+            f(6, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 4:                                                                        \
+            f(4, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        case 2:                                                                        \
+            f(2, vectors, __VA_ARGS__);                                                \
+            break;                                                                     \
+        default:                                                                       \
+            f(1, vectors, __VA_ARGS__);                                                \
+        }
 #endif
-    const int last = sizeof c / sizeof *c - 1;
-    const vr unit = vr_set1((REAL)LOG2E);
-    const vr clamped = vr_max(vr_set1((REAL)(in_log2 ? least : least * LN2)), x);
-    const vr shifted = in_log2 ? vr_add(clamped, magic) : vr_madd(clamped, unit, magic);
-    const vr f = in_log2 ? vr_sub(clamped, vr_sub(shifted, magic))
-                         : vr_madd(clamped, unit, vr_sub(magic, shifted));
-    vr p = vr_set1(c[last]);
-
-    for (int i = last - 1; i >= 0; i--) {
-        p = vr_madd(p, f, vr_set1(c[i]));
+#define ATTENTION_STRIP(f, rows, vectors, ...)                                         \
+    if ((vectors) == 2) {                                                              \
+        ATTENTION_ROWS(f, rows, 2, __VA_ARGS__)                                        \
+    } else {                                                                           \
+        ATTENTION_ROWS(f, rows, 1, __VA_ARGS__)                                        \
     }
-    return vr_mul(p, vr_pow2(shifted));
-}
-
-static inline __attribute__((always_inline)) vr
-R(vector_exp2)(vr x)
-{
-    return R(vector_power)(true, x);
-}
-
-static inline __attribute__((always_inline)) vr
-R(vector_exp)(vr x)
-{
-    return R(vector_power)(false, x);
-}
-
-/* log2 of a sum that is 0 or a normal number; NaN for NaN; anything for 0. In float32
- * by the series of atanh, for |z| < 0.172 to 1e-10, without a branch: a compiler makes
- * vectors of it. */
-static inline double
-R(logarithm)(double x)
-{
-#if REAL_IS_F32
-    const uint64_t root_of_half = 0x3FE6A09E667F3BCD;
-    uint64_t bits;
-    int64_t exponent;
-    double m, z, y;
-
-    memcpy(&bits, &x, sizeof bits);
-    exponent = (int64_t)(bits - root_of_half) >> 52;
-    bits -= (uint64_t)exponent << 52;
-    memcpy(&m, &bits, sizeof m);
-    z = (m - 1) / (m + 1);
-    y = z * z;
-    y = 1 + y * (1. / 3 + y * (1. / 5 + y * (1. / 7 + y * (1. / 9 + y * (1. / 11)))));
-    return (double)exponent + 2 * LOG2E * z * y + (x - x);
-#else
-    return log2(x);
-#endif
-}
-
-static inline __attribute__((always_inline)) vr
-R(vector_abs)(vr x)
-{
-    return vr_max(x, vr_sub(vr_set1(0), x));
-}
-
-/* tanh(x): Taylor's series near 0, where 1 - 2 / (e^2x + 1) would cancel. */
-static inline vr
-R(vector_tanh)(vr x)
-{
-#if REAL_IS_F32
-    static const REAL c[] = {
-        1,           -1.f / 3,         2.f / 15,          -17.f / 315,
-        62.f / 2835, -1382.f / 155925, 21844.f / 6081075, -929569.f / 638512875};
-    const vr far = vr_set1(0.5f), most = vr_set1(20);
-#else
-    static const REAL c[] = {
-        1,          -1. / 3,         2. / 15,          -17. / 315,
-        62. / 2835, -1382. / 155925, 21844. / 6081075, -929569. / 638512875};
-    const vr far = vr_set1(0.1), most = vr_set1(40);
-#endif
-    const int last = sizeof c / sizeof *c - 1;
-    const vr one = vr_set1(1), zero = vr_set1(0);
-    const vr size = R(vector_abs)(x), square = vr_mul(x, x);
-    const vr e = R(vector_exp2)(vr_mul(vr_min(most, size), vr_set1((REAL)(2 * LOG2E))));
-    const vr large = vr_sub(one, vr_div(vr_set1(2), vr_add(e, one)));
-    vr p = vr_set1(c[last]);
-
-    for (int i = last - 1; i >= 0; i--) {
-        p = vr_madd(p, square, vr_set1(c[i]));
+/* Calls f(rows, vectors, pairs, ...) with all three constant. */
+#define ATTENTION_PAIRED(f, rows, vectors, pairs, ...)                                 \
+    if (V_PAIRS && (pairs)) {                                                          \
+        ATTENTION_STRIP(f, rows, vectors, true, __VA_ARGS__)                           \
+    } else {                                                                           \
+        ATTENTION_STRIP(f, rows, vectors, false, __VA_ARGS__)                          \
     }
-    return vr_if_less(size, far, vr_mul(p, x),
-                      vr_if_less(x, zero, vr_sub(zero, large), large));
-}
 
 /* ---- Pairs of bfloat16 ----------------------------------------------------------- */
 
-/* Some processors multiply pairs of bfloat16 and add up both products in float32, with
- * one instruction that is as fast as a multiply-add of float32. For that the factors of
- * a product of matrices lie as pairs along its inner dimension: a pair is moved like a
- * REAL, and there are half as many. Factors that are inputs stay as they are, weights
- * and their gradients are rounded as torch does it, scale comes after the product, and
- * the way of `careful` does without. On a Zen 4, whose peak doubles, forward and
- * backward became 1.9 and 1.8 times as fast with 2,048 rows of 64 elements, and 1.5 and
- * 1.6 times with 128 causal ones, of which half the time goes elsewhere. */
+/* Some processors multiply pairs of bfloat16 and add both products in float32, with one
+ * instruction that is as fast as a multiply-add of float32. The factors of a matrix
+ * product then lie as pairs along the inner dimension: a pair is moved like a `real`,
+ * and there are half as many. Inputs are used as they are; weights and their gradients
+ * are rounded as torch does; scale is applied after the product. The careful path does
+ * without pairs. */
 
 static inline bool
-R(has_pairs)(const tfast_attention_args *args)
+has_pairs(const tfast_attention_args *args)
 {
-#if REAL_IS_F32 && V_PAIRS
+#if V_PAIRS
     return args->dtype == TFAST_BF16 && v_has_pairs();
 #else
     (void)args;
@@ -159,19 +88,19 @@ R(has_pairs)(const tfast_attention_args *args)
 #endif
 }
 
-/* Pairs, or single elements, that n elements are. */
+/* The length of an inner dimension of n elements, in pairs or single elements. */
 static inline int64_t
-R(depth)(bool pairs, int64_t n)
+product_depth(bool pairs, int64_t n)
 {
     return pairs ? (n + 1) / 2 : n;
 }
 
 static inline __attribute__((always_inline)) vr
-R(multiply_add)(const bool pairs, vr a, vr b, vr c)
+multiply_add(const bool pairs, vr a, vr b, vr c)
 {
-#if REAL_IS_F32 && V_PAIRS
+#if V_PAIRS
     if (pairs) {
-        return vf_dot(a, b, c);
+        return vr_dot(a, b, c);
     }
 #endif
     (void)pairs;
@@ -179,32 +108,32 @@ R(multiply_add)(const bool pairs, vr a, vr b, vr c)
 }
 
 static inline __attribute__((always_inline)) vr
-R(pair)(vr first, vr second)
+pair_vectors(vr first, vr second)
 {
-#if REAL_IS_F32 && V_PAIRS
-    return vf_pair(first, second);
+#if V_PAIRS
+    return vr_pair(first, second);
 #else
     (void)second;
     return first;
 #endif
 }
 
-/* A vector's neighbours as pairs: half a vector. */
+/* Stores neighbouring lanes as pairs: half a vector. */
 static inline __attribute__((always_inline)) void
-R(store_pairs)(REAL *to, vr x)
+store_pairs(real *to, vr x)
 {
-#if REAL_IS_F32 && V_PAIRS
-    vf_store_pairs(to, x);
+#if V_PAIRS
+    vr_store_pairs(to, x);
 #else
     (void)to;
     (void)x;
 #endif
 }
 
-/* Columns 0 .. width - 1, whole vectors, of n rows: pairs of rows to rows of pairs. */
+/* Packs pairs of rows into rows of pairs: n rows of `width` columns, whole vectors. */
 static void
-R(pair_rows)(REAL *to, int64_t to_stride, const REAL *from, int64_t stride, int64_t n,
-             int64_t width)
+pair_rows(real *to, int64_t to_stride, const real *from, int64_t stride, int64_t n,
+          int64_t width)
 {
     for (int64_t i = 0; i < n; i += 2) {
         for (int64_t d = 0; d < width; d += VR_WIDTH) {
@@ -212,27 +141,27 @@ R(pair_rows)(REAL *to, int64_t to_stride, const REAL *from, int64_t stride, int6
                 i + 1 < n ? vr_load(from + (i + 1) * stride + d) : vr_set1(0);
 
             vr_store(to + i / 2 * to_stride + d,
-                     R(pair)(vr_load(from + i * stride + d), second));
+                     pair_vectors(vr_load(from + i * stride + d), second));
         }
     }
 }
 
-/* The same as pairs of columns: rows are half as far apart. */
+/* Packs pairs of columns: rows become half as far apart. */
 static void
-R(pair_columns)(REAL *to, const REAL *from, int64_t stride, int64_t n, int64_t width)
+pair_columns(real *to, const real *from, int64_t stride, int64_t n, int64_t width)
 {
     for (int64_t i = 0; i < n; i++) {
         for (int64_t d = 0; d < width; d += VR_WIDTH) {
-            R(store_pairs)(to + (i * stride + d) / 2, vr_load(from + i * stride + d));
+            store_pairs(to + (i * stride + d) / 2, vr_load(from + i * stride + d));
         }
     }
 }
 
 /* ---- The register tile ----------------------------------------------------------- */
 
-/* How many rows the next strip of n takes: one of the cases of ATTENTION_STRIP. */
+/* Rows of the next strip where n rows are left: one of the cases of ATTENTION_STRIP. */
 static inline int
-R(strip_rows)(int64_t n)
+strip_rows(int64_t n)
 {
 #if V_ROWS == 12
     if (n >= 12 && n != 16) {
@@ -244,18 +173,17 @@ R(strip_rows)(int64_t n)
 #endif
 }
 
-/* c[r][v] += sum over k < depth of a[r][k] * b[k][v], of REAL or `pairs`. Row k of b is
+/* c[r][v] += sum over k < depth of a[r][k] * b[k][v], of `real` or pairs. Row k of b is
  * `vectors` vectors at b + k * b_stride. a[r][k] is at r * a_stride + k, or with
- * `columns` at k * a_stride + r. Everything but a, b, their strides and depth is
- * constant. */
+ * `columns` at k * a_stride + r. The other arguments are compile-time constants. */
 static inline __attribute__((always_inline)) void
-R(multiply_chain)(const int rows, const int vectors, const bool pairs,
-                  const bool columns, const REAL *a, int64_t a_stride, const REAL *b,
-                  int64_t b_stride, int64_t depth, vr c[V_ROWS][2])
+multiply_chain(const int rows, const int vectors, const bool pairs, const bool columns,
+               const real *a, int64_t a_stride, const real *b, int64_t b_stride,
+               int64_t depth, vr c[V_ROWS][2])
 {
     const int64_t a_step = columns ? a_stride : 1;
-    /* A base for each four rows: the strides of the rest fit x86's addressing. */
-    const REAL *base[3] = {a, a + 4 * (columns ? 1 : a_stride),
+    /* One base address per four rows: x86 can address four strides from it. */
+    const real *base[3] = {a, a + 4 * (columns ? 1 : a_stride),
                            a + 8 * (columns ? 1 : a_stride)};
 
 #pragma GCC unroll 4
@@ -266,14 +194,14 @@ R(multiply_chain)(const int rows, const int vectors, const bool pairs,
         for (int r = 0; r < rows; r++) {
             const vr x = vr_set1(base[r / 4][r % 4 * (columns ? 1 : a_stride)]);
 
-            c[r][0] = R(multiply_add)(pairs, x, b0, c[r][0]);
+            c[r][0] = multiply_add(pairs, x, b0, c[r][0]);
             if (vectors == 2) {
-                c[r][1] = R(multiply_add)(pairs, x, b1, c[r][1]);
+                c[r][1] = multiply_add(pairs, x, b1, c[r][1]);
             }
         }
         b += b_stride;
-#if VF_WIDTH == 1
-        __asm__("" : "+r"(b)); /* GCC 12 vectorizes over k, and loads a row too many */
+#if VR_WIDTH == 1
+        __asm__("" : "+r"(b)); /* else GCC 12 vectorises over k and reads past b */
 #endif
         base[0] += a_step;
         base[1] += a_step;
@@ -281,21 +209,22 @@ R(multiply_chain)(const int rows, const int vectors, const bool pairs,
     }
 }
 
-/* The same. One lane, whose rounding is compared with that of libraries of many, adds
- * up in blocks, with a chain of additions as short as a block. */
+/* The same product. With one lane the sum is formed in blocks, so that its rounding
+ * error is comparable with that of vector code: a chain of additions is as long as a
+ * block. */
 static inline __attribute__((always_inline)) void
-R(multiply)(const int rows, const int vectors, const bool pairs, const bool columns,
-            const REAL *a, int64_t a_stride, const REAL *b, int64_t b_stride,
-            int64_t depth, vr c[V_ROWS][2])
+multiply(const int rows, const int vectors, const bool pairs, const bool columns,
+         const real *a, int64_t a_stride, const real *b, int64_t b_stride,
+         int64_t depth, vr c[V_ROWS][2])
 {
-#if VF_WIDTH == 1
+#if VR_WIDTH == 1
     enum { BLOCK = 8 };
 
     for (; depth > BLOCK; depth -= BLOCK) {
         vr sum[V_ROWS][2] = {{0}};
 
-        R(multiply_chain)
-        (rows, vectors, pairs, columns, a, a_stride, b, b_stride, BLOCK, sum);
+        multiply_chain(rows, vectors, pairs, columns, a, a_stride, b, b_stride, BLOCK,
+                       sum);
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < vectors; v++) {
                 c[r][v] = vr_add(c[r][v], sum[r][v]);
@@ -305,20 +234,19 @@ R(multiply)(const int rows, const int vectors, const bool pairs, const bool colu
         b += BLOCK * b_stride;
     }
 #endif
-    R(multiply_chain)
-    (rows, vectors, pairs, columns, a, a_stride, b, b_stride, depth, c);
+    multiply_chain(rows, vectors, pairs, columns, a, a_stride, b, b_stride, depth, c);
 }
 
-/* The same where an a of 0 makes the product 0 whatever b is: slow, for tiles in which
- * a NaN or an infinity may belong to elements that do not count. */
+/* The same product, but a[r][k] of 0 makes the term 0 whatever b is. Slow; for tiles
+ * where a NaN or infinity may belong to a forbidden key. */
 static inline __attribute__((always_inline)) void
-R(multiply_careful)(const int rows, const int vectors, const bool columns,
-                    const REAL *a, int64_t a_stride, const REAL *b, int64_t b_stride,
-                    int64_t depth, vr c[V_ROWS][2])
+multiply_careful(const int rows, const int vectors, const bool columns, const real *a,
+                 int64_t a_stride, const real *b, int64_t b_stride, int64_t depth,
+                 vr c[V_ROWS][2])
 {
     for (int64_t k = 0; k < depth; k++) {
         for (int r = 0; r < rows; r++) {
-            const REAL x = columns ? a[k * a_stride + r] : a[r * a_stride + k];
+            const real x = columns ? a[k * a_stride + r] : a[r * a_stride + k];
 
             for (int v = 0; v < vectors && x != 0; v++) {
                 c[r][v] = vr_madd(vr_set1(x), vr_load(b + k * b_stride + v * VR_WIDTH),
@@ -328,31 +256,31 @@ R(multiply_careful)(const int rows, const int vectors, const bool columns,
     }
 }
 
-/* What `accumulate` adds to where; `factor` is each row's, NULL for 1. */
+/* c <- factor * c + a . b, one factor a row; NULL: 1. */
 typedef struct {
-    const REAL *a, *b;
+    const real *a, *b;
     int64_t a_stride, b_stride;
     int64_t skipped, depth; /* along the inner dimension, in pairs or single */
     bool columns, careful, pairs;
-    bool first; /* there is nothing yet in c */
-    const REAL *factor;
-    REAL *c;
+    bool first; /* c is overwritten */
+    const real *factor;
+    real *c;
     int64_t c_stride;
-} R(product);
+} tile_product;
 
-/* Elements begin .. end - 1 of the inner dimension, and with pairs what begins or ends
- * in the middle of one. */
+/* Restricts the inner dimension to elements begin .. end - 1, extended to whole
+ * pairs. */
 static inline void
-R(set_depth)(R(product) * p, int64_t begin, int64_t end)
+set_depth(tile_product *p, int64_t begin, int64_t end)
 {
     p->skipped = p->pairs ? begin / 2 : begin;
-    p->depth = end > begin ? R(depth)(p->pairs, end) - p->skipped : 0;
+    p->depth = end > begin ? product_depth(p->pairs, end) - p->skipped : 0;
 }
 
-/* The scale that factors of pairs did not get. */
+/* Applies the scale that queries of pairs have not been multiplied by. */
 static inline __attribute__((always_inline)) void
-R(scale_strip)(const int rows, const int vectors, const bool pairs, vr c[V_ROWS][2],
-               REAL scale)
+scale_strip(const int rows, const int vectors, const bool pairs, vr c[V_ROWS][2],
+            real scale)
 {
     if (!pairs) {
         return;
@@ -366,8 +294,8 @@ R(scale_strip)(const int rows, const int vectors, const bool pairs, vr c[V_ROWS]
 }
 
 static inline __attribute__((always_inline)) void
-R(accumulate_strip)(const int rows, const int vectors, const bool pairs,
-                    const bool columns, const R(product) * p)
+accumulate_strip(const int rows, const int vectors, const bool pairs,
+                 const bool columns, const tile_product *p)
 {
     vr c[V_ROWS][2];
 
@@ -375,20 +303,19 @@ R(accumulate_strip)(const int rows, const int vectors, const bool pairs,
         c[r][0] = c[r][1] = vr_set1(0);
     }
     if (p->careful) {
-        R(multiply_careful)
-        (rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride, p->depth, c);
+        multiply_careful(rows, vectors, columns, p->a, p->a_stride, p->b, p->b_stride,
+                         p->depth, c);
     } else {
-        R(multiply)
-        (rows, vectors, pairs, columns, p->a, p->a_stride, p->b, p->b_stride, p->depth,
-         c);
+        multiply(rows, vectors, pairs, columns, p->a, p->a_stride, p->b, p->b_stride,
+                 p->depth, c);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        REAL *to = p->c + r * p->c_stride;
+        real *to = p->c + r * p->c_stride;
 
         for (int v = 0; v < vectors; v++) {
-            /* The sum of this block is formed first: a chain of additions is as long
-             * as a block, not as the sequence. */
+            /* The sum of this block is formed first, so that a chain of additions is as
+             * long as a block, not as the sequence. */
             if (!p->first && p->factor != NULL) {
                 c[r][v] =
                     vr_madd(vr_set1(p->factor[r]), vr_load(to + v * VR_WIDTH), c[r][v]);
@@ -401,43 +328,44 @@ R(accumulate_strip)(const int rows, const int vectors, const bool pairs,
 }
 
 static __attribute__((noinline)) void
-R(accumulate_columns)(int rows, int vectors, const R(product) * p)
+accumulate_columns(int rows, int vectors, const tile_product *p)
 {
-    ATTENTION_PAIRED(R(accumulate_strip), rows, vectors, p->pairs, true, p)
+    ATTENTION_PAIRED(accumulate_strip, rows, vectors, p->pairs, true, p)
 }
 
 /* ---- Packing --------------------------------------------------------------------- */
 
-/* n rows of `dim` elements as REAL, each followed by zeros up to a whole vector. */
+/* Reads n rows of `dim` elements, each padded with zeros to a whole vector. */
 static void
-R(read_rows)(REAL *to, int64_t to_stride, const void *array, tfast_dtype dtype,
-             int64_t first, int64_t row, int64_t n, int64_t dim)
+read_rows(real *to, int64_t to_stride, const void *array, tfast_dtype dtype,
+          int64_t first, int64_t row, int64_t n, int64_t dim)
 {
     for (int64_t i = 0; i < n; i++) {
-        R(tile_read)(to + i * to_stride, array, dtype, first + i * row, (int)dim);
+        tile_read(to + i * to_stride, array, dtype, first + i * row, (int)dim);
     }
 }
 
-/* Rows where they are if they can be read as whole vectors (or, with `broadcast`, are
+/* The rows in place if they can be read as whole vectors (or, with `broadcast`, are
  * only read element by element), else a copy. Sets the stride of what it returns. */
-static const REAL *
-R(open_rows)(REAL *copy, int64_t copy_stride, const void *array, tfast_dtype dtype,
-             int64_t first, int64_t row, int64_t n, int64_t dim, bool broadcast,
-             int64_t *stride)
+static const real *
+open_rows(real *copy, int64_t copy_stride, const void *array, tfast_dtype dtype,
+          int64_t first, int64_t row, int64_t n, int64_t dim, bool broadcast,
+          int64_t *stride)
 {
     if (dtype == REAL_DTYPE && (broadcast || dim % VR_WIDTH == 0)) {
         *stride = row;
-        return (const REAL *)array + first;
+        return (const real *)array + first;
     }
-    R(read_rows)(copy, copy_stride, array, dtype, first, row, n, dim);
+    read_rows(copy, copy_stride, array, dtype, first, row, n, dim);
     *stride = copy_stride;
     return copy;
 }
 
-/* n rows of bfloat16 as pairs along them, filled up with zeros to a whole vector. */
+/* Reads n rows of bfloat16 as pairs along the row, padded with zeros to a whole
+ * vector. */
 static void
-R(read_pairs)(REAL *to, int64_t to_stride, const uint16_t *from, int64_t row, int64_t n,
-              int64_t dim)
+read_pairs(real *to, int64_t to_stride, const uint16_t *from, int64_t row, int64_t n,
+           int64_t dim)
 {
     const size_t bytes = (size_t)dim * sizeof *from;
     const size_t whole = (size_t)attention_round_up(dim, 2 * VR_WIDTH) * sizeof *from;
@@ -450,107 +378,108 @@ R(read_pairs)(REAL *to, int64_t to_stride, const uint16_t *from, int64_t row, in
     }
 }
 
-/* The same where they are, if whole pairs can be read there, or else copied. */
-static const REAL *
-R(open_pairs)(REAL *copy, int64_t copy_stride, const void *array, int64_t first,
-              int64_t row, int64_t n, int64_t dim, int64_t *stride)
+/* The rows in place if whole pairs can be read there, else a copy. */
+static const real *
+open_pairs(real *copy, int64_t copy_stride, const void *array, int64_t first,
+           int64_t row, int64_t n, int64_t dim, int64_t *stride)
 {
     const uint16_t *from = (const uint16_t *)array + first;
 
-    if (dim % 2 == 0 && row % 2 == 0 && (uintptr_t)from % sizeof(REAL) == 0) {
+    if (dim % 2 == 0 && row % 2 == 0 && (uintptr_t)from % sizeof(real) == 0) {
         *stride = row / 2;
-        return (const REAL *)(const void *)from;
+        return (const real *)(const void *)from;
     }
-    R(read_pairs)(copy, copy_stride, from, row, n, dim);
+    read_pairs(copy, copy_stride, from, row, n, dim);
     *stride = copy_stride;
     return copy;
 }
 
-/* n rows of bfloat16, two at a time, as n / 2 rows of pairs. `stage` holds two. */
+/* Packs n rows of bfloat16 into n / 2 rows of pairs. `stage` holds two rows. */
 static void
-R(pack_pairs)(REAL *to, int64_t to_stride, REAL *stage, const void *array,
-              int64_t first, int64_t row, int64_t n, int64_t dim)
+pack_pairs(real *to, int64_t to_stride, real *stage, const void *array, int64_t first,
+           int64_t row, int64_t n, int64_t dim)
 {
     const int64_t width = attention_round_up(dim, VR_WIDTH);
 
     for (int64_t i = 0; i < n; i += 2) {
         const int64_t here = attention_min(2, n - i);
 
-        R(read_rows)(stage, width, array, TFAST_BF16, first + i * row, row, here, dim);
-        R(pair_rows)(to + i / 2 * to_stride, to_stride, stage, width, here, width);
+        read_rows(stage, width, array, TFAST_BF16, first + i * row, row, here, dim);
+        pair_rows(to + i / 2 * to_stride, to_stride, stage, width, here, width);
     }
 }
 
-/* Rows as a factor that is broadcast: along them is the inner dimension. */
-static const REAL *
-R(open_factor)(bool pairs, REAL *copy, int64_t copy_stride, const void *array,
-               tfast_dtype dtype, int64_t first, int64_t row, int64_t n, int64_t dim,
-               int64_t *stride)
+/* Rows as the factor that is broadcast: the inner dimension runs along a row. */
+static const real *
+open_factor(bool pairs, real *copy, int64_t copy_stride, const void *array,
+            tfast_dtype dtype, int64_t first, int64_t row, int64_t n, int64_t dim,
+            int64_t *stride)
 {
-    return pairs ? R(open_pairs)(copy, copy_stride, array, first, row, n, dim, stride)
-                 : R(open_rows)(copy, copy_stride, array, dtype, first, row, n, dim,
-                                true, stride);
+    return pairs ? open_pairs(copy, copy_stride, array, first, row, n, dim, stride)
+                 : open_rows(copy, copy_stride, array, dtype, first, row, n, dim, true,
+                             stride);
 }
 
-/* Rows as a factor whose columns are lanes: the inner dimension is across them. `stage`
- * holds two rows. */
-static const REAL *
-R(open_lanes)(bool pairs, REAL *copy, int64_t copy_stride, REAL *stage,
-              const void *array, tfast_dtype dtype, int64_t first, int64_t row,
-              int64_t n, int64_t dim, int64_t *stride)
+/* Rows as the factor whose columns are lanes: the inner dimension runs across rows.
+ * `stage` holds two rows. */
+static const real *
+open_lanes(bool pairs, real *copy, int64_t copy_stride, real *stage, const void *array,
+           tfast_dtype dtype, int64_t first, int64_t row, int64_t n, int64_t dim,
+           int64_t *stride)
 {
     if (!pairs) {
-        return R(open_rows)(copy, copy_stride, array, dtype, first, row, n, dim, false,
-                            stride);
+        return open_rows(copy, copy_stride, array, dtype, first, row, n, dim, false,
+                         stride);
     }
-    R(pack_pairs)(copy, copy_stride, stage, array, first, row, n, dim);
+    pack_pairs(copy, copy_stride, stage, array, first, row, n, dim);
     *stride = copy_stride;
     return copy;
 }
 
-/* n rows times `scale`, each filled up with zeros to a whole vector. */
+/* Reads n rows times `scale`, each padded with zeros to a whole vector. */
 static void
-R(scale_rows)(REAL *to, const void *array, tfast_dtype dtype, int64_t first,
-              int64_t row, int64_t n, int64_t dim, REAL scale)
+scale_rows(real *to, const void *array, tfast_dtype dtype, int64_t first, int64_t row,
+           int64_t n, int64_t dim, real scale)
 {
     const int64_t width = attention_round_up(dim, VR_WIDTH);
     const vr factor = vr_set1(scale);
 
-    R(read_rows)(to, width, array, dtype, first, row, n, dim);
+    read_rows(to, width, array, dtype, first, row, n, dim);
     for (int64_t i = 0; i < n * width; i += VR_WIDTH) {
         vr_store(to + i, vr_mul(factor, vr_load(to + i)));
     }
 }
 
-/* n rows times `scale`, as panels [n / PANEL][dim][PANEL]: queries become lanes. The
- * last panel's missing rows are 0. `stage` holds VR_WIDTH rows of whole vectors. With
- * `pairs`, of bfloat16, they are [n / PANEL][dim / 2][PANEL], and scale is 1. */
+/* Packs n rows times `scale` into panels [ceil(n / PANEL)][dim][PANEL], so that queries
+ * become lanes. The missing rows of the last panel are 0. `stage` is room for VR_WIDTH
+ * rows of whole vectors. With `pairs` of bfloat16 the panels are
+ * [ceil(n / PANEL)][dim / 2][PANEL], and scale must be 1. */
 static void
-R(pack_panels)(REAL *to, REAL *stage, bool pairs, const void *array, tfast_dtype dtype,
-               int64_t first, int64_t row, int64_t n, int64_t dim, REAL scale)
+pack_panels(real *to, real *stage, bool pairs, const void *array, tfast_dtype dtype,
+            int64_t first, int64_t row, int64_t n, int64_t dim, real scale)
 {
-    const int64_t depth = R(depth)(pairs, dim);
+    const int64_t depth = product_depth(pairs, dim);
     const int64_t width = attention_round_up(depth, VR_WIDTH);
     const vr factor = vr_set1(scale);
 
     for (int64_t i = 0; i < attention_round_up(n, PANEL); i += VR_WIDTH) {
-        REAL *panel = to + i / PANEL * PANEL * depth + i % PANEL;
+        real *panel = to + i / PANEL * PANEL * depth + i % PANEL;
         const int64_t here = attention_max(0, attention_min(VR_WIDTH, n - i));
         int64_t stride = width;
-        const REAL *rows = stage;
+        const real *rows = stage;
 
         if (pairs) {
-            R(read_pairs)
-            (stage, width, (const uint16_t *)array + first + i * row, row, here, dim);
+            read_pairs(stage, width, (const uint16_t *)array + first + i * row, row,
+                       here, dim);
         } else if (here == VR_WIDTH) {
-            rows = R(open_rows)(stage, width, array, dtype, first + i * row, row, here,
-                                dim, false, &stride);
+            rows = open_rows(stage, width, array, dtype, first + i * row, row, here,
+                             dim, false, &stride);
         } else {
-            R(read_rows)(stage, width, array, dtype, first + i * row, row, here, dim);
+            read_rows(stage, width, array, dtype, first + i * row, row, here, dim);
         }
         if (here < VR_WIDTH) {
             memset(stage + here * width, 0,
-                   sizeof(REAL) * (size_t)((VR_WIDTH - here) * width));
+                   sizeof(real) * (size_t)((VR_WIDTH - here) * width));
         }
         for (int64_t d = 0; d < depth; d += VR_WIDTH) {
             vr block[VR_WIDTH];
@@ -568,3 +497,5 @@ R(pack_panels)(REAL *to, REAL *stage, bool pairs, const void *array, tfast_dtype
         }
     }
 }
+
+#endif

@@ -1,5 +1,10 @@
-/* How threads share out a list of arrays: the elements, laid end to end with a toll for
- * entering each array, are cut into one contiguous run a thread. All in elements. */
+/* How threads share out a list of arrays: the elements, laid end to end with a fixed
+ * cost for entering each array, are cut into one contiguous run a thread. All in
+ * elements. */
+#ifndef PARTS_H
+#define PARTS_H
+
+#include "../tfast.h"
 
 /* How many runs a list is worth: one for each thread, but none shorter than `least`. */
 static inline int
@@ -26,3 +31,5 @@ part_cut(int64_t at, int64_t numel, int64_t multiple)
     }
     return at >= numel ? numel : at / multiple * multiple;
 }
+
+#endif

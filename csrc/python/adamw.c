@@ -1,28 +1,114 @@
 /* A call of the AdamW step, and _core.adamw: lists of any arrays. */
 #include "adamw_call.h"
 
-#define COLUMNS(PARAMS, COPIES, write_grads)                                           \
+#define OUTPUT(NAME) .name = NAME, .kind = PY_ARRAY, .written = true
+#define COLUMNS(PARAMS, COPIES)                                                        \
     {                                                                                  \
-        [PARAM] = {.name = PARAMS, .write = true},                                     \
+        [PARAM] = {OUTPUT(PARAMS)},                                                    \
         [GRAD] = {.name = "grads",                                                     \
-                  .write = write_grads,                                                \
+                  .kind = PY_ARRAY,                                                    \
                   .any_layout = true,                                                  \
                   .held = true},                                                       \
-        [EXP_AVG] = {.name = "exp_avgs", .write = true},                               \
-        [EXP_AVG_SQ] = {.name = "exp_avg_sqs", .write = true, .same_dtype = EXP_AVG},  \
-        [MAX_EXP_AVG_SQ] = {.name = "max_exp_avg_sqs",                                 \
-                            .write = true,                                             \
-                            .same_dtype = EXP_AVG},                                    \
-        [STEP] = {.name = "step", .write = true, .scalar = true},                      \
-        [EMA] = {.name = "emas", .write = true},                                       \
-        [COPY] = {.name = COPIES, .write = true},                                      \
+        [EXP_AVG] = {OUTPUT("exp_avgs")},                                              \
+        [EXP_AVG_SQ] = {OUTPUT("exp_avg_sqs"), .same_dtype = EXP_AVG},                 \
+        [MAX_EXP_AVG_SQ] = {OUTPUT("max_exp_avg_sqs"), .same_dtype = EXP_AVG},         \
+        [STEP] = {.name = "step", .kind = PY_SCALAR, .written = true},                 \
+        [EMA] = {OUTPUT("emas")}, [COPY] = {OUTPUT(COPIES)},                           \
     }
 
-/* By whether the gradients are written, and whether there are master weights. */
-static const py_column columns[2][2][N_COLUMNS] = {
-    {COLUMNS("params", "copies", false), COLUMNS("master_params", "params", false)},
-    {COLUMNS("params", "copies", true), COLUMNS("master_params", "params", true)},
+/* With master weights these are the params of the step, and the parameters its copies.
+ */
+static const py_parameter columns[2][N_COLUMNS] = {COLUMNS("params", "copies"),
+                                                   COLUMNS("master_params", "params")};
+
+/* ---- Options --------------------------------------------------------------------- */
+
+#define AT(field) PY_AT(py_adamw_call, field)
+#define NUMBER(kind_, name_, field)                                                    \
+    {                                                                                  \
+        .name = name_, .kind = kind_, .at = AT(field)                                  \
+    }
+#define COLUMN(name_)                                                                  \
+    {                                                                                  \
+        .name = name_, .kind = PY_OBJECT, .required = true                             \
+    }
+#define SCALAR(dtype_, name_, field)                                                   \
+    {                                                                                  \
+        .name = name_, .kind = PY_SCALAR, .dtype = PY_EXACTLY(dtype_), .at = AT(field) \
+    }
+
+static const py_parameter options[PY_ADAMW_PARAMETERS] = {
+    [PARAM] = COLUMN("params"),
+    [GRAD] = COLUMN("grads"),
+    [EXP_AVG] = COLUMN("exp_avgs"),
+    [EXP_AVG_SQ] = COLUMN("exp_avg_sqs"),
+    [MAX_EXP_AVG_SQ] = {.name = "max_exp_avg_sqs", .kind = PY_OBJECT},
+    [STEP] = COLUMN("step"),
+    [EMA] = {.name = "emas", .kind = PY_OBJECT},
+    [COPY] = {.name = "copies", .kind = PY_OBJECT},
+    [PY_ADAMW_WORKSPACE] = {.name = "workspace", .kind = PY_OBJECT, .required = true},
+    [PY_ADAMW_LR] = {.name = "lr",
+                     .kind = PY_REAL,
+                     .required = true,
+                     .at = AT(args.lr),
+                     .dtype = PY_EXACTLY(TFAST_F32),
+                     .scalar_at = AT(args.lr_device)},
+    [PY_ADAMW_BETA1] = NUMBER(PY_REAL, "beta1", args.beta1),
+    [PY_ADAMW_BETA2] = NUMBER(PY_REAL, "beta2", args.beta2),
+    [PY_ADAMW_EPS] = NUMBER(PY_REAL, "eps", args.eps),
+    [PY_ADAMW_WEIGHT_DECAY] = NUMBER(PY_REAL, "weight_decay", args.weight_decay),
+    [PY_ADAMW_MAXIMIZE] = NUMBER(PY_FLAG, "maximize", args.maximize),
+    [PY_ADAMW_DECOUPLED] =
+        NUMBER(PY_FLAG, "decoupled_weight_decay", args.decoupled_weight_decay),
+    [PY_ADAMW_GRAD_SCALE] = SCALAR(TFAST_F32, "grad_scale", args.grad_scale),
+    [PY_ADAMW_FOUND_INF] = SCALAR(TFAST_F32, "found_inf", args.found_inf),
+    [PY_ADAMW_RELAYOUT] = {.name = "relayout", .kind = PY_OBJECT},
+    [PY_ADAMW_STREAM] = NUMBER(PY_STREAM, "stream", args.stream),
+    [PY_ADAMW_EMA_DECAY] = {.name = "ema_decay",
+                            .kind = PY_REAL,
+                            .or_none = true,
+                            .at = AT(args.ema_decay)},
+    [PY_ADAMW_CLIP_COEF] = SCALAR(TFAST_F64, "clip_coef", args.clip_coef),
+    [PY_ADAMW_ZERO_GRAD] = NUMBER(PY_FLAG, "zero_grad", args.zero_grad),
+    [PY_ADAMW_WRITE_BACK] = NUMBER(PY_FLAG, "write_back_grads", args.write_back_grads),
+    [PY_ADAMW_AMSGRAD] = NUMBER(PY_FLAG, "amsgrad", amsgrad),
+    [PY_ADAMW_MASTER] = NUMBER(PY_FLAG, "master", master),
+    [PY_ADAMW_COPY] = NUMBER(PY_FLAG, "copy", copy),
 };
+
+static const uint8_t list_order[] = {
+    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, STEP, PY_ADAMW_WORKSPACE};
+static const uint8_t group_order[] = {PARAM,
+                                      PY_ADAMW_WORKSPACE,
+                                      PY_ADAMW_LR,
+                                      PY_ADAMW_BETA1,
+                                      PY_ADAMW_BETA2,
+                                      PY_ADAMW_EPS,
+                                      PY_ADAMW_WEIGHT_DECAY,
+                                      PY_ADAMW_AMSGRAD,
+                                      PY_ADAMW_MAXIMIZE,
+                                      PY_ADAMW_DECOUPLED,
+                                      PY_ADAMW_EMA_DECAY,
+                                      PY_ADAMW_MASTER,
+                                      PY_ADAMW_COPY,
+                                      PY_ADAMW_ZERO_GRAD,
+                                      PY_ADAMW_WRITE_BACK};
+const py_operation py_adamw_lists = {
+    .name = "adamw",
+    .parameters = options,
+    .n_parameters = PY_ADAMW_PARAMETERS,
+    .order = list_order,
+    .n_order = sizeof list_order,
+    .all = true,
+    .needs = (uint64_t)1 << PY_ADAMW_LR | (uint64_t)1 << PY_ADAMW_BETA1 |
+             (uint64_t)1 << PY_ADAMW_BETA2 | (uint64_t)1 << PY_ADAMW_EPS |
+             (uint64_t)1 << PY_ADAMW_WEIGHT_DECAY};
+const py_operation py_adamw_group_tuple = {.name = "group",
+                                           .parameters = options,
+                                           .n_parameters = PY_ADAMW_PARAMETERS,
+                                           .order = group_order,
+                                           .n_order = sizeof group_order,
+                                           .all = true};
 
 /* ---- Shared ---------------------------------------------------------------------- */
 
@@ -62,21 +148,24 @@ fill_extras(py_workspace *workspace)
     }
 }
 
-/* lr is a number, or an array of one float32 where the parameters are. */
+/* lr may be an array of one float32 where the parameters are. */
 static int
 take_lr(py_adamw_call *call, py_state *state)
 {
-    void *value = NULL;
+    const py_argument argument = {"lr", -1};
+    const py_place *place = &call->workspace->table.place;
 
-    if (PyFloat_Check(call->lr) || PyLong_Check(call->lr)) {
-        call->args.lr = PyFloat_AsDouble(call->lr);
-        return call->args.lr == -1.0 && PyErr_Occurred() ? -1 : 0;
+    if (call->lr == NULL) {
+        return 0;
     }
-    if (py_borrow_scalar(state, call->lr, "lr", TFAST_F32, call->args.device, false,
-                         &call->lr_array, &value) < 0) {
+    if (py_borrow(state, call->lr, argument, 0, &call->lr_array) < 0 ||
+        py_check_scalar(&call->lr_array, argument, TFAST_F32) < 0) {
         return -1;
     }
-    call->args.lr_device = value;
+    if (!py_is_at(&call->lr_array, place)) {
+        return py_place_error(&call->lr_array, argument, place);
+    }
+    call->args.lr_device = call->lr_array.data;
     return 0;
 }
 
@@ -88,11 +177,12 @@ py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
 
     call->workspace = py_workspace_of(state, workspace);
     if (call->workspace == NULL ||
-        py_table_begin(&call->workspace->table, columns[write][call->master],
-                       call->extras ? N_COLUMNS : N_PLAIN, rows) < 0) {
+        py_table_begin(&call->workspace->table, columns[call->master],
+                       call->extras ? N_COLUMNS : N_PLAIN, write ? 1u << GRAD : 0,
+                       rows) < 0) {
         return -1;
     }
-    call->workspace->table.relayout = relayout == Py_None ? NULL : relayout;
+    call->workspace->table.relayout = relayout;
     return 0;
 }
 
@@ -102,7 +192,7 @@ py_adamw_prepare(py_adamw_call *call, py_state *state)
     py_workspace *workspace = call->workspace;
     tfast_adamw_args *args = &call->args;
 
-    args->device = workspace->table.device;
+    args->device = workspace->table.place.device;
     if (py_table_check(state, &workspace->table) < 0 || take_lr(call, state) < 0 ||
         py_workspace_reserve(workspace, workspace->table.n_rows, call->extras) < 0) {
         return -1;
@@ -147,15 +237,16 @@ as_list(PyObject *object, const char *name, Py_ssize_t want)
     return list;
 }
 
-/* Reads the columns as lists; `step` may be a number, and some may be None. */
+/* Makes lists of the columns that are given; `step` may be a number. */
 static int
 take_lists(PyObject *const *objects, PyObject **lists, int64_t *step)
 {
     Py_ssize_t n = -1;
 
     for (int c = 0; c < N_COLUMNS; c++) {
-        const bool optional = c == MAX_EXP_AVG_SQ || c == EMA || c == COPY;
-
+        if (objects[c] == NULL) {
+            continue;
+        }
         if (c == STEP && PyLong_Check(objects[c])) {
             *step = PyLong_AsLongLong(objects[c]);
             if (*step == -1 && PyErr_Occurred()) {
@@ -163,10 +254,7 @@ take_lists(PyObject *const *objects, PyObject **lists, int64_t *step)
             }
             continue;
         }
-        if (optional && objects[c] == Py_None) {
-            continue;
-        }
-        lists[c] = as_list(objects[c], columns[0][0][c].name, n);
+        lists[c] = as_list(objects[c], columns[0][c].name, n);
         if (lists[c] == NULL) {
             return -1;
         }
@@ -202,101 +290,51 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
     return 0;
 }
 
-/* Borrows the scalars in arrays and runs the step on the rows that were added. */
+/* Borrows the scalars and runs the step on the rows that were added. */
 static PyObject *
-run_lists(py_state *state, py_adamw_call *call, PyObject *const *scalars)
+run_lists(py_adamw_call *adamw, py_call *call)
 {
-    tfast_adamw_args *args = &call->args;
-    const struct {
-        const char *name;
-        tfast_dtype dtype;
-    } wanted[] = {
-        {"grad_scale", TFAST_F32}, {"found_inf", TFAST_F32}, {"clip_coef", TFAST_F64}};
-    py_array arrays[3] = {0};
-    void *values[3] = {NULL};
-    tfast_status status = TFAST_OK;
-    int ready = py_adamw_prepare(call, state);
+    tfast_status status;
 
-    for (int i = 0; i < 3 && ready == 0; i++) {
-        if (scalars[i] != NULL && scalars[i] != Py_None) {
-            ready = py_borrow_scalar(state, scalars[i], wanted[i].name, wanted[i].dtype,
-                                     args->device, false, &arrays[i], &values[i]);
-        }
-    }
-    if (ready == 0) {
-        args->grad_scale = values[0];
-        args->found_inf = values[1];
-        args->clip_coef = values[2];
-        Py_BEGIN_ALLOW_THREADS
-        status = tfast_adamw(args);
-        Py_END_ALLOW_THREADS
-    }
-    for (int i = 0; i < 3; i++) {
-        py_release(&arrays[i]);
-    }
-    return ready < 0 ? NULL : py_result(status);
-}
-
-static char *adamw_names[] = {"params",
-                              "grads",
-                              "exp_avgs",
-                              "exp_avg_sqs",
-                              "max_exp_avg_sqs",
-                              "step",
-                              "workspace",
-                              "lr",
-                              "beta1",
-                              "beta2",
-                              "eps",
-                              "weight_decay",
-                              "maximize",
-                              "decoupled_weight_decay",
-                              "grad_scale",
-                              "found_inf",
-                              "relayout",
-                              "stream",
-                              "emas",
-                              "copies",
-                              "ema_decay",
-                              "clip_coef",
-                              "zero_grad",
-                              "write_back_grads",
-                              NULL};
-
-PyObject *
-py_adamw(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    PyObject *objects[N_COLUMNS], *lists[N_COLUMNS] = {NULL}, *result = NULL;
-    PyObject *workspace, *relayout = NULL, *scalars[3] = {NULL};
-    py_state *state = PyModule_GetState(module);
-    int maximize = 0, decoupled = 1, zero_grad = 0, write_back = 0;
-    unsigned long long stream = 0;
-    py_adamw_call call = {0};
-
-    objects[EMA] = objects[COPY] = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOO|$OddddppOOOKOOdOpp:adamw", adamw_names,
-            &objects[PARAM], &objects[GRAD], &objects[EXP_AVG], &objects[EXP_AVG_SQ],
-            &objects[MAX_EXP_AVG_SQ], &objects[STEP], &workspace, &call.lr,
-            &call.args.beta1, &call.args.beta2, &call.args.eps, &call.args.weight_decay,
-            &maximize, &decoupled, &scalars[0], &scalars[1], &relayout, &stream,
-            &objects[EMA], &objects[COPY], &call.args.ema_decay, &scalars[2],
-            &zero_grad, &write_back)) {
+    if (py_adamw_prepare(adamw, call->state) < 0) {
         return NULL;
     }
-    call.args.maximize = maximize != 0;
-    call.args.decoupled_weight_decay = decoupled != 0;
-    call.args.zero_grad = zero_grad != 0;
-    call.args.write_back_grads = write_back != 0;
-    call.args.stream = (void *)(uintptr_t)stream;
-    if (take_lists(objects, lists, &call.args.step) == 0) {
-        call.extras = lists[EMA] != NULL || lists[COPY] != NULL;
-        if (py_adamw_begin(&call, state, workspace, relayout,
+    call->place = adamw->workspace->table.place;
+    if (py_borrow_arrays(call, adamw) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = tfast_adamw(&adamw->args);
+    Py_END_ALLOW_THREADS
+    return py_result(status);
+}
+
+PyObject *
+py_adamw(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyObject *lists[N_COLUMNS] = {NULL}, *result = NULL;
+    py_adamw_call adamw;
+    py_call call;
+
+    adamw.args = (tfast_adamw_args){.decoupled_weight_decay = true};
+    adamw.amsgrad = adamw.ema = adamw.copy = adamw.master = false;
+    adamw.lr_array.owner = NULL;
+    call.state = PyModule_GetState(module);
+    if (py_parse(&call, &py_adamw_lists, &adamw, args, n, names) < 0) {
+        return NULL;
+    }
+    adamw.lr = call.given[PY_ADAMW_LR];
+    call.given[PY_ADAMW_LR] = NULL; /* borrowed by py_adamw_prepare() */
+    if (take_lists(call.given, lists, &adamw.args.step) == 0) {
+        adamw.extras = lists[EMA] != NULL || lists[COPY] != NULL;
+        if (py_adamw_begin(&adamw, call.state, call.given[PY_ADAMW_WORKSPACE],
+                           call.given[PY_ADAMW_RELAYOUT],
                            PyList_Size(lists[PARAM])) == 0) {
-            if (add_lists(state, &call.workspace->table, lists) == 0) {
-                result = run_lists(state, &call, scalars);
+            if (add_lists(call.state, &adamw.workspace->table, lists) == 0) {
+                result = run_lists(&adamw, &call);
             }
-            py_adamw_end(&call);
+            py_release_arrays(&call);
+            py_adamw_end(&adamw);
         }
     }
     for (int c = 0; c < N_COLUMNS; c++) {

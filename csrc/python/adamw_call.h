@@ -21,15 +21,43 @@ enum {
 /* The step of one list of parameters. */
 typedef struct {
     tfast_adamw_args args;
-    PyObject *lr; /* a number, or an array of one float32 */
-    py_array lr_array;
-    py_workspace *workspace;
+    bool amsgrad, ema, copy; /* whether there are these columns */
     bool master; /* column PARAM is the master weights, and COPY the parameters */
     bool extras; /* there is an EMA or a COPY */
+    PyObject
+        *lr; /* an array of one float32, borrowed from the caller; NULL: a number */
+    py_array lr_array;
+    py_workspace *workspace;
 } py_adamw_call;
 
-/* Starts a call of up to `rows` rows; `relayout` as in the table, NULL or None: none.
- * Returns 0 or -1. */
+/* Both forms of the step take their options from one table: lists of arrays with
+ * keywords, and a param group as a tuple. */
+extern const py_operation py_adamw_lists, py_adamw_group_tuple;
+enum {
+    PY_ADAMW_WORKSPACE = N_COLUMNS,
+    PY_ADAMW_LR,
+    PY_ADAMW_BETA1,
+    PY_ADAMW_BETA2,
+    PY_ADAMW_EPS,
+    PY_ADAMW_WEIGHT_DECAY,
+    PY_ADAMW_MAXIMIZE,
+    PY_ADAMW_DECOUPLED,
+    PY_ADAMW_GRAD_SCALE,
+    PY_ADAMW_FOUND_INF,
+    PY_ADAMW_RELAYOUT,
+    PY_ADAMW_STREAM,
+    PY_ADAMW_EMA_DECAY,
+    PY_ADAMW_CLIP_COEF,
+    PY_ADAMW_ZERO_GRAD,
+    PY_ADAMW_WRITE_BACK,
+    PY_ADAMW_AMSGRAD,
+    PY_ADAMW_MASTER,
+    PY_ADAMW_COPY,
+    PY_ADAMW_PARAMETERS
+};
+
+/* Starts a call of up to `rows` rows; `relayout` as in the table, or NULL. Returns 0 or
+ * -1. */
 int py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
                    PyObject *relayout, Py_ssize_t rows);
 
@@ -48,7 +76,6 @@ typedef struct {
     PyObject *workspace; /* borrowed */
     PyObject *written;   /* owned; where gradients are written: a list of them and their
                           parameters, for autograd's versions. Else NULL */
-    int amsgrad, ema, copy;
 } py_adamw_group;
 
 /* Adds the group's parameters that have gradients. Returns 0, -1 with an exception, or

@@ -4,16 +4,82 @@
 
 #include <string.h>
 
-enum { AT_ONCE = 32 }; /* tensors that the cache is asked for */
-
-/* All of one optimizer. */
-typedef struct {
+/* The step of one optimizer: all of its groups, and what they share. */
+typedef struct step {
     PyObject *all; /* the optimizer's state dict */
     PyObject *bump, *relayout;
     py_adamw_group *groups;
     Py_ssize_t n;
-    int only_prepare; /* do all that may fail, and step with nothing */
+    bool only_prepare;              /* do all that may fail, and step with nothing */
+    bool measure_inf, measure_norm; /* the pass over gradients writes them */
+    bool wide; /* a float64 is among the tensors, so norm and clip_coef are float64's */
+    double max_norm;
+    void *stream;
+    tfast_amp_grads_args grads;
+    float *grad_scale, *found_inf, *total_norm; /* addresses of the arrays so named */
+    double *total_norm_f64, *clip_coef;
+    py_call call;
 } step;
+
+enum {
+    GROUPS,
+    STATE,
+    BUMP,
+    RELAYOUT,
+    WORKSPACE,
+    MEASURE_INF,
+    MEASURE_NORM,
+    MAX_NORM,
+    GRAD_SCALE,
+    FOUND_INF,
+    TOTAL_NORM,
+    TOTAL_NORM_F64,
+    CLIP_COEF,
+    STREAM,
+    ONLY_PREPARE,
+    N_PARAMETERS
+};
+
+#define AT(field) PY_AT(step, field)
+#define NUMBER(kind_, field)                                                           \
+    {                                                                                  \
+        .name = #field, .kind = kind_, .at = AT(field)                                 \
+    }
+#define SCALAR(dtype_, field)                                                          \
+    {                                                                                  \
+        .name = #field, .kind = PY_SCALAR, .dtype = PY_EXACTLY(dtype_),                \
+        .at = AT(field)                                                                \
+    }
+
+static const py_parameter parameters[N_PARAMETERS] = {
+    [GROUPS] = {.name = "groups", .kind = PY_LIST, .required = true},
+    [STATE] = {.name = "state", .kind = PY_OBJECT, .required = true},
+    [BUMP] = {.name = "bump", .kind = PY_OBJECT, .required = true},
+    [RELAYOUT] = {.name = "relayout", .kind = PY_OBJECT},
+    [WORKSPACE] = {.name = "workspace", .kind = PY_OBJECT, .required = true},
+    [MEASURE_INF] = NUMBER(PY_FLAG, measure_inf),
+    [MEASURE_NORM] = NUMBER(PY_FLAG, measure_norm),
+    [MAX_NORM] = NUMBER(PY_REAL, max_norm),
+    [GRAD_SCALE] = SCALAR(TFAST_F32, grad_scale),
+    [FOUND_INF] = SCALAR(TFAST_F32, found_inf),
+    [TOTAL_NORM] = SCALAR(TFAST_F32, total_norm),
+    [TOTAL_NORM_F64] = SCALAR(TFAST_F64, total_norm_f64),
+    [CLIP_COEF] = SCALAR(TFAST_F64, clip_coef),
+    [STREAM] = NUMBER(PY_STREAM, stream),
+    [ONLY_PREPARE] = NUMBER(PY_FLAG, only_prepare),
+};
+
+static const uint8_t order[N_PARAMETERS] = {
+    GROUPS,      STATE,          BUMP,      RELAYOUT,   WORKSPACE,
+    MEASURE_INF, MEASURE_NORM,   MAX_NORM,  GRAD_SCALE, FOUND_INF,
+    TOTAL_NORM,  TOTAL_NORM_F64, CLIP_COEF, STREAM,     ONLY_PREPARE};
+static const py_operation operation = {.name = "adamw_groups",
+                                       .parameters = parameters,
+                                       .n_parameters = N_PARAMETERS,
+                                       .order = order,
+                                       .n_order = N_PARAMETERS,
+                                       .needs = ((uint64_t)1 << GRAD_SCALE) - 1 -
+                                                ((uint64_t)1 << RELAYOUT)};
 
 /* The parameters of the group's rows: a new reference. */
 static PyObject *
@@ -35,33 +101,15 @@ stepped(const py_adamw_group *group)
     return params;
 }
 
-/* Asks for tensors that the kernel has driven out of the cache. */
-static void
-hint_written(const py_state *state, PyObject *written)
-{
-    const Py_ssize_t n = PyList_Size(written);
-    PyObject *tensors[AT_ONCE];
-
-    for (Py_ssize_t i = 0; i < n;) {
-        Py_ssize_t k = 0;
-
-        while (k < AT_ONCE && i < n) {
-            tensors[k++] = PyList_GetItem(written, i++);
-        }
-        py_hint_tensors(state, tensors, k);
-    }
-}
-
 /* Tells autograd which tensors the group's step wrote. */
 static int
-bump_versions(const py_state *state, PyObject *bump, const py_adamw_group *group)
+bump_versions(PyObject *bump, const py_adamw_group *group)
 {
     PyObject *written =
         group->written != NULL ? Py_NewRef(group->written) : stepped(group);
     PyObject *answer = NULL;
 
     if (written != NULL) {
-        hint_written(state, written);
         answer = PyObject_CallFunctionObjArgs(bump, written, NULL);
     }
     Py_XDECREF(written);
@@ -71,35 +119,32 @@ bump_versions(const py_state *state, PyObject *bump, const py_adamw_group *group
 
 /* ---- All groups ------------------------------------------------------------------ */
 
-/* (params, workspace, lr, beta1, beta2, eps, weight_decay, amsgrad, maximize,
- * decoupled_weight_decay, ema_decay or None, master, copy, zero_grad, write_back) */
+/* Parses a tuple of the arguments in py_adamw_group_tuple's order. */
 static int
-parse_group(PyObject *tuple, py_adamw_group *group)
+parse_group(py_state *state, PyObject *tuple, py_adamw_group *group)
 {
-    tfast_adamw_args *args = &group->call.args;
-    PyObject *params, *ema_decay;
-    int maximize, decoupled, master, zero_grad, write_back;
+    enum { MOST = 16 };
+    const Py_ssize_t n = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : 0;
+    py_adamw_call *adamw = &group->call;
+    PyObject *arguments[MOST], *params;
+    py_call call;
 
-    if (!PyArg_ParseTuple(tuple, "O!OOddddpppOpppp:group", &PyList_Type, &params,
-                          &group->workspace, &group->call.lr, &args->beta1,
-                          &args->beta2, &args->eps, &args->weight_decay,
-                          &group->amsgrad, &maximize, &decoupled, &ema_decay, &master,
-                          &group->copy, &zero_grad, &write_back)) {
+    for (Py_ssize_t i = 0; i < n && i < MOST; i++) {
+        arguments[i] = PyTuple_GetItem(tuple, i);
+    }
+    call.state = state;
+    if (py_parse(&call, &py_adamw_group_tuple, adamw, arguments, n, NULL) < 0) {
         return -1;
     }
-    if (ema_decay != Py_None) {
-        args->ema_decay = PyFloat_AsDouble(ema_decay);
-        if (args->ema_decay == -1.0 && PyErr_Occurred()) {
-            return -1;
-        }
-        group->ema = 1;
+    params = call.given[PARAM];
+    if (!PyList_Check(params)) {
+        PyErr_SetString(PyExc_TypeError, "params of a group must be a list");
+        return -1;
     }
-    args->maximize = maximize != 0;
-    args->decoupled_weight_decay = decoupled != 0;
-    args->zero_grad = zero_grad != 0;
-    args->write_back_grads = write_back != 0;
-    group->call.master = master != 0;
-    group->call.extras = master != 0 || group->copy != 0 || group->ema != 0;
+    adamw->lr = call.given[PY_ADAMW_LR];
+    adamw->ema = (call.seen >> PY_ADAMW_EMA_DECAY & 1) != 0;
+    adamw->extras = adamw->master || adamw->copy || adamw->ema;
+    group->workspace = call.given[PY_ADAMW_WORKSPACE];
     group->params = PyList_GetSlice(params, 0, PyList_Size(params));
     return group->params == NULL ? -1 : 0;
 }
@@ -130,9 +175,9 @@ add_groups(py_state *state, step *step)
             continue;
         }
         if (device == NULL) {
-            device = &table->device;
-        } else if (table->device.type != device->type ||
-                   table->device.index != device->index) {
+            device = &table->place.device;
+        } else if (table->place.device.type != device->type ||
+                   table->place.device.index != device->index) {
             return 1;
         }
         if (py_adamw_prepare(&group->call, state) < 0) {
@@ -173,60 +218,12 @@ check_shared_grads(const py_state *state, const step *step)
     return status;
 }
 
-/* What the groups share. */
-typedef struct {
-    PyObject *workspace, *grad_scale, *found_inf, *total_norm, *total_norm_f64,
-        *clip_coef;
-    int measure_inf, measure_norm; /* the pass over gradients writes them */
-    double max_norm;
-    bool
-        wide; /* a float64 is among the tensors: the norm and clip_coef are float64's */
-    unsigned long long stream;
-    py_array arrays[5];
-    tfast_amp_grads_args grads;
-    float *scale, *inf, *norm; /* what is in the objects of these names */
-    double *norm_f64, *coef;
-} shared;
-
-static int
-take_shared(py_state *state, shared *shared, tfast_device device)
-{
-    const bool inf = shared->measure_inf != 0, norm = shared->measure_norm != 0;
-    const struct {
-        PyObject *object;
-        const char *name;
-        tfast_dtype dtype;
-        bool write;
-        void *value;
-    } wanted[] = {
-        {shared->grad_scale, "grad_scale", TFAST_F32, false, &shared->scale},
-        {shared->found_inf, "found_inf", TFAST_F32, inf, &shared->inf},
-        {shared->total_norm, "total_norm", TFAST_F32, norm, &shared->norm},
-        {shared->total_norm_f64, "total_norm_f64", TFAST_F64, norm, &shared->norm_f64},
-        {shared->clip_coef, "clip_coef", TFAST_F64, norm, &shared->coef},
-    };
-
-    for (int i = 0; i < 5; i++) {
-        void *data = NULL;
-
-        if (wanted[i].object == Py_None) {
-            continue;
-        }
-        if (py_borrow_scalar(state, wanted[i].object, wanted[i].name, wanted[i].dtype,
-                             device, wanted[i].write, &shared->arrays[i], &data) < 0) {
-            return -1;
-        }
-        memcpy(wanted[i].value, &data, sizeof data);
-    }
-    return 0;
-}
-
 /* Fills the arguments of the pass over all gradients. */
 static int
-prepare_pass(py_state *state, const step *step, shared *shared, Py_ssize_t rows,
-             tfast_device device)
+prepare_pass(step *step, Py_ssize_t rows)
 {
-    py_workspace *workspace = py_workspace_of(state, shared->workspace);
+    py_workspace *workspace =
+        py_workspace_of(step->call.state, step->call.given[WORKSPACE]);
     tfast_amp_tensor *end;
 
     if (workspace == NULL || py_workspace_reserve_tensors(workspace, rows) < 0) {
@@ -236,20 +233,20 @@ prepare_pass(py_state *state, const step *step, shared *shared, Py_ssize_t rows,
     for (Py_ssize_t g = 0; g < step->n; g++) {
         end = py_amp_tensors(end, &step->groups[g].call.workspace->table, GRAD);
     }
-    shared->grads = (tfast_amp_grads_args){
+    step->grads = (tfast_amp_grads_args){
         .tensors = workspace->tensors,
         .n_tensors = rows,
-        .device = device,
+        .device = step->call.place.device,
         .workspace = &workspace->backend,
-        .found_inf = shared->measure_inf ? shared->inf : NULL,
-        .total_norm = shared->measure_norm ? shared->norm : NULL,
+        .found_inf = step->measure_inf ? step->found_inf : NULL,
+        .total_norm = step->measure_norm ? step->total_norm : NULL,
         .total_norm_f64 =
-            shared->measure_norm && shared->wide ? shared->norm_f64 : NULL,
-        .clip_coef = shared->measure_norm ? shared->coef : NULL,
+            step->measure_norm && step->wide ? step->total_norm_f64 : NULL,
+        .clip_coef = step->measure_norm ? step->clip_coef : NULL,
         .norm_type = 2,
-        .max_norm = shared->max_norm,
-        .grad_scale = shared->scale,
-        .stream = (void *)(uintptr_t)shared->stream,
+        .max_norm = step->max_norm,
+        .grad_scale = step->grad_scale,
+        .stream = step->stream,
     };
     return 0;
 }
@@ -257,18 +254,18 @@ prepare_pass(py_state *state, const step *step, shared *shared, Py_ssize_t rows,
 /* Both passes, without the interpreter's lock. All that may be refused, or find no
  * memory, comes before the first group is stepped. */
 static tfast_status
-run_passes(step *step, const shared *shared)
+run_passes(step *step)
 {
-    const bool passes = shared->measure_inf || shared->measure_norm;
+    const bool passes = step->measure_inf || step->measure_norm;
     tfast_status status = TFAST_OK;
 
     for (Py_ssize_t g = 0; g < step->n && status == TFAST_OK; g++) {
         tfast_adamw_args *args = &step->groups[g].call.args;
 
-        args->grad_scale = shared->scale;
-        args->found_inf = shared->inf;
-        args->clip_coef = shared->coef;
-        args->stream = (void *)(uintptr_t)shared->stream;
+        args->grad_scale = step->grad_scale;
+        args->found_inf = step->found_inf;
+        args->clip_coef = step->clip_coef;
+        args->stream = step->stream;
         if (args->n_slots > 0 && (step->n > 1 || passes || step->only_prepare)) {
             status = tfast_adamw_prepare(args); /* else the call does it */
         }
@@ -277,7 +274,7 @@ run_passes(step *step, const shared *shared)
         return status;
     }
     if (status == TFAST_OK && passes) {
-        status = tfast_amp_grads(&shared->grads);
+        status = tfast_amp_grads(&step->grads);
     }
     for (Py_ssize_t g = 0; g < step->n && status == TFAST_OK; g++) {
         if (step->groups[g].call.args.n_slots > 0) {
@@ -302,11 +299,21 @@ has_float64(const py_adamw_group *group)
     return found;
 }
 
+/* Marks what the pass over gradients writes. */
+static uint64_t
+written_scalars(const step *step)
+{
+    const uint64_t norms = (uint64_t)1 << TOTAL_NORM | (uint64_t)1 << TOTAL_NORM_F64 |
+                           (uint64_t)1 << CLIP_COEF;
+
+    return (step->measure_inf ? (uint64_t)1 << FOUND_INF : 0) |
+           (step->measure_norm ? norms : 0);
+}
+
 /* Steps what add_groups() has added. */
 static PyObject *
-run_groups(py_state *state, step *step, shared *shared)
+run_groups(step *step)
 {
-    tfast_device device = {TFAST_CPU, 0};
     tfast_status status;
     Py_ssize_t rows = 0;
 
@@ -314,40 +321,43 @@ run_groups(py_state *state, step *step, shared *shared)
         const py_table *table = &step->groups[g].call.workspace->table;
 
         rows += table->n_rows;
-        device = table->n_rows > 0 ? table->device : device;
-        shared->wide |= has_float64(&step->groups[g]);
+        if (table->n_rows > 0) {
+            step->call.place = table->place;
+        }
+        step->wide |= has_float64(&step->groups[g]);
     }
     if (rows == 0) {
         return Py_BuildValue("(nO)", rows, Py_False);
     }
-    if (check_shared_grads(state, step) < 0 || take_shared(state, shared, device) < 0 ||
-        ((shared->measure_inf || shared->measure_norm) &&
-         prepare_pass(state, step, shared, rows, device) < 0)) {
+    step->call.written = written_scalars(step);
+    if (check_shared_grads(step->call.state, step) < 0 ||
+        py_borrow_arrays(&step->call, step) < 0 ||
+        ((step->measure_inf || step->measure_norm) && prepare_pass(step, rows) < 0)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = run_passes(step, shared);
+    status = run_passes(step);
     Py_END_ALLOW_THREADS
     if (status != TFAST_OK) {
         return py_result(status);
     }
     for (Py_ssize_t g = 0; g < step->n && !step->only_prepare; g++) {
         if (step->groups[g].call.args.n_slots > 0 &&
-            bump_versions(state, step->bump, &step->groups[g]) < 0) {
+            bump_versions(step->bump, &step->groups[g]) < 0) {
             return NULL;
         }
     }
-    return Py_BuildValue("(nO)", rows, shared->wide ? Py_True : Py_False);
+    return Py_BuildValue("(nO)", rows, step->wide ? Py_True : Py_False);
 }
 
 static PyObject *
-step_groups(py_state *state, step *step, shared *shared)
+step_groups(step *step)
 {
-    const int status = add_groups(state, step);
+    const int status = add_groups(step->call.state, step);
     PyObject *result = NULL;
 
     if (status == 0) {
-        result = run_groups(state, step, shared);
+        result = run_groups(step);
     } else if (status > 0) {
         result = Py_NewRef(Py_None);
     }
@@ -362,49 +372,50 @@ step_groups(py_state *state, step *step, shared *shared)
             py_adamw_end(call);
         }
     }
-    for (int i = 0; i < 5; i++) {
-        py_release(&shared->arrays[i]);
-    }
+    py_release_arrays(&step->call);
     return result;
 }
 
-PyObject *
-py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs)
+/* Parses all groups; what it has made is the caller's to free. */
+static int
+parse_groups(step *step, PyObject *list)
 {
-    static char *names[] = {
-        "groups",     "state",       "bump",         "relayout",
-        "workspace",  "measure_inf", "measure_norm", "max_norm",
-        "grad_scale", "found_inf",   "total_norm",   "total_norm_f64",
-        "clip_coef",  "stream",      "only_prepare", NULL};
-    py_state *state = PyModule_GetState(module);
-    PyObject *list, *result = NULL;
-    shared shared = {.grad_scale = Py_None,
-                     .found_inf = Py_None,
-                     .total_norm = Py_None,
-                     .total_norm_f64 = Py_None,
-                     .clip_coef = Py_None};
-    step step = {0};
     int parsed = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!OOOppd|OOOOOKp:adamw_groups", names, &PyList_Type, &list,
-            &PyDict_Type, &step.all, &step.bump, &step.relayout, &shared.workspace,
-            &shared.measure_inf, &shared.measure_norm, &shared.max_norm,
-            &shared.grad_scale, &shared.found_inf, &shared.total_norm,
-            &shared.total_norm_f64, &shared.clip_coef, &shared.stream,
-            &step.only_prepare)) {
+    step->n = PyList_Size(list);
+    step->groups = PyMem_Calloc((size_t)step->n + 1, sizeof *step->groups);
+    if (step->groups == NULL) {
+        PyErr_NoMemory();
+        step->n = 0;
+        return -1;
+    }
+    for (Py_ssize_t g = 0; g < step->n && parsed == 0; g++) {
+        parsed =
+            parse_group(step->call.state, PyList_GetItem(list, g), &step->groups[g]);
+    }
+    return parsed;
+}
+
+PyObject *
+py_adamw_groups(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyObject *result = NULL;
+    step step;
+
+    memset(&step, 0, offsetof(struct step, call));
+    step.call.state = PyModule_GetState(module);
+    if (py_parse(&step.call, &operation, &step, args, n, names) < 0) {
         return NULL;
     }
-    step.n = PyList_Size(list);
-    step.groups = PyMem_Calloc((size_t)step.n + 1, sizeof *step.groups);
-    if (step.groups == NULL) {
-        return PyErr_NoMemory();
+    step.all = step.call.given[STATE];
+    step.bump = step.call.given[BUMP];
+    step.relayout = step.call.given[RELAYOUT];
+    if (!PyDict_Check(step.all)) {
+        PyErr_SetString(PyExc_TypeError, "state must be a dict");
+        return NULL;
     }
-    for (Py_ssize_t g = 0; g < step.n && parsed == 0; g++) {
-        parsed = parse_group(PyList_GetItem(list, g), &step.groups[g]);
-    }
-    if (parsed == 0) {
-        result = step_groups(state, &step, &shared);
+    if (parse_groups(&step, step.call.given[GROUPS]) == 0) {
+        result = step_groups(&step);
     }
     for (Py_ssize_t g = 0; g < step.n; g++) {
         Py_XDECREF(step.groups[g].params);

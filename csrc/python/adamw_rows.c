@@ -1,11 +1,6 @@
-/* The walk over a param group's parameters that finds their gradients and state. Every
- * address is read from its tensor in this call. With many small tensors the walk takes
- * most of a step: an exchange call takes 20 to 50 ns with the tensor in the cache, and
- * more than 200 ns without, which is why look_ahead() and look_at_states() ask for what
- * the next rows read. */
+/* Finds the gradient and the state of each parameter of a group. Every address is read
+ * from its tensor in this call. With many small tensors this takes most of a step. */
 #include "adamw_call.h"
-
-enum { AHEAD = 16 }; /* rows between two looks ahead */
 
 /* The parameter's state dict. Both dicts were made in the order of the parameters, so
  * it is one of the next entries; asking by key would call the tensor's __hash__.
@@ -56,10 +51,10 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
     } entries[] = {{STEP, true, state->s_step},
                    {EXP_AVG, true, state->s_exp_avg},
                    {EXP_AVG_SQ, true, state->s_exp_avg_sq},
-                   {MAX_EXP_AVG_SQ, group->amsgrad, state->s_max_exp_avg_sq},
+                   {MAX_EXP_AVG_SQ, group->call.amsgrad, state->s_max_exp_avg_sq},
                    {PARAM, group->call.master, state->s_master_param},
-                   {COPY, group->copy, state->s_weight_copy},
-                   {EMA, group->ema, state->s_ema}};
+                   {COPY, group->call.copy, state->s_weight_copy},
+                   {EMA, group->call.ema, state->s_ema}};
     PyObject *key, *value;
     Py_ssize_t next = 0;
 
@@ -155,86 +150,32 @@ read_grad(py_state *state, const grad_reader *reader, py_table *table, PyObject 
     }
     if (*grad == Py_None) {
         *grad = NULL;
-    } else {
-        py_hint_parts(state, *grad);
     }
     return 0;
-}
-
-/* Asks the cache for what the rows from `i` on will read: each look ahead finds in the
- * cache what the one before asked for. */
-static void
-look_ahead(const py_state *state, PyObject *params, Py_ssize_t n, Py_ssize_t i)
-{
-    const Py_ssize_t middle = i + 2 * AHEAD, far = i + 3 * AHEAD;
-
-    if (far + AHEAD < n) {
-        __builtin_prefetch(PyList_GetItem(params, far + AHEAD));
-    }
-    if (far >= 0 && far < n) {
-        py_hint_body(state, PyList_GetItem(params, far));
-    }
-    if (middle >= 0 && middle < n) {
-        py_hint_parts(state, PyList_GetItem(params, middle));
-    }
-}
-
-/* Asks for the state tensors of the rows first .. end - 1, AHEAD at most. */
-static void
-look_at_states(const py_state *state, const py_workspace *workspace, PyObject *all,
-               PyObject *params, Py_ssize_t first, Py_ssize_t end)
-{
-    PyObject *found[AHEAD * N_COLUMNS], *param, *dict, *name, *value;
-    Py_ssize_t position = workspace->next;
-    int n = 0;
-
-    for (Py_ssize_t i = first; i < end; i++) {
-        Py_ssize_t next = position, entry = 0;
-
-        if (!PyDict_Next(all, &next, &param, &dict) ||
-            param != PyList_GetItem(params, i) || !PyDict_Check(dict)) {
-            continue; /* no state yet: the next entry may be the next parameter's */
-        }
-        position = next;
-        for (int c = 0; c < N_COLUMNS && PyDict_Next(dict, &entry, &name, &value);
-             c++) {
-            found[n++] = value;
-        }
-    }
-    py_hint_tensors(state, found, n);
 }
 
 static int
 add_rows(py_state *state, py_adamw_group *group, const grad_reader *reader,
          PyObject *all)
 {
-    py_table *table = &group->call.workspace->table;
-    PyObject *grads[AHEAD], *params = group->params;
+    PyObject *params = group->params;
     const Py_ssize_t n = PyList_Size(params);
     int status = 0;
 
-    for (Py_ssize_t i = -4 * AHEAD; i < n && status == 0; i++) {
-        PyObject *grad = i >= 0 ? grads[i % AHEAD] : NULL; /* read AHEAD rounds ago */
+    for (Py_ssize_t i = 0; i < n && status == 0; i++) {
+        PyObject *param = PyList_GetItem(params, i), *grad;
 
-        look_ahead(state, params, n, i);
-        if (i >= 0 && i % AHEAD == 0) {
-            look_at_states(state, group->call.workspace, all, params, i,
-                           i + AHEAD < n ? i + AHEAD : n);
-        }
-        if (i + AHEAD >= 0 && i + AHEAD < n &&
-            read_grad(state, reader, table, PyList_GetItem(params, i + AHEAD),
-                      &grads[(i + AHEAD) % AHEAD]) < 0) {
+        if (read_grad(state, reader, &group->call.workspace->table, param, &grad) < 0) {
             return -1;
         }
-        if (grad != NULL) {
-            PyObject *param = PyList_GetItem(params, i);
-
-            if (group->written != NULL && (PyList_Append(group->written, param) < 0 ||
-                                           PyList_Append(group->written, grad) < 0)) {
-                return -1;
-            }
-            status = add_param(state, group, all, i, param, grad);
+        if (grad == NULL) {
+            continue;
         }
+        if (group->written != NULL && (PyList_Append(group->written, param) < 0 ||
+                                       PyList_Append(group->written, grad) < 0)) {
+            return -1;
+        }
+        status = add_param(state, group, all, i, param, grad);
     }
     return status;
 }

@@ -1,11 +1,8 @@
-/* _core.amp_grads and _core.amp_update: lists of any arrays. */
+/* _core.amp_grads and _core.amp_update. */
 #include "core.h"
 
 #include <math.h>
 #include <string.h>
-
-static const py_column read_grads[] = {{.name = "grads"}};
-static const py_column write_grads[] = {{.name = "grads", .write = true}};
 
 tfast_amp_tensor *
 py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table, int column)
@@ -22,68 +19,84 @@ py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table, int column)
     return tensors;
 }
 
-/* A copy of a list: no code that runs while its arrays are borrowed can change it. */
+/* A copy of a list: code that runs while its arrays are borrowed cannot change it. */
 static PyObject *
-own_list(PyObject *list)
+copy_of(PyObject *list)
 {
     return PyList_GetSlice(list, 0, PyList_Size(list));
 }
 
-/* ---- One array of one element after another -------------------------------------- */
-
-enum { MAX_SCALARS = TFAST_AMP_MAX_FOUND + 3 };
-
-/* Those of one call, borrowed until its end. */
-typedef struct {
-    tfast_device device;
-    py_array arrays[MAX_SCALARS];
-    int n;
-} scalars;
-
-/* Sets *value, of any pointer type, to the object's element; None leaves it. */
-static int
-take_scalar(py_state *state, scalars *taken, PyObject *object, const char *name,
-            int dtype, bool write, void *value)
-{
-    void *data = NULL;
-
-    if (object == NULL || object == Py_None) {
-        return 0;
-    }
-    if (py_borrow_scalar(state, object, name, dtype, taken->device, write,
-                         &taken->arrays[taken->n], &data) < 0) {
-        return -1;
-    }
-    taken->n++;
-    memcpy(value, &data, sizeof data);
-    return 0;
-}
-
-static void
-release_scalars(scalars *taken)
-{
-    while (taken->n > 0) {
-        py_release(&taken->arrays[--taken->n]);
-    }
-}
-
 /* ---- The pass over gradients ----------------------------------------------------- */
 
+enum {
+    GRADS,
+    WORKSPACE,
+    FOUND_INF,
+    TOTAL_NORM,
+    TOTAL_NORM_F64,
+    CLIP_COEF,
+    NORM_TYPE,
+    MAX_NORM,
+    REWRITE,
+    CLIP_VALUE,
+    GRAD_SCALE,
+    FACTOR,
+    PASS_STREAM,
+    N_PASS
+};
+
+#define AT(field) PY_AT(tfast_amp_grads_args, field)
+#define SCALAR(dtype_, field)                                                          \
+    .name = #field, .kind = PY_SCALAR, .dtype = PY_EXACTLY(dtype_), .at = AT(field)
+#define REAL(field)                                                                    \
+    {                                                                                  \
+        .name = #field, .kind = PY_REAL, .at = AT(field)                               \
+    }
+
+static const py_parameter pass_parameters[N_PASS] = {
+    [GRADS] = {.name = "grads", .kind = PY_LIST, .required = true},
+    [WORKSPACE] = {.name = "workspace", .kind = PY_OBJECT, .required = true},
+    [FOUND_INF] = {SCALAR(TFAST_F32, found_inf), .written = true},
+    [TOTAL_NORM] = {SCALAR(TFAST_F32, total_norm), .written = true},
+    [TOTAL_NORM_F64] = {SCALAR(TFAST_F64, total_norm_f64), .written = true},
+    [CLIP_COEF] = {SCALAR(TFAST_F64, clip_coef), .written = true},
+    [NORM_TYPE] = REAL(norm_type),
+    [MAX_NORM] = REAL(max_norm),
+    [REWRITE] = {.name = "rewrite", .kind = PY_OBJECT},
+    [CLIP_VALUE] = REAL(clip_value),
+    [GRAD_SCALE] = {SCALAR(TFAST_F32, grad_scale)},
+    [FACTOR] = {SCALAR(TFAST_F64, factor)},
+    [PASS_STREAM] = {.name = "stream", .kind = PY_STREAM, .at = AT(stream)},
+};
+#undef AT
+
+static const uint8_t pass_order[] = {GRADS, WORKSPACE};
+static const py_operation pass = {.name = "amp_grads",
+                                  .parameters = pass_parameters,
+                                  .n_parameters = N_PASS,
+                                  .order = pass_order,
+                                  .n_order = 2,
+                                  .all = true};
+
 static int
-parse_rewrite(const char *text, tfast_amp_rewrite *rewrite)
+take_rewrite(PyObject *object, tfast_amp_rewrite *rewrite)
 {
     static const char *const names[] = {[TFAST_AMP_READ] = "read",
                                         [TFAST_AMP_MULTIPLY] = "multiply",
                                         [TFAST_AMP_CLAMP] = "clamp"};
 
+    if (object == NULL) {
+        return 0;
+    }
     for (int i = 0; i < (int)(sizeof names / sizeof *names); i++) {
-        if (text == NULL || strcmp(text, names[i]) == 0) {
+        if (PyUnicode_Check(object) &&
+            PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
             *rewrite = (tfast_amp_rewrite)i;
             return 0;
         }
     }
     PyErr_Format(PyExc_ValueError,
-                 "rewrite must be 'read', 'multiply' or 'clamp', got '%.100s'", text);
+                 "rewrite must be 'read', 'multiply' or 'clamp', got %R", object);
     return -1;
 }
 
@@ -91,127 +104,125 @@ static int
 add_grads(py_state *state, py_table *table, PyObject *list)
 {
     const Py_ssize_t n = PyList_Size(list);
+    int status = 0;
 
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; i < n && status == 0; i++) {
         PyObject *objects[] = {PyList_GetItem(list, i)};
-        const int status = py_table_add(state, table, objects, i);
 
+        status = py_table_add(state, table, objects, i);
         if (status > 0) {
             return py_argument_error(PyExc_ValueError, (py_argument){"grads", i},
                                      "must be on the device of grads[0]");
         }
-        if (status < 0) {
-            return -1;
-        }
     }
-    return py_table_check(state, table);
+    return status < 0 ? -1 : py_table_check(state, table);
 }
 
-typedef struct {
-    PyObject *found_inf, *total_norm, *total_norm_f64, *clip_coef, *grad_scale, *factor;
-} grads_scalars;
-
-/* On the device of the tensors, or where there are none on that of a result. */
+/* Fills in the tensors; scalars must be where the tensors are. */
 static int
-take_grads_scalars(py_state *state, scalars *taken, const grads_scalars *given,
-                   tfast_amp_grads_args *args)
+take_grads(py_call *call, py_workspace *workspace, PyObject *list,
+           tfast_amp_grads_args *args)
 {
-    const struct {
-        PyObject *object;
-        const char *name;
-        tfast_dtype dtype;
-        bool write;
-        void *value;
-    } wanted[] = {
-        {given->found_inf, "found_inf", TFAST_F32, true, &args->found_inf},
-        {given->total_norm, "total_norm", TFAST_F32, true, &args->total_norm},
-        {given->total_norm_f64, "total_norm_f64", TFAST_F64, true,
-         &args->total_norm_f64},
-        {given->clip_coef, "clip_coef", TFAST_F64, true, &args->clip_coef},
-        {given->grad_scale, "grad_scale", TFAST_F32, false, &args->grad_scale},
-        {given->factor, "factor", TFAST_F64, false, &args->factor},
-    };
+    py_table *table = &workspace->table;
 
-    taken->device = args->device;
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-        if (take_scalar(state, taken, wanted[i].object, wanted[i].name, wanted[i].dtype,
-                        wanted[i].write, wanted[i].value) < 0) {
-            return -1;
-        }
+    if (add_grads(call->state, table, list) < 0 ||
+        py_workspace_reserve_tensors(workspace, table->n_rows) < 0) {
+        return -1;
     }
-    return 0;
-}
-
-static PyObject *
-run_grads(py_state *state, py_workspace *workspace, const grads_scalars *given,
-          tfast_amp_grads_args *args)
-{
-    scalars taken = {.n = 0};
-    tfast_status status = TFAST_OK;
-    int ready;
-
-    args->device = workspace->table.device;
+    py_amp_tensors(workspace->tensors, table, 0);
+    args->tensors = workspace->tensors;
+    args->n_tensors = table->n_rows;
+    args->device = table->place.device;
     args->workspace = &workspace->backend;
-    args->n_tensors = workspace->table.n_rows;
-    ready = py_workspace_reserve_tensors(workspace, args->n_tensors);
-    if (ready == 0) {
-        py_amp_tensors(workspace->tensors, &workspace->table, 0);
-        args->tensors = workspace->tensors;
-        ready = take_grads_scalars(state, &taken, given, args);
-    }
-    if (ready == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        status = tfast_amp_grads(args);
-        Py_END_ALLOW_THREADS
-    }
-    release_scalars(&taken);
-    return ready < 0 ? NULL : py_result(status);
+    call->place = table->place;
+    return py_borrow_arrays(call, args);
 }
 
 PyObject *
-py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs)
+py_amp_grads(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
-    static char *names[] = {"grads",          "workspace",  "found_inf",  "total_norm",
-                            "total_norm_f64", "clip_coef",  "norm_type",  "max_norm",
-                            "rewrite",        "clip_value", "grad_scale", "factor",
-                            "stream",         NULL};
-    py_state *state = PyModule_GetState(module);
-    tfast_amp_grads_args call = {.norm_type = 2, .max_norm = INFINITY};
-    grads_scalars given = {NULL};
-    PyObject *list, *mine, *object, *result = NULL;
+    tfast_amp_grads_args fields = {.norm_type = 2, .max_norm = INFINITY};
     py_workspace *workspace;
-    unsigned long long stream = 0;
-    const char *rewrite = NULL;
+    PyObject *list;
+    py_call call;
+    tfast_status status = TFAST_OK;
+    bool ready = false;
 
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O|$OOOOddsdOOK:amp_grads", names, &PyList_Type, &list,
-            &object, &given.found_inf, &given.total_norm, &given.total_norm_f64,
-            &given.clip_coef, &call.norm_type, &call.max_norm, &rewrite,
-            &call.clip_value, &given.grad_scale, &given.factor, &stream) ||
-        parse_rewrite(rewrite, &call.rewrite) < 0) {
+    call.state = PyModule_GetState(module);
+    if (py_parse(&call, &pass, &fields, args, n, names) < 0 ||
+        take_rewrite(call.given[REWRITE], &fields.rewrite) < 0) {
         return NULL;
     }
-    call.stream = (void *)(uintptr_t)stream;
-    workspace = py_workspace_of(state, object);
-    mine = workspace == NULL ? NULL : own_list(list);
-    if (mine != NULL &&
-        py_table_begin(&workspace->table,
-                       call.rewrite == TFAST_AMP_READ ? read_grads : write_grads, 1,
-                       PyList_Size(mine)) == 0) {
-        if (add_grads(state, &workspace->table, mine) == 0) {
-            result = run_grads(state, workspace, &given, &call);
+    workspace = py_workspace_of(call.state, call.given[WORKSPACE]);
+    list = workspace == NULL ? NULL : copy_of(call.given[GRADS]);
+    if (list != NULL &&
+        py_table_begin(&workspace->table, pass_parameters, 1,
+                       fields.rewrite == TFAST_AMP_READ ? 0 : 1u << GRADS,
+                       PyList_Size(list)) == 0) {
+        ready = take_grads(&call, workspace, list, &fields) == 0;
+        if (ready) {
+            Py_BEGIN_ALLOW_THREADS
+            status = tfast_amp_grads(&fields);
+            Py_END_ALLOW_THREADS
         }
+        py_release_arrays(&call);
         py_table_end(&workspace->table);
     }
-    Py_XDECREF(mine);
-    return result;
+    Py_XDECREF(list);
+    return ready ? py_result(status) : NULL;
 }
 
 /* ---- The loss scale -------------------------------------------------------------- */
 
+enum {
+    SCALE,
+    GROWTH_TRACKER,
+    FOUND_INFS,
+    GROWTH_FACTOR,
+    BACKOFF_FACTOR,
+    GROWTH_INTERVAL,
+    MIN_SCALE,
+    MAX_SCALE,
+    HYSTERESIS,
+    HYSTERESIS_TRACKER,
+    UPDATE_STREAM,
+    N_UPDATE
+};
+
+#define AT(field) PY_AT(tfast_amp_update_args, field)
+#define SHORT(field)                                                                   \
+    {                                                                                  \
+        .name = #field, .kind = PY_SHORT_INTEGER, .at = AT(field)                      \
+    }
+
+static const py_parameter update_parameters[N_UPDATE] = {
+    [SCALE] = {SCALAR(TFAST_F32, scale), .written = true, .required = true},
+    [GROWTH_TRACKER] = {SCALAR(PY_INT32, growth_tracker), .written = true,
+                        .required = true},
+    [FOUND_INFS] = {.name = "found_infs",
+                    .kind = PY_LIST,
+                    .dtype = PY_EXACTLY(TFAST_F32),
+                    .required = true},
+    [GROWTH_FACTOR] = REAL(growth_factor),
+    [BACKOFF_FACTOR] = REAL(backoff_factor),
+    [GROWTH_INTERVAL] = SHORT(growth_interval),
+    [MIN_SCALE] = REAL(min_scale),
+    [MAX_SCALE] = REAL(max_scale),
+    [HYSTERESIS] = SHORT(hysteresis),
+    [HYSTERESIS_TRACKER] = {SCALAR(PY_INT32, hysteresis_tracker), .written = true},
+    [UPDATE_STREAM] = {.name = "stream", .kind = PY_STREAM, .at = AT(stream)},
+};
+
+static const uint8_t update_order[] = {SCALE, GROWTH_TRACKER, FOUND_INFS};
+static const py_operation update = {.name = "amp_update",
+                                    .parameters = update_parameters,
+                                    .n_parameters = N_UPDATE,
+                                    .order = update_order,
+                                    .n_order = 3,
+                                    .all = true};
+
 static int
-take_founds(py_state *state, scalars *taken, PyObject *list,
-            tfast_amp_update_args *args)
+take_founds(py_call *call, PyObject *list, tfast_amp_update_args *args)
 {
     const Py_ssize_t n = PyList_Size(list);
 
@@ -221,69 +232,41 @@ take_founds(py_state *state, scalars *taken, PyObject *list,
         return -1;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (take_scalar(state, taken, PyList_GetItem(list, i), "found_infs", TFAST_F32,
-                        false, &args->found_infs[i]) < 0) {
+        const py_array *array =
+            py_borrow_argument(call, FOUND_INFS, PyList_GetItem(list, i), i);
+
+        if (array == NULL) {
             return -1;
         }
+        args->found_infs[i] = array->data;
     }
     args->n_found_infs = (int32_t)n;
     return 0;
 }
 
-/* The scale is borrowed for its device first. */
-static int
-take_state(py_state *state, scalars *taken, PyObject *scale, PyObject *growth,
-           PyObject *hysteresis, tfast_amp_update_args *args)
-{
-    py_array *first = &taken->arrays[0];
-
-    if (py_borrow(state, scale, (py_argument){"scale", -1}, PY_WRITE, first) < 0) {
-        return -1;
-    }
-    taken->device = args->device = first->device;
-    py_release(first);
-    if (take_scalar(state, taken, scale, "scale", TFAST_F32, true, &args->scale) < 0 ||
-        take_scalar(state, taken, growth, "growth_tracker", PY_INT32, true,
-                    &args->growth_tracker) < 0) {
-        return -1;
-    }
-    return take_scalar(state, taken, hysteresis, "hysteresis_tracker", PY_INT32, true,
-                       &args->hysteresis_tracker);
-}
-
 PyObject *
-py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs)
+py_amp_update(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
-    static char *names[] = {
-        "scale",          "growth_tracker",     "found_infs", "growth_factor",
-        "backoff_factor", "growth_interval",    "min_scale",  "max_scale",
-        "hysteresis",     "hysteresis_tracker", "stream",     NULL};
-    py_state *state = PyModule_GetState(module);
-    tfast_amp_update_args call = {.max_scale = INFINITY, .hysteresis = 1};
-    PyObject *scale, *growth, *founds, *mine, *hysteresis = NULL;
-    scalars taken = {.n = 0};
-    unsigned long long stream = 0;
+    tfast_amp_update_args fields = {.max_scale = INFINITY, .hysteresis = 1};
     tfast_status status = TFAST_OK;
+    PyObject *list;
+    py_call call;
     bool ready;
 
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOO!|$ddiddiOK:amp_update", names, &scale, &growth,
-            &PyList_Type, &founds, &call.growth_factor, &call.backoff_factor,
-            &call.growth_interval, &call.min_scale, &call.max_scale, &call.hysteresis,
-            &hysteresis, &stream)) {
+    call.state = PyModule_GetState(module);
+    if (py_parse(&call, &update, &fields, args, n, names) < 0) {
         return NULL;
     }
-    call.stream = (void *)(uintptr_t)stream;
-    mine = own_list(founds);
-    ready = mine != NULL &&
-            take_state(state, &taken, scale, growth, hysteresis, &call) == 0 &&
-            take_founds(state, &taken, mine, &call) == 0;
+    list = copy_of(call.given[FOUND_INFS]);
+    ready = list != NULL && py_borrow_arrays(&call, &fields) == 0 &&
+            take_founds(&call, list, &fields) == 0 && py_check_overlap(&call) == 0;
     if (ready) {
+        fields.device = call.place.device;
         Py_BEGIN_ALLOW_THREADS
-        status = tfast_amp_update(&call);
+        status = tfast_amp_update(&fields);
         Py_END_ALLOW_THREADS
     }
-    release_scalars(&taken);
-    Py_XDECREF(mine);
+    py_release_arrays(&call);
+    Py_XDECREF(list);
     return ready ? py_result(status) : NULL;
 }

@@ -1,9 +1,19 @@
-/* What a borrowed array is: its dtype and its layout, and how messages name it. */
 #include "array.h"
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+
+void
+py_argument_text(py_argument argument, char *text, size_t bytes)
+{
+    if (argument.index < 0) {
+        snprintf(text, bytes, "%s", argument.name);
+    } else {
+        snprintf(text, bytes, "%s[%zd]", argument.name, argument.index);
+    }
+}
 
 int
 py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
@@ -19,6 +29,21 @@ py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
     } else {
         PyErr_Format(type, "%s[%zd] %s", argument.name, argument.index, rule);
     }
+    return -1;
+}
+
+int
+py_shape_error(PyObject *type, const char *name, const py_array *array,
+               const char *format, ...)
+{
+    char rule[256], shape[PY_SHAPE_TEXT];
+    va_list values;
+
+    va_start(values, format);
+    vsnprintf(rule, sizeof rule, format, values);
+    va_end(values);
+    py_shape_text(array->ndim, array->shape, shape, sizeof shape);
+    PyErr_Format(type, "%s %s, got shape %s", name, rule, shape);
     return -1;
 }
 
@@ -45,15 +70,6 @@ static const struct {
     [PY_COMPLEX128] = {"complex128", 16},
     [PY_FLOAT8_E4M3FN] = {"float8_e4m3fn", 1},
     [PY_FLOAT8_E5M2] = {"float8_e5m2", 1},
-};
-
-const uint8_t py_dtype_alignments[PY_N_DTYPES] = {
-    [TFAST_F32] = 4,        [TFAST_F64] = 8,      [TFAST_F16] = 2,
-    [TFAST_BF16] = 2,       [TFAST_BOOL] = 1,     [PY_INT64] = 8,
-    [PY_INT32] = 4,         [PY_INT16] = 2,       [PY_INT8] = 1,
-    [PY_UINT64] = 8,        [PY_UINT32] = 4,      [PY_UINT16] = 2,
-    [PY_UINT8] = 1,         [PY_COMPLEX64] = 4,   [PY_COMPLEX128] = 8,
-    [PY_FLOAT8_E4M3FN] = 1, [PY_FLOAT8_E5M2] = 1,
 };
 
 int64_t
@@ -163,6 +179,235 @@ py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes)
                                  d + 1 < ndim ? "%lld, " : "%lld", (long long)shape[d]);
     }
     snprintf(text + used, bytes - used, ndim == 1 ? ",)" : ")");
+}
+
+/* ---- Overlap: two strided arrays ------------------------------------------------- */
+
+/* An array's dimensions of more than one element, in bytes; strides are not negative.
+ */
+typedef struct {
+    uintptr_t first, size; /* size: of an element */
+    int ndim;
+    uintptr_t strides[PY_MAX_DIMS], steps[PY_MAX_DIMS]; /* steps: elements - 1 */
+} pattern;
+
+static void
+find_pattern(const py_span *span, pattern *found)
+{
+    const py_array *array = span->array;
+
+    found->first = span->first;
+    found->size = (uintptr_t)py_dtype_size(array->dtype);
+    found->ndim = 0;
+    for (int d = 0; d < array->ndim; d++) {
+        const int64_t stride = array->strides[d];
+
+        if (array->shape[d] > 1) {
+            found->strides[found->ndim] =
+                (uintptr_t)(stride < 0 ? -stride : stride) * found->size;
+            found->steps[found->ndim++] = (uintptr_t)(array->shape[d] - 1);
+        }
+    }
+}
+
+/* The bytes of each `period` that an array covers, from its first byte on. */
+static uintptr_t
+width_in(const pattern *array, uintptr_t period)
+{
+    uintptr_t width = array->size;
+
+    for (int d = 0; d < array->ndim; d++) {
+        if (array->strides[d] % period != 0) {
+            width += array->strides[d] * array->steps[d];
+        }
+    }
+    return width;
+}
+
+/* Whether both arrays cover different bytes of every period. */
+static bool
+are_apart_in(const pattern *a, const pattern *b, uintptr_t period)
+{
+    const uintptr_t width_a = width_in(a, period), width_b = width_in(b, period);
+    const uintptr_t ahead = (b->first % period + period - a->first % period) % period;
+
+    return ahead >= width_a && ahead + width_b <= period;
+}
+
+/* Whether two spans that overlap share an element. */
+static bool
+share_elements(const py_span *one, const py_span *other)
+{
+    pattern a, b;
+
+    if (one->array == NULL || other->array == NULL) {
+        return true;
+    }
+    find_pattern(one, &a);
+    find_pattern(other, &b);
+    for (int d = 0; d < a.ndim; d++) {
+        if (a.strides[d] > 0 && are_apart_in(&a, &b, a.strides[d])) {
+            return false;
+        }
+    }
+    for (int d = 0; d < b.ndim; d++) {
+        if (b.strides[d] > 0 && are_apart_in(&a, &b, b.strides[d])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Whether two indices may mean one element: each stride must reach past all that the
+ * smaller strides cover. */
+static bool
+shares_with_itself(const py_span *span)
+{
+    pattern array;
+
+    find_pattern(span, &array);
+    for (int d = 0; d < array.ndim; d++) {
+        uintptr_t covered = array.size;
+
+        for (int smaller = 0; smaller < array.ndim; smaller++) {
+            if (array.strides[smaller] < array.strides[d] ||
+                (array.strides[smaller] == array.strides[d] && smaller < d)) {
+                covered += array.strides[smaller] * array.steps[smaller];
+            }
+        }
+        if (array.strides[d] < covered) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---- Overlap: all arrays of a call------------------------------------------------ */
+
+py_span
+py_span_of(const py_array *array, py_argument argument, bool written)
+{
+    const int64_t size = py_dtype_size(array->dtype);
+    uintptr_t first = (uintptr_t)array->data, end = first + (uintptr_t)size;
+
+    for (int d = 0; d < array->ndim; d++) {
+        const int64_t reach = (array->shape[d] - 1) * array->strides[d] * size;
+
+        if (reach < 0) {
+            first += (uintptr_t)reach;
+        } else {
+            end += (uintptr_t)reach;
+        }
+    }
+    return (py_span){.first = first,
+                     .end = end,
+                     .array = array,
+                     .name = argument.name,
+                     .index = (int32_t)argument.index,
+                     .group = -1,
+                     .written = written};
+}
+
+static int
+by_first(const void *a, const void *b)
+{
+    const py_span *x = a, *y = b;
+
+    return (x->first > y->first) - (x->first < y->first);
+}
+
+static py_argument
+argument_of(const py_span *span)
+{
+    return (py_argument){span->name, span->index};
+}
+
+/* Names the written span first, and of two the one that was given later. */
+static int
+overlap_error(PyObject *error, const py_span *one, const py_span *other)
+{
+    char text[160];
+
+    if (one->written == other->written ? one->position < other->position
+                                       : other->written) {
+        const py_span *swapped = one;
+
+        one = other;
+        other = swapped;
+    }
+    py_argument_text(argument_of(other), text, sizeof text);
+    if (one->group == other->group) {
+        return py_argument_error(error, argument_of(one), "must not overlap %s", text);
+    }
+    return py_argument_error(error, argument_of(one),
+                             "of group %d must not overlap %s of group %d",
+                             (int)one->group, text, (int)other->group);
+}
+
+/* By insertion where there are few spans: qsort() takes longer than a small call. */
+static void
+sort_spans(py_span *spans, Py_ssize_t n)
+{
+    if (n > 24) {
+        qsort(spans, (size_t)n, sizeof *spans, by_first);
+        return;
+    }
+    for (Py_ssize_t i = 1; i < n; i++) {
+        const py_span span = spans[i];
+        Py_ssize_t j = i;
+
+        for (; j > 0 && spans[j - 1].first > span.first; j--) {
+            spans[j] = spans[j - 1];
+        }
+        spans[j] = span;
+    }
+}
+
+/* Fills in what the search needs; spans are in order of `first`. */
+static void
+link_written(py_span *spans, Py_ssize_t n)
+{
+    int32_t next = (int32_t)n;
+
+    for (Py_ssize_t i = n - 1; i >= 0; i--) {
+        spans[i].next_written = next;
+        if (spans[i].written) {
+            next = (int32_t)i;
+        }
+    }
+}
+
+int
+py_check_spans(PyObject *error, py_span *spans, Py_ssize_t n)
+{
+    bool any_written = false;
+
+    for (Py_ssize_t i = 0; i < n; i++) {
+        spans[i].position = (int32_t)i;
+        any_written |= spans[i].written;
+        if (spans[i].written && spans[i].array != NULL &&
+            shares_with_itself(&spans[i])) {
+            return py_argument_error(error, argument_of(&spans[i]),
+                                     "must not overlap itself");
+        }
+    }
+    if (!any_written) {
+        return 0;
+    }
+    sort_spans(spans, n);
+    link_written(spans, n);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const py_span *span = &spans[i];
+        Py_ssize_t j = span->written ? i + 1 : span->next_written;
+
+        while (j < n && spans[j].first < span->end) {
+            if (share_elements(span, &spans[j])) {
+                return overlap_error(error, span, &spans[j]);
+            }
+            j = span->written ? j + 1 : spans[j].next_written;
+        }
+    }
+    return 0;
 }
 
 /* ---- Types ----------------------------------------------------------------------- */

@@ -60,6 +60,13 @@ typedef struct {
 int py_argument_error(PyObject *type, py_argument argument, const char *format, ...)
     TFAST_PRINTF(3, 4);
 
+/* Writes "grads[3]" or "found_inf". */
+void py_argument_text(py_argument argument, char *text, size_t bytes);
+
+/* Sets an exception "*argument* *rule*, got shape *shape*" and returns -1. */
+int py_shape_error(PyObject *type, const char *name, const py_array *array,
+                   const char *format, ...) TFAST_PRINTF(4, 5);
+
 /* Bytes of one element, and "float32" and so on. */
 int64_t py_dtype_size(int dtype);
 const char *py_dtype_name(int dtype);
@@ -82,18 +89,6 @@ bool py_dtype_fits(int dtype, int how);
 int py_dtype_error(py_argument argument, int how, const char *format, ...)
     TFAST_PRINTF(3, 4);
 
-/* In bytes; powers of two, because a division would cost ten times as much. */
-extern const uint8_t py_dtype_alignments[PY_N_DTYPES];
-
-/* Whether the data lies at an address that its dtype asks for. */
-static inline bool
-py_is_aligned(const py_array *array)
-{
-    const uintptr_t within = py_dtype_alignments[array->dtype] - 1u;
-
-    return ((uintptr_t)array->data & within) == 0;
-}
-
 /* A type's attribute as UTF-8 text compared with `want`, or with its beginning. */
 bool py_type_text_is(PyTypeObject *type, const char *attribute, const char *want,
                      bool prefix);
@@ -101,5 +96,31 @@ bool py_type_text_is(PyTypeObject *type, const char *attribute, const char *want
 /* Writes "(2, 3)" for messages. */
 enum { PY_SHAPE_TEXT = 120 }; /* bytes that are enough for four dimensions */
 void py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes);
+
+/* ---- Overlap --------------------------------------------------------------------- */
+
+/* The bytes from an array's first to its last element. Small, since lists of many
+ * arrays are sorted by it. */
+typedef struct {
+    uintptr_t first, end;  /* end: one past the last byte */
+    const py_array *array; /* NULL: dense */
+    const char *name;      /* of the argument, with its index in a list or -1 */
+    int32_t index;
+    int32_t group;    /* of a call with several groups of parameters; -1: only one */
+    int32_t position; /* among the spans as they were given */
+    int32_t
+        next_written; /* the first written span after this one in order of `first` */
+    bool written;
+} py_span;
+
+/* A strided array's span, for an array with elements. */
+py_span py_span_of(const py_array *array, py_argument argument, bool written);
+
+/* Returns 0, or -1 with the exception `error` where a written span shares an element
+ * with another span, or with itself. Sorts the spans. Exact for dense arrays and for
+ * strided arrays that lie apart or interleave in one regular pattern, as q, k and v in
+ * one packed array do; what cannot be decided counts as shared. Takes O(n log n) for
+ * dense spans. */
+int py_check_spans(PyObject *error, py_span *spans, Py_ssize_t n);
 
 #endif

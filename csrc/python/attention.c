@@ -1,185 +1,171 @@
-/* _core.attention and _core.attention_backward: any arrays. */
-#include "attention_call.h"
+/* _core.attention and _core.attention_backward. */
+#include "attention.h"
 
 #include <math.h>
-#include <stdint.h>
 
-/* ---- Numbers --------------------------------------------------------------------- */
+/* ---- Parameters ------------------------------------------------------------------ */
 
-/* In place of the error that Python's conversion left, which names no argument. Ctrl-C
- * and the like pass. */
+#define AT(field) PY_AT(py_attention_call, field)
+#define ARRAY(name_, dtype_) .name = name_, .kind = PY_ARRAY, .dtype = dtype_
+#define OUTPUT(name_, dtype_) ARRAY(name_, dtype_), .written = true
+#define NUMBER(kind_, name_, field)                                                    \
+    {                                                                                  \
+        .name = name_, .kind = kind_, .at = AT(field)                                  \
+    }
+
+static const py_parameter parameters[N_PARAMETERS] = {
+    [Q] = {ARRAY("q", PY_FLOATS), .required = true},
+    [K] = {ARRAY("k", PY_FIRSTS), .required = true},
+    [V] = {ARRAY("v", PY_FIRSTS), .required = true},
+    [OUT] = {ARRAY("out", PY_FIRSTS)},       /* written by the forward pass, */
+    [LSE] = {ARRAY("lse", PY_ACCUMULATORS)}, /* and so is this */
+    [DOUT] = {ARRAY("dout", PY_FIRSTS)},
+    [DLSE] = {ARRAY("dlse", PY_ACCUMULATORS)},
+    [DQ] = {OUTPUT("dq", PY_FIRSTS)},
+    [DK] = {OUTPUT("dk", PY_FIRSTS)},
+    [DV] = {OUTPUT("dv", PY_FIRSTS)},
+    [DBIAS] = {OUTPUT("dbias", PY_ACCUMULATORS)},
+    [DALIBI] = {OUTPUT("dalibi", PY_ACCUMULATORS)},
+    [DSINKS] = {OUTPUT("dsinks", PY_ACCUMULATORS)},
+    [CU_SEQLENS_Q] = {ARRAY("cu_seqlens_q", PY_EXACTLY(PY_INT64))},
+    [CU_SEQLENS_K] = {ARRAY("cu_seqlens_k", PY_EXACTLY(PY_INT64))},
+    [KV_LENS] = {ARRAY("kv_lens", PY_EXACTLY(PY_INT64))},
+    [MASK] = {ARRAY("mask", PY_FLOATS_OR_BOOL)},
+    [BIAS] = {ARRAY("bias", PY_FLOATS)},
+    [ALIBI_SLOPES] = {ARRAY("alibi_slopes", PY_ACCUMULATORS)},
+    [SINKS] = {ARRAY("sinks", PY_ACCUMULATORS)},
+    [SEED] = {.name = "seed",
+              .kind = PY_INTEGER,
+              .at = AT(args.seed),
+              .dtype = PY_EXACTLY(PY_INT64),
+              .scalar_at = AT(args.seed_at)},
+    [SCALE] = NUMBER(PY_REAL, "scale", args.scale),
+    [IS_CAUSAL] = NUMBER(PY_FLAG, "is_causal", args.is_causal),
+    [SCRATCH] = {.name = "scratch", .kind = PY_OBJECT},
+    [STREAM] = NUMBER(PY_STREAM, "stream", args.stream),
+    [BOTTOM_RIGHT] = NUMBER(PY_FLAG, "bottom_right", args.bottom_right),
+    [WINDOW_LEFT] = NUMBER(PY_INTEGER, "window_left", args.window_left),
+    [WINDOW_RIGHT] = NUMBER(PY_INTEGER, "window_right", args.window_right),
+    [SOFTCAP] = NUMBER(PY_REAL, "softcap", args.softcap),
+    [DROPOUT_P] = NUMBER(PY_REAL, "dropout_p", args.dropout_p),
+    [MAX_SEQLEN_Q] = NUMBER(PY_INTEGER, "max_seqlen_q", args.n_q),
+    [MAX_SEQLEN_K] = NUMBER(PY_INTEGER, "max_seqlen_k", args.n_k),
+    [BNHD] = NUMBER(PY_FLAG, "bnhd", bnhd),
+};
+
+static const uint8_t forward_order[] = {Q, K, V, OUT, LSE};
+static const uint8_t backward_order[] = {DOUT, Q,  K,  V,     OUT,    LSE,   DLSE,
+                                         DQ,   DK, DV, DBIAS, DALIBI, DSINKS};
+static const py_operation forward = {.name = "attention",
+                                     .parameters = parameters,
+                                     .n_parameters = N_PARAMETERS,
+                                     .order = forward_order,
+                                     .n_order = sizeof forward_order,
+                                     .all = true};
+static const py_operation backward = {.name = "attention_backward",
+                                      .parameters = parameters,
+                                      .n_parameters = N_PARAMETERS,
+                                      .order = backward_order,
+                                      .n_order = sizeof backward_order,
+                                      .all = true};
+
+/* ---- The call -------------------------------------------------------------------- */
+
 static int
-no_number(PyObject *object, const char *name, const char *what, const char *range)
+check_given(py_attention_call *a)
 {
-    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyObject *const *given = a->call.given;
+    const bool packed = given[CU_SEQLENS_Q] != NULL;
 
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+    if (packed != (given[CU_SEQLENS_K] != NULL)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "cu_seqlens_q and cu_seqlens_k must be given together");
         return -1;
     }
-    PyErr_Clear();
-    if (too_large) {
-        PyErr_Format(PyExc_ValueError, "%s must fit into %s, got %S", name, range,
-                     object);
-    } else {
-        PyErr_Format(PyExc_TypeError, "%s must be %s, got %R", name, what, object);
-    }
-    return -1;
-}
-
-/* Leaves *number where nothing is given. */
-static int
-take_number(PyObject *object, const char *name, double *number)
-{
-    if (object == NULL) {
-        return 0;
-    }
-    *number = PyFloat_AsDouble(object);
-    return *number == -1.0 && PyErr_Occurred()
-               ? no_number(object, name, "a number", "float64")
-               : 0;
-}
-
-static int
-take_integer(PyObject *object, const char *name, int64_t *integer)
-{
-    if (object == NULL) {
-        return 0;
-    }
-    *integer = PyLong_AsLongLong(object);
-    return *integer == -1 && PyErr_Occurred()
-               ? no_number(object, name, "an integer", "64 bits with sign")
-               : 0;
-}
-
-static int
-take_stream(PyObject *object, void **stream)
-{
-    PyObject *integer = object == NULL ? NULL : PyNumber_Index(object);
-    unsigned long long number = 0;
-
-    if (integer != NULL) {
-        number = PyLong_AsUnsignedLongLong(integer);
-        Py_DECREF(integer);
-    }
-    *stream = (void *)(uintptr_t)number;
-    return object != NULL && PyErr_Occurred()
-               ? no_number(object, "stream", "an integer", "64 bits without sign")
-               : 0;
-}
-
-static int
-parse_options(PyObject *kwargs, py_attention_call *call)
-{
-    /* What most calls give comes first: the search ends when all is found. */
-    static char *names[] = {"scale",        "is_causal",    "scratch",
-                            "stream",       "mask",         "bias",
-                            "alibi_slopes", "sinks",        "bottom_right",
-                            "window_left",  "window_right", "softcap",
-                            "dropout_p",    "seed",         "cu_seqlens_q",
-                            "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-                            "kv_lens",      "bnhd",         NULL};
-    py_attention_given *given = &call->given;
-    tfast_attention_args *args = &call->args;
-    PyObject *none = PyTuple_New(0);
-    PyObject *scale = NULL, *left = NULL, *right = NULL, *softcap = NULL;
-    PyObject *dropout_p = NULL, *max_q = NULL, *max_k = NULL, *stream = NULL;
-    int is_causal = 0, bottom_right = 0, parsed;
-
-    parsed = none != NULL &&
-             PyArg_ParseTupleAndKeywords(
-                 none, kwargs, "|$OpOOOOOOpOOOOOOOOOOp:attention", names, &scale,
-                 &is_causal, &given->scratch, &stream, &given->mask, &given->bias,
-                 &given->alibi_slopes, &given->sinks, &bottom_right, &left, &right,
-                 &softcap, &dropout_p, &given->seed, &given->cu_seqlens_q,
-                 &given->cu_seqlens_k, &max_q, &max_k, &given->kv_lens, &given->bnhd);
-    Py_XDECREF(none);
-    args->scale = NAN; /* refused unless it is given */
-    args->window_left = args->window_right = -1;
-    if (!parsed || take_number(scale, "scale", &args->scale) < 0 ||
-        take_number(softcap, "softcap", &args->softcap) < 0 ||
-        take_number(dropout_p, "dropout_p", &args->dropout_p) < 0 ||
-        take_stream(stream, &args->stream) < 0 ||
-        take_integer(left, "window_left", &args->window_left) < 0 ||
-        take_integer(right, "window_right", &args->window_right) < 0 ||
-        take_integer(max_q, "max_seqlen_q", &args->n_q) < 0 ||
-        take_integer(max_k, "max_seqlen_k", &args->n_k) < 0) {
+    if (a->backward &&
+        (given[DOUT] == NULL || given[OUT] == NULL || given[LSE] == NULL)) {
+        PyErr_SetString(PyExc_TypeError, "dout, out and lse must be arrays, got None");
         return -1;
     }
-    args->is_causal = is_causal != 0;
-    args->bottom_right = bottom_right != 0;
+    a->at = packed    ? (py_attention_layout){3, -1, 1, 0}
+            : a->bnhd ? (py_attention_layout){4, 0, 2, 1}
+                      : (py_attention_layout){4, 0, 1, 2};
     return 0;
 }
 
-/* A Python integer, or an array of one on the device. */
 static int
-parse_seed(py_attention_call *call)
+take_scratch(py_attention_call *a)
 {
-    PyObject *seed = call->given.seed;
+    const py_array *array;
+    int64_t bytes;
+    const tfast_status status = tfast_attention_scratch(&bytes, &a->args, a->backward);
 
-    if (!py_is_given(seed) || !PyLong_Check(seed)) {
+    if (status != TFAST_OK) {
+        Py_XDECREF(py_result(status));
+        return -1;
+    }
+    if (bytes == 0) {
         return 0;
     }
-    call->given.seed = NULL;
-    return take_integer(seed, "seed", &call->args.seed);
+    array = py_take_scratch(&a->call, a->call.given[SCRATCH], bytes,
+                            TFAST_SCRATCH_ALIGNMENT);
+    if (array == NULL) {
+        return -1;
+    }
+    a->args.scratch = array->data;
+    a->args.scratch_bytes = 4 * array->numel;
+    return 0;
 }
 
-/* ---- Calls ----------------------------------------------------------------------- */
-
+/* Borrows, checks and runs a call that is parsed. */
 static PyObject *
-run(py_attention_call *call)
+run(py_attention_call *a)
 {
     tfast_status status = TFAST_OK;
-    const bool ready =
-        py_attention_take(call) == 0 && py_attention_take_scratch(call) == 0;
+    const bool ready = check_given(a) == 0 && py_borrow_arrays(&a->call, a) == 0 &&
+                       py_attention_take_arrays(a) == 0 &&
+                       py_check_overlap(&a->call) == 0 && take_scratch(a) == 0;
 
     if (ready) {
         Py_BEGIN_ALLOW_THREADS
-        status = call->backward ? tfast_attention_backward(&call->args)
-                                : tfast_attention(&call->args);
+        status = a->backward ? tfast_attention_backward(&a->args)
+                             : tfast_attention(&a->args);
         Py_END_ALLOW_THREADS
     }
-    py_attention_release(call);
+    py_release_arrays(&a->call);
     return ready ? py_result(status) : NULL;
 }
 
-PyObject *
-py_attention(PyObject *module, PyObject *args, PyObject *kwargs)
+/* A call without arguments; scale is refused unless it is given. */
+static void
+begin(py_attention_call *a, PyObject *module, bool is_backward)
 {
-    py_attention_call call;
-    py_attention_given *given = &call.given;
-
-    call.state = PyModule_GetState(module);
-    call.given = (py_attention_given){NULL};
-    call.args = (tfast_attention_args){.lse = NULL};
-    call.backward = false;
-    call.scratch = NULL;
-    call.n = 0;
-    if (!PyArg_ParseTuple(args, "OOOOO:attention", &given->q, &given->k, &given->v,
-                          &given->out, &given->lse) ||
-        parse_options(kwargs, &call) < 0 || parse_seed(&call) < 0) {
-        return NULL;
-    }
-    return run(&call);
+    a->args =
+        (tfast_attention_args){.scale = NAN, .window_left = -1, .window_right = -1};
+    a->bnhd = false;
+    a->backward = is_backward;
+    a->call.state = PyModule_GetState(module);
 }
 
 PyObject *
-py_attention_backward(PyObject *module, PyObject *args, PyObject *kwargs)
+py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
-    py_attention_call call;
-    py_attention_given *given = &call.given;
+    py_attention_call a;
 
-    call.state = PyModule_GetState(module);
-    call.given = (py_attention_given){NULL};
-    call.args = (tfast_attention_args){.lse = NULL};
-    call.backward = true;
-    call.scratch = NULL;
-    call.n = 0;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOO:attention_backward", &given->dout,
-                          &given->q, &given->k, &given->v, &given->out, &given->lse,
-                          &given->dlse, &given->dq, &given->dk, &given->dv,
-                          &given->dbias, &given->dalibi, &given->dsinks) ||
-        parse_options(kwargs, &call) < 0 || parse_seed(&call) < 0) {
+    begin(&a, module, false);
+    if (py_parse(&a.call, &forward, &a, args, n, names) < 0) {
         return NULL;
     }
-    return run(&call);
+    a.call.written = (uint64_t)1 << OUT | (uint64_t)1 << LSE;
+    return run(&a);
+}
+
+PyObject *
+py_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                      PyObject *names)
+{
+    py_attention_call a;
+
+    begin(&a, module, true);
+    return py_parse(&a.call, &backward, &a, args, n, names) < 0 ? NULL : run(&a);
 }

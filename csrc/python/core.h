@@ -27,6 +27,7 @@ typedef struct {
 } py_workspace;
 
 extern PyType_Spec py_workspace_spec;
+extern PyType_Spec py_small_calls_spec; /* see small_calls.c */
 
 /* The object as a workspace, or NULL with TypeError. Borrowed. */
 py_workspace *py_workspace_of(const py_state *state, PyObject *object);
@@ -41,12 +42,19 @@ int py_workspace_reserve_tensors(py_workspace *workspace, Py_ssize_t n);
 tfast_amp_tensor *py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table,
                                  int column);
 
-PyObject *py_adamw(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_adamw_groups(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_amp_grads(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_amp_update(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_attention(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_attention_backward(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *py_gemm(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *py_adamw(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                   PyObject *names);
+PyObject *py_adamw_groups(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                          PyObject *names);
+PyObject *py_amp_grads(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                       PyObject *names);
+PyObject *py_amp_update(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                        PyObject *names);
+PyObject *py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                       PyObject *names);
+PyObject *py_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                                PyObject *names);
+PyObject *py_gemm(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                  PyObject *names);
 
 #endif

@@ -1,9 +1,9 @@
-/* Arrays that are made here for Python: views of memory that somebody keeps for them.
- * The opposite of tensor.h. */
+/* Arrays that this module makes for Python, over memory that an owner keeps alive. The
+ * opposite of borrow.h. */
 #ifndef PY_MADE_H
 #define PY_MADE_H
 
-#include "tensor.h"
+#include "borrow.h"
 
 /* What the array is to be; in C order. */
 typedef struct {

@@ -1,6 +1,5 @@
 /* The module trainfast._core: its methods and its state. */
-#include "../graph_cache/io.h"
-#include "graph.h"
+#include "../graph_cache/python/binding.h"
 
 #include <string.h>
 
@@ -65,27 +64,27 @@ py_thread_runtime(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 #define WITH_KEYWORDS(function) ((PyCFunction)(void (*)(void))function)
 
 static PyMethodDef methods[] = {
-    {"adamw", WITH_KEYWORDS(py_adamw), METH_VARARGS | METH_KEYWORDS,
+    {"adamw", WITH_KEYWORDS(py_adamw), METH_FASTCALL | METH_KEYWORDS,
      "One AdamW step on lists of arrays; see trainfast.adamw_step."},
-    {"adamw_groups", WITH_KEYWORDS(py_adamw_groups), METH_VARARGS | METH_KEYWORDS,
+    {"adamw_groups", WITH_KEYWORDS(py_adamw_groups), METH_FASTCALL | METH_KEYWORDS,
      "One AdamW step on torch param groups, with the pass over their gradients where\n"
      "it is asked for. Returns how many parameters had gradients and whether a "
      "float64\n"
      "was among them, or None where a parameter's state is missing or a parameter is\n"
      "on another device (nothing has changed then)."},
-    {"amp_grads", WITH_KEYWORDS(py_amp_grads), METH_VARARGS | METH_KEYWORDS,
+    {"amp_grads", WITH_KEYWORDS(py_amp_grads), METH_FASTCALL | METH_KEYWORDS,
      "One pass over gradients: infinities, norm, rewriting; see csrc/tfast.h."},
-    {"amp_update", WITH_KEYWORDS(py_amp_update), METH_VARARGS | METH_KEYWORDS,
+    {"amp_update", WITH_KEYWORDS(py_amp_update), METH_FASTCALL | METH_KEYWORDS,
      "The loss scale at the end of an iteration; see csrc/tfast.h. The trackers are "
      "one\n"
      "int32 each."},
-    {"attention", WITH_KEYWORDS(py_attention), METH_VARARGS | METH_KEYWORDS,
+    {"attention", WITH_KEYWORDS(py_attention), METH_FASTCALL | METH_KEYWORDS,
      "softmax(q k^T) v with all options; see trainfast.attention and csrc/tfast.h."},
     {"attention_backward", WITH_KEYWORDS(py_attention_backward),
-     METH_VARARGS | METH_KEYWORDS,
+     METH_FASTCALL | METH_KEYWORDS,
      "The gradients of attention; see trainfast.attention_backward."},
-    {"gemm", WITH_KEYWORDS(py_gemm), METH_VARARGS | METH_KEYWORDS,
-     "out <- alpha * op(a) op(b) + beta * out by cuBLAS; see csrc/tfast.h."},
+    {"gemm", WITH_KEYWORDS(py_gemm), METH_FASTCALL | METH_KEYWORDS,
+     "out = a b by cuBLAS, for dense CUDA matrices; see csrc/tfast.h."},
     {"graph_collate", py_graph_collate, METH_VARARGS,
      "graph_collate(selection, indices, /)\n--\n\n"
      "Collates now, on this thread."},
@@ -122,9 +121,8 @@ static int
 module_exec(PyObject *module)
 {
     py_state *state = PyModule_GetState(module);
-    PyObject *workspace;
+    PyObject *workspace, *small_calls;
 
-    graph_interrupted = py_signal_raised;
     memset(state->numpy_numbers, -1, sizeof state->numpy_numbers);
     state->s_grad = PyUnicode_InternFromString("grad");
     state->s_step = PyUnicode_InternFromString("step");
@@ -136,6 +134,7 @@ module_exec(PyObject *module)
     state->s_weight_copy = PyUnicode_InternFromString("weight_copy");
     workspace = PyType_FromModuleAndSpec(module, &py_workspace_spec, NULL);
     state->workspace_type = (PyTypeObject *)workspace;
+    small_calls = PyType_FromModuleAndSpec(module, &py_small_calls_spec, NULL);
     state->placement_error = PyErr_NewExceptionWithDoc(
         "trainfast._core.PlacementError",
         "Arrays that are right but for where they lie in memory: they overlap, or are "
@@ -149,10 +148,13 @@ module_exec(PyObject *module)
         state->placement_error == NULL ||
         PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
         PyModule_AddObjectRef(module, "PlacementError", state->placement_error) < 0 ||
+        PyModule_AddObjectRef(module, "SmallCalls", small_calls) < 0 ||
         py_graph_add_types(module, state) < 0 ||
         PyModule_AddStringConstant(module, "version", TRAINFAST_VERSION) < 0) {
+        Py_XDECREF(small_calls);
         return -1;
     }
+    Py_DECREF(small_calls);
     if (tfast_backend_init() != TFAST_OK) {
         py_result(TFAST_EINVAL);
         return -1;
@@ -173,6 +175,24 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     for (int i = 0; i < PY_N_GRAPH_TYPES; i++) {
         Py_VISIT(state->graph_types[i]);
     }
+    for (int i = 0; i < (int)(sizeof state->numpy_descrs / sizeof(PyObject *)); i++) {
+        Py_VISIT(state->numpy_descrs[i]);
+    }
+    for (int i = 0; i < PY_N_TORCH_NAMES; i++) {
+        Py_VISIT(state->torch_names[i]);
+    }
+    for (int i = 0; i < PY_N_TORCH_DTYPES; i++) {
+        Py_VISIT(state->torch_dtypes[i]);
+    }
+    Py_VISIT(state->torch_strided);
+    Py_VISIT(state->s_grad);
+    Py_VISIT(state->s_step);
+    Py_VISIT(state->s_exp_avg);
+    Py_VISIT(state->s_exp_avg_sq);
+    Py_VISIT(state->s_max_exp_avg_sq);
+    Py_VISIT(state->s_ema);
+    Py_VISIT(state->s_master_param);
+    Py_VISIT(state->s_weight_copy);
     return 0;
 }
 

@@ -1,17 +1,11 @@
-/* The kinds of producers that tensor.c asks in turn. Each function fills the array and
- * returns 0, or -1 with an exception; see py_borrow(). */
+/* The kinds of producers that py_borrow() asks in turn. Each function fills the
+ * array and returns 0, or -1 with an exception. */
 #ifndef PY_PRODUCERS_H
 #define PY_PRODUCERS_H
 
 #include "array.h"
 #include "dlpack.h"
 #include "state.h"
-
-/* Which word of a tensor's Python object points at its body: the one, if there is one,
- * that lies just before the view's shape, which is inside the body. Whatever the
- * layout, what is found was seen to be right; what is not found costs the hints only.
- */
-int py_find_body_word(PyObject *object, const py_array *view);
 
 /* The type's DLPack exchange API, or NULL. It lives as long as the type. */
 const dlpack_exchange *py_find_exchange(PyTypeObject *type);

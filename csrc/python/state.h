@@ -14,8 +14,6 @@ enum {
     PY_GRAPH_BATCH,
     PY_GRAPH_PREFETCH,
     PY_GRAPH_ORDER,
-    PY_GRAPH_RECIPE,
-    PY_GRAPH_ITERATION,
     PY_N_GRAPH_TYPES
 };
 
@@ -39,7 +37,6 @@ typedef struct {
     struct {
         PyTypeObject *type;
         const struct dlpack_exchange *exchange; /* NULL: by torch's attributes */
-        int body_word;                          /* see py_hint_body(); 0: unknown */
     } fast[8]; /* types whose arrays resolve without a Python call */
     int n_fast;
     PyObject *torch_names[PY_N_TORCH_NAMES], *torch_dtypes[PY_N_TORCH_DTYPES],

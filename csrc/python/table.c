@@ -1,7 +1,5 @@
 #include "table.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* ---- Life ------------------------------------------------------------------------ */
@@ -20,9 +18,12 @@ grow(void **array, size_t bytes)
 }
 
 int
-py_table_begin(py_table *table, const py_column *columns, int n_columns,
-               Py_ssize_t rows)
+py_table_begin(py_table *table, const py_parameter *columns, int n_columns,
+               unsigned written, Py_ssize_t rows)
 {
+    for (int c = 0; c < n_columns; c++) {
+        written |= (unsigned)columns[c].written << c;
+    }
     if (table->busy) {
         PyErr_SetString(PyExc_RuntimeError,
                         "workspace must not be used by two threads at once");
@@ -34,10 +35,11 @@ py_table_begin(py_table *table, const py_column *columns, int n_columns,
         }
         table->capacity = rows;
     }
-    table->changed = table->columns != columns;
+    table->changed = table->columns != columns || table->written != written;
     table->columns = columns;
     table->n_columns = n_columns;
-    table->device = (tfast_device){TFAST_CPU, 0};
+    table->written = written;
+    table->place = (py_place){{TFAST_CPU, 0}, {columns[0].name, -1}};
     table->n_rows = 0;
     table->n_trusted = table->n_checked;
     table->n_checked = 0; /* until py_table_check: this call may end half-way */
@@ -81,48 +83,24 @@ py_table_clear(py_table *table)
 
 /* ---- Rows ------------------------------------------------------------------------ */
 
-static const char *
-device_text(tfast_device device, char *text, size_t bytes)
+static bool
+is_written(const py_table *table, int column)
 {
-    if (device.type == TFAST_CPU) {
-        return "cpu";
-    }
-    snprintf(text, bytes, "cuda:%d", device.index);
-    return text;
+    return (table->written >> column & 1) != 0;
+}
+
+static py_argument
+argument_of(const py_table *table, int column, Py_ssize_t place)
+{
+    return (py_argument){table->columns[column].name, place};
 }
 
 static int
-check_device(const py_array *array, const py_table *table, py_argument argument,
-             Py_ssize_t place)
+check_shape(const py_table *table, const py_array *array, const py_array *first,
+            py_argument argument)
 {
-    char want[24], got[24];
+    char want[PY_SHAPE_TEXT], got[PY_SHAPE_TEXT];
 
-    if (array->device.type == table->device.type &&
-        array->device.index == table->device.index) {
-        return 0;
-    }
-    return py_argument_error(
-        PyExc_ValueError, argument, "must be on %s as %s[%zd], got %s",
-        device_text(table->device, want, sizeof want), table->columns[0].name, place,
-        device_text(array->device, got, sizeof got));
-}
-
-static int
-check_shape(const py_array *array, const py_array *first, const py_column *column,
-            const py_table *table, Py_ssize_t place)
-{
-    const py_argument argument = {column->name, place};
-    char want[128], got[128];
-
-    if (column->scalar) {
-        if (array->numel == 1 && array->dtype == TFAST_F32) {
-            return 0;
-        }
-        return py_argument_error(PyExc_ValueError, argument,
-                                 "must hold one float32, got %lld elements of %s",
-                                 (long long)array->numel,
-                                 tfast_dtype_name(array->dtype));
-    }
     if (py_same_shape(array, first)) {
         return 0;
     }
@@ -130,11 +108,11 @@ check_shape(const py_array *array, const py_array *first, const py_column *colum
     py_shape_text(array->ndim, array->shape, got, sizeof got);
     return py_argument_error(PyExc_ValueError, argument,
                              "must have shape %s as %s[%zd], got %s", want,
-                             table->columns[0].name, place, got);
+                             table->columns[0].name, argument.index, got);
 }
 
-/* A negative view of one element looks dense but its data has the other sign; larger
- * ones have gaps. */
+/* Whether the array is a lazily negated view of one element: the layout of larger views
+ * gives them away, this one looks dense. */
 static bool
 is_negated(PyObject *object, const py_array *array)
 {
@@ -154,7 +132,7 @@ is_negated(PyObject *object, const py_array *array)
     return negated;
 }
 
-/* True where one place stands for several elements, as in torch's expand(). */
+/* Whether one address stands for several elements, as in torch's expand(). */
 static bool
 repeats(const py_array *array)
 {
@@ -166,75 +144,84 @@ repeats(const py_array *array)
     return found && array->numel > 0;
 }
 
-/* Replaces a borrowed array by a copy in the first one's layout. */
+/* Replaces an array of another layout by a copy in the layout of `like`, which is
+ * borrowed as `first`. */
 static int
-relayout(py_state *state, py_table *table, PyObject *like, PyObject *object,
-         py_argument argument, int how, py_array *array)
+relayout(py_state *state, py_table *table, int column, PyObject *like,
+         const py_array *first, PyObject *object, Py_ssize_t place, py_array *array)
 {
+    const py_argument argument = argument_of(table, column, place);
+    const char *name = table->columns[0].name;
     PyObject *copy;
 
-    if (table->relayout == NULL) {
+    if (!table->columns[column].any_layout || table->relayout == NULL) {
         return py_argument_error(PyExc_ValueError, argument,
-                                 "must have the strides of %s[%zd]",
-                                 table->columns[0].name, argument.index);
+                                 "must have the strides of %s[%zd]", name, place);
+    }
+    if (is_written(table, column) && repeats(array)) {
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "must not repeat elements where it is written");
     }
     py_release(array);
     copy = PyObject_CallFunctionObjArgs(table->relayout, like, object, NULL);
-    if (copy == NULL || py_table_hold(table, copy) < 0) {
+    if (copy == NULL || py_table_hold(table, copy) < 0 ||
+        py_borrow(state, copy, argument, is_written(table, column) ? PY_WRITE : 0,
+                  array) < 0) {
         return -1;
     }
-    return py_borrow(state, copy, argument, how, array);
-}
-
-/* Borrows one array of a row and checks it against the row's first. */
-static int
-borrow_cell(py_state *state, py_table *table, int c, PyObject *object, PyObject *like,
-            const py_array *first, Py_ssize_t place, py_array *array)
-{
-    const py_column *column = &table->columns[c];
-    const py_argument argument = {column->name, place};
-    const int how = column->write ? PY_WRITE : 0;
-
-    if (py_borrow(state, object, argument, how, array) < 0) {
-        return -1;
-    }
-    if (check_device(array, table, argument, place) < 0 ||
-        check_shape(array, first, column, table, place) < 0) {
-        py_release(array);
-        return -1;
-    }
-    if (!column->scalar && (!py_same_layout(array, first) ||
-                            (column->any_layout && is_negated(object, array)))) {
-        if (!column->any_layout) {
-            py_release(array);
-            return py_argument_error(PyExc_ValueError, argument,
-                                     "must have the strides of %s[%zd]",
-                                     table->columns[0].name, place);
-        }
-        if (column->write && repeats(array)) {
-            py_release(array);
-            return py_argument_error(PyExc_ValueError, argument,
-                                     "must not repeat elements where it is written");
-        }
-        if (relayout(state, table, like, object, argument, how, array) < 0) {
-            return -1;
-        }
-        if (!py_same_shape(array, first) || !py_same_layout(array, first)) {
-            py_release(array);
-            return py_argument_error(PyExc_ValueError, argument,
-                                     "could not be laid out as %s[%zd]",
-                                     table->columns[0].name, place);
-        }
+    if (!py_same_shape(array, first) || !py_same_layout(array, first)) {
+        return py_argument_error(PyExc_ValueError, argument,
+                                 "could not be laid out as %s[%zd]", name, place);
     }
     return 0;
 }
 
-/* Holds what owns a borrowed array's memory until the end of the call. */
+/* Borrows one array of a row and checks it against the row's first. On failure the
+ * array is still to be released. */
 static int
-hold_owner(py_table *table, py_array *array)
+borrow_cell(py_state *state, py_table *table, int column, PyObject *const *objects,
+            const py_array *first, Py_ssize_t place, py_array *array)
 {
+    const py_parameter *parameter = &table->columns[column];
+    const py_argument argument = {parameter->name, place};
+    PyObject *object = objects[column];
+
+    if (py_borrow(state, object, argument, is_written(table, column) ? PY_WRITE : 0,
+                  array) < 0) {
+        return -1;
+    }
+    if (!py_is_at(array, &table->place)) {
+        return py_place_error(array, argument, &table->place);
+    }
+    if (parameter->kind == PY_SCALAR) {
+        return py_check_scalar(array, argument, TFAST_F32);
+    }
+    if (check_shape(table, array, first, argument) < 0) {
+        return -1;
+    }
+    if (py_same_layout(array, first) &&
+        !(parameter->any_layout && is_negated(object, array))) {
+        return 0;
+    }
+    return relayout(state, table, column, objects[0], first, object, place, array);
+}
+
+/* Puts a borrowed array into the row, and holds what owns its memory until the end of
+ * the call. */
+static int
+set_cell(py_table *table, py_row *row, int column, py_array *array)
+{
+    const int like = table->columns[column].same_dtype;
     PyObject *owner = array->owner;
 
+    row->data[column] = array->data;
+    row->dtype[column] = (uint8_t)array->dtype;
+    if (like != 0 && row->dtype[column] != row->dtype[like]) {
+        return py_argument_error(
+            PyExc_ValueError, argument_of(table, column, row->place),
+            "must be %s as %s[%zd], got %s", py_dtype_name(row->dtype[like]),
+            table->columns[like].name, row->place, py_dtype_name(array->dtype));
+    }
     array->owner = NULL;
     return owner == NULL ? 0 : py_table_hold(table, owner);
 }
@@ -253,55 +240,32 @@ hold_objects(py_table *table, PyObject *const *objects)
     return 0;
 }
 
-static void
-set_cell(py_row *row, int c, void *data, uint8_t dtype)
-{
-    row->data[c] = data;
-    row->dtype[c] = dtype;
-}
-
+/* Borrows the array that sets the row's shape. Returns 0, 1 where it is on another
+ * device than the rows before, or -1. Unless 0 it is still to be released. */
 static int
-check_dtype(const py_table *table, const py_row *row, int c, Py_ssize_t place)
+borrow_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
+             py_array *first)
 {
-    const int like = table->columns[c].same_dtype;
+    const py_argument argument = argument_of(table, 0, place);
 
-    if (like == 0 || row->dtype[c] == row->dtype[like]) {
-        return 0;
-    }
-    return py_argument_error(
-        PyExc_ValueError, (py_argument){table->columns[c].name, place},
-        "must be %s as %s[%zd], got %s", tfast_dtype_name(row->dtype[like]),
-        table->columns[like].name, place, tfast_dtype_name(row->dtype[c]));
-}
-
-static int
-add_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
-          py_array *first, py_row *row)
-{
-    const py_argument argument = {table->columns[0].name, place};
-    const int how = table->columns[0].write ? PY_WRITE : 0;
-    bool elsewhere;
-
-    if (py_borrow(state, object, argument, how, first) < 0) {
+    if (py_borrow(state, object, argument, is_written(table, 0) ? PY_WRITE : 0, first) <
+        0) {
         return -1;
     }
     if (table->n_rows == 0) {
-        table->device = first->device;
+        table->place = (py_place){first->device, argument};
     }
-    elsewhere = first->device.type != table->device.type ||
-                first->device.index != table->device.index;
-    if (elsewhere || !py_is_dense(first)) {
-        py_release(first);
-        return elsewhere ? 1
-                         : py_argument_error(PyExc_NotImplementedError, argument,
-                                             "must be dense: its elements leave gaps");
+    if (!py_is_at(first, &table->place)) {
+        return 1;
     }
-    row->numel = first->numel;
-    set_cell(row, 0, first->data, (uint8_t)first->dtype);
-    return hold_owner(table, first);
+    if (!py_is_dense(first)) {
+        return py_argument_error(PyExc_NotImplementedError, argument,
+                                 "must be dense: its elements leave gaps");
+    }
+    return 0;
 }
 
-/* True where an output of the row lies elsewhere than in the call before. */
+/* True where a written array of the row lies elsewhere than in the call before. */
 static bool
 row_moved(const py_table *table, const py_row *row)
 {
@@ -311,7 +275,7 @@ row_moved(const py_table *table, const py_row *row)
         return true;
     }
     for (int c = 0; c < table->n_columns; c++) {
-        if (table->columns[c].write &&
+        if (is_written(table, c) &&
             (row->data[c] != before->data[c] || row->dtype[c] != before->dtype[c])) {
             return true;
         }
@@ -330,24 +294,22 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
     if (hold_objects(table, objects) < 0) {
         return -1;
     }
-    status = add_first(state, table, objects[0], place, &first, &row);
+    status = borrow_first(state, table, objects[0], place, &first);
+    if (status == 0) {
+        row.numel = first.numel;
+        status = set_cell(table, &row, 0, &first);
+    }
     if (status != 0) {
+        py_release(&first);
         return status;
     }
     for (int c = 1; c < table->n_columns; c++) {
         if (objects[c] == NULL) {
             continue;
         }
-        if (borrow_cell(state, table, c, objects[c], objects[0], &first, place,
-                        &array) < 0) {
-            return -1;
-        }
-        set_cell(&row, c, array.data, (uint8_t)array.dtype);
-        if (check_dtype(table, &row, c, place) < 0) {
+        if (borrow_cell(state, table, c, objects, &first, place, &array) < 0 ||
+            set_cell(table, &row, c, &array) < 0) {
             py_release(&array);
-            return -1;
-        }
-        if (hold_owner(table, &array) < 0) {
             return -1;
         }
     }
@@ -358,136 +320,75 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
 
 /* ---- Overlap --------------------------------------------------------------------- */
 
-typedef struct {
-    uintptr_t start, end;
-    const py_column *column;
-    Py_ssize_t place, table;
-} span;
-
-static int
-span_order(const void *a, const void *b)
+/* Appends the arrays in the columns first .. last - 1, and returns the end. */
+static py_span *
+fill_spans(const py_table *table, int group, int first, int last, py_span *spans)
 {
-    const span *x = a, *y = b;
-
-    return (x->start > y->start) - (x->start < y->start);
-}
-
-/* Appends what a table's columns first .. last - 1 hold; returns how many there are. */
-static Py_ssize_t
-fill_spans(const py_table *table, Py_ssize_t index, int first, int last, span *spans)
-{
-    Py_ssize_t n = 0;
-
     for (Py_ssize_t r = 0; r < table->n_rows; r++) {
         const py_row *row = &table->rows[r];
 
         for (int c = first; c < last; c++) {
-            const py_column *column = &table->columns[c];
-            const int64_t numel = column->scalar ? 1 : row->numel;
+            const bool scalar = table->columns[c].kind == PY_SCALAR;
+            const int64_t numel = scalar ? 1 : row->numel;
             const uintptr_t start = (uintptr_t)row->data[c];
 
             if (start != 0 && numel > 0) {
-                const size_t size = tfast_dtype_size(row->dtype[c]);
-                spans[n++] = (span){start, start + (size_t)numel * size, column,
-                                    row->place, index};
+                *spans++ = (py_span){
+                    .first = start,
+                    .end = start + (uintptr_t)(numel * py_dtype_size(row->dtype[c])),
+                    .name = table->columns[c].name,
+                    .index = (int32_t)row->place,
+                    .group = group,
+                    .written = is_written(table, c)};
             }
         }
     }
-    return n;
+    return spans;
 }
 
+/* Refuses overlaps in the columns first .. last - 1 of the tables. */
 static int
-overlap_error(const py_state *state, const span *one, const span *other)
+check_columns(const py_state *state, py_table *const *tables, Py_ssize_t n_tables,
+              int first, int last)
 {
-    if (one->table == other->table) {
-        PyErr_Format(state->placement_error, "%s[%zd] must not overlap %s[%zd]",
-                     one->column->name, one->place, other->column->name, other->place);
-    } else {
-        PyErr_Format(state->placement_error,
-                     "%s[%zd] of group %zd must not overlap %s[%zd] of group %zd",
-                     one->column->name, one->place, one->table, other->column->name,
-                     other->place, other->table);
+    py_span *spans, *end;
+    size_t rows = 0;
+    int status;
+
+    for (Py_ssize_t t = 0; t < n_tables; t++) {
+        rows += (size_t)tables[t]->n_rows;
     }
-    return -1;
-}
-
-/* Sweeps spans by their start; an overlap counts when either side is written. */
-static int
-sweep(const py_state *state, span *spans, Py_ssize_t n)
-{
-    const span *write = NULL, *any = NULL; /* those that reach furthest so far */
-
-    qsort(spans, (size_t)n, sizeof *spans, span_order);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        const span *s = &spans[i];
-        const span *other = s->column->write ? any : write;
-
-        if (other != NULL && s->start < other->end) {
-            return overlap_error(state, s, other);
-        }
-        if (any == NULL || s->end > any->end) {
-            any = s;
-        }
-        if (s->column->write && (write == NULL || s->end > write->end)) {
-            write = s;
-        }
-    }
-    return 0;
-}
-
-static span *
-new_spans(Py_ssize_t n)
-{
-    span *spans = PyMem_Malloc(((size_t)n + 1) * sizeof *spans);
-
+    spans = PyMem_Malloc((rows * (size_t)(last - first) + 1) * sizeof *spans);
     if (spans == NULL) {
         PyErr_NoMemory();
+        return -1;
     }
-    return spans;
+    end = spans;
+    for (Py_ssize_t t = 0; t < n_tables; t++) {
+        end = fill_spans(tables[t], (int)t, first, last, end);
+    }
+    status = py_check_spans(state->placement_error, spans, end - spans);
+    PyMem_Free(spans);
+    return status;
 }
 
 int
 py_table_check(const py_state *state, py_table *table)
 {
-    const int columns = table->n_columns;
-    span *spans;
-    int status;
-
     if (!py_table_changed(table)) {
         table->n_checked = table->n_trusted;
         return 0;
     }
-    spans = new_spans(table->n_rows * columns);
-    if (spans == NULL) {
+    if (check_columns(state, &table, 1, 0, table->n_columns) < 0) {
         return -1;
     }
-    status = sweep(state, spans, fill_spans(table, 0, 0, columns, spans));
-    PyMem_Free(spans);
-    if (status == 0) {
-        table->n_checked = table->n_rows;
-    }
-    return status;
+    table->n_checked = table->n_rows;
+    return 0;
 }
 
 int
 py_tables_check(const py_state *state, py_table *const *tables, Py_ssize_t n_tables,
                 int column)
 {
-    Py_ssize_t n = 0, rows = 0;
-    span *spans;
-    int status;
-
-    for (Py_ssize_t t = 0; t < n_tables; t++) {
-        rows += tables[t]->n_rows;
-    }
-    spans = new_spans(rows);
-    if (spans == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t t = 0; t < n_tables; t++) {
-        n += fill_spans(tables[t], t, column, column + 1, spans + n);
-    }
-    status = sweep(state, spans, n);
-    PyMem_Free(spans);
-    return status;
+    return check_columns(state, tables, n_tables, column, column + 1);
 }

@@ -1,24 +1,13 @@
-/* A table of borrowed arrays: a row for each parameter, a column for each of its
- * arrays. Every address is read from its object in the call that uses the address. The
- * table lives as long as an optimizer, so that a warm step allocates nothing, and so
- * that the search for overlaps is left out where all addresses are those of the last
- * call. */
+/* Lists of borrowed arrays as one table: a row for each model parameter, a column for
+ * each list. Every address is read from its object in the call that uses the address.
+ * The table lives as long as an optimizer: a warm step allocates nothing, and the
+ * search for overlaps is left out where all addresses are those of the last call. */
 #ifndef PY_TABLE_H
 #define PY_TABLE_H
 
-#include "tensor.h"
+#include "borrow.h"
 
 enum { PY_MAX_COLUMNS = 8 };
-
-/* What belongs in a column. Column 0 sets a row's shape, layout and device. */
-typedef struct {
-    const char *name; /* in messages: "grads" */
-    bool write;       /* must be writable, and overlap nothing else */
-    bool scalar;      /* one float32; otherwise column 0's shape and layout */
-    bool any_layout;  /* another layout is copied by `relayout` instead of refused */
-    bool held;        /* by the caller until the call ends */
-    int same_dtype;   /* must have that column's dtype; 0: any */
-} py_column;
 
 typedef struct {
     void *data[PY_MAX_COLUMNS];
@@ -27,10 +16,13 @@ typedef struct {
     uint8_t dtype[PY_MAX_COLUMNS]; /* tfast_dtype */
 } py_row;
 
+/* Column 0 sets a row's shape, layout and device; a PY_SCALAR column holds one float32
+ * in each row. */
 typedef struct {
-    const py_column *columns;
+    const py_parameter *columns;
     int n_columns;
-    tfast_device device; /* of all rows, by the first */
+    unsigned written; /* a bit for each column */
+    py_place place;   /* of all rows, by the first; the CPU without rows */
 
     py_row *rows;
     Py_ssize_t n_rows, capacity;
@@ -46,18 +38,19 @@ typedef struct {
     bool busy;          /* between begin and end */
 } py_table;
 
-/* Starts a call of up to `rows` rows. Returns 0, or -1 with RuntimeError (another
+/* Starts a call of up to `rows` rows. `written`: bits of columns that this call writes
+ * beside those whose parameters say so. Returns 0, or -1 with RuntimeError (another
  * thread is in the table) or MemoryError. */
-int py_table_begin(py_table *table, const py_column *columns, int n_columns,
-                   Py_ssize_t rows);
+int py_table_begin(py_table *table, const py_parameter *columns, int n_columns,
+                   unsigned written, Py_ssize_t rows);
 
 /* Borrows one array for each column (NULL: absent) as the next row; `place` is its
- * index in messages. Returns 0, 1 if objects[0] is on another
- * device than the rows before (nothing is added), or -1 with an exception. */
+ * index in messages. Returns 0, 1 if objects[0] is on another device than the rows
+ * before (nothing is added), or -1 with an exception. */
 int py_table_add(py_state *state, py_table *table, PyObject *const *objects,
                  Py_ssize_t place);
 
-/* Refuses outputs that overlap another array. Returns 0 or -1 with
+/* Refuses written arrays that overlap another array. Returns 0 or -1 with
  * PlacementError. */
 int py_table_check(const py_state *state, py_table *table);
 

@@ -1,12 +1,23 @@
 #if defined(__x86_64__)
 #    include "../cpuid.h"
-#    include "vec_avx512.h"
-
-#    include "crc_avx512.h"
-#    define NAME avx512
-#    define UNUSABLE                                                                   \
-        tfast_cpu_features() & TFAST_CPU_AVX512                                        \
-            ? NULL                                                                     \
-            : "this CPU has no AVX-512 F, BW, DQ and VL"
 #    include "cpu_backend.h"
+
+extern const tfast_type_kernels tfast_avx512_f32, tfast_avx512_f64;
+
+static const tfast_type_kernels *
+kernels_for(bool is_float64)
+{
+    return is_float64 ? &tfast_avx512_f64 : &tfast_avx512_f32;
+}
+
+static const char *
+unusable(void)
+{
+    return tfast_cpu_features() & TFAST_CPU_AVX512
+               ? NULL
+               : "this CPU has no AVX-512 F, BW, DQ and VL";
+}
+
+extern const tfast_backend tfast_backend_avx512;
+const tfast_backend tfast_backend_avx512 = CPU_BACKEND("avx512");
 #endif

@@ -109,6 +109,4 @@ crc_fold(uint64_t crc, const uint8_t **data, size_t *bytes)
                : crc;
 }
 
-#define CRC_FOLD crc_fold
-
 #endif

@@ -1,4 +1,18 @@
-#include "vec_scalar.h"
-#define NAME scalar
-#define UNUSABLE NULL
 #include "cpu_backend.h"
+
+extern const tfast_type_kernels tfast_scalar_f32, tfast_scalar_f64;
+
+static const tfast_type_kernels *
+kernels_for(bool is_float64)
+{
+    return is_float64 ? &tfast_scalar_f64 : &tfast_scalar_f32;
+}
+
+static const char *
+unusable(void)
+{
+    return NULL;
+}
+
+extern const tfast_backend tfast_backend_scalar;
+const tfast_backend tfast_backend_scalar = CPU_BACKEND("scalar");

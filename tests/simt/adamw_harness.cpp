@@ -301,7 +301,7 @@ main(int argc, char **argv)
     }
     tfast_simt_seed(strtoull(argv[1], nullptr, 0));
     largest = strtoll(argv[2], nullptr, 0);
-    backend = tfast_cuda_open(TFAST_ABI, fail);
+    backend = tfast_library_open(TFAST_ABI, fail);
     if (backend == nullptr || backend->unusable() != nullptr) {
         return 2;
     }

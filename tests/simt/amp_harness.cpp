@@ -288,7 +288,7 @@ main(int argc, char **argv)
     const uint64_t seed = strtoull(argv[1], nullptr, 0);
     tfast_simt_seed(seed);
     largest = strtoll(argv[2], nullptr, 0);
-    backend = tfast_cuda_open(TFAST_ABI, fail);
+    backend = tfast_library_open(TFAST_ABI, fail);
     if (backend == nullptr || backend->unusable() != nullptr) {
         return 2;
     }

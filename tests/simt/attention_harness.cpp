@@ -501,7 +501,7 @@ main(int argc, char **argv)
     if (argc != 3) {
         return 2;
     }
-    const tfast_backend *backend = tfast_cuda_open(TFAST_ABI, fail);
+    const tfast_backend *backend = tfast_library_open(TFAST_ABI, fail);
     const int problems = atoi(argv[2]);
 
     tfast_simt_seed(strtoull(argv[1], nullptr, 0));

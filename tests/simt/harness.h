@@ -14,7 +14,8 @@
 #include <cstring>
 #include <vector>
 
-extern "C" const tfast_backend *tfast_cuda_open(uint32_t abi, tfast_fail_function fail);
+extern "C" const tfast_backend *tfast_library_open(uint32_t abi,
+                                                   tfast_fail_function fail);
 
 inline uint32_t random_state = 1;
 

@@ -2,21 +2,21 @@
 
 import operator
 import sys
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from trainfast._core import (
     GraphBatch,
-    GraphIteration,
     GraphOrder,
     GraphPrefetch,
     GraphSelection,
     crc32c,
 )
+from trainfast.graph_cache.ahead import Ahead, Place
 from trainfast.graph_cache.batch import (
     Assemble,
     BatchPlan,
@@ -25,7 +25,7 @@ from trainfast.graph_cache.batch import (
 )
 from trainfast.graph_cache.cache import Cache, Subset
 from trainfast.graph_cache.padding import Bucket, chooser, plan_buckets
-from trainfast.graph_cache.sampling import Cut, Sampled, as_indices
+from trainfast.graph_cache.sampling import Cut, as_indices, of_subset
 
 OUTPUTS = ("dict", "pyg", "jraph")
 OVERSIZE = ("error", "alone")
@@ -35,45 +35,47 @@ _MOST_THREADS = 64  # of the core
 class Loader:
     """Iterates over batches of a cache (or a Subset), each epoch in another order.
 
-    A batch is the disjoint union of its graphs: fields concatenated, indices moved on
-    by the nodes before, in one block of memory that is never reused while any array of
-    it lives. Native threads make batches ahead, without worker processes.
+    A batch is the disjoint union of its graphs: fields are concatenated, and indices
+    are increased by the number of nodes before. A batch lies in one block of memory,
+    which is not reused while any of its arrays lives. Native threads make batches
+    ahead; there are no worker processes.
 
-    batch_size: graphs in a batch. It must be given, unless max_nodes or max_edges (as
-    many graphs as fit) or a batch_sampler decides.
-    shuffle, seed: a permutation of its own for each (seed, epoch), in O(1) memory.
-    seed=None: drawn when the loader's first shuffled order is needed, from torch's
+    batch_size: graphs in a batch. Required, unless max_nodes, max_edges or a
+    batch_sampler decides.
+    shuffle, seed: each (seed, epoch) has a permutation of its own, in O(1) memory.
+    seed=None: the seed is drawn when the first shuffled order is needed, from torch's
     default generator if torch is loaded (`torch.manual_seed` repeats the order), else
     from NumPy's (`np.random.seed`); `state_dict()` has it. With world_size above 1 all
     ranks need the same seed: None is 0, as in torch's DistributedSampler.
-    drop_last: without the last batch where it would be smaller.
+    drop_last: omits the last batch of an epoch where it would be smaller.
     max_nodes, max_edges: budgets. A batch takes graphs as long as its nodes (of all
-    types) and edges stay within them; nothing comes twice and nothing is left out.
+    types) and edges stay within them. Every graph comes once.
     oversize: a graph beyond a budget is an "error" (at once), or comes "alone".
     sampler: an iterable of indices; batch_sampler: of lists of indices.
-    rank, world_size: this process's share; every graph comes in exactly one rank, and
-    all ranks have as many batches.
-    prefetch: batches made ahead. threads: that make them; 0: made when asked for, where
-    they are large on torch's threads. One is enough unless graphs are large; where all
-    cores are busy 0 can be faster, as a thread that takes a core from the training step
-    costs more than it gives.
+    rank, world_size: this process's share. Every graph comes on exactly one rank, and
+    all ranks have the same number of batches.
+    prefetch: batches made ahead. threads: how many native threads make them. 0: a batch
+    is made when it is asked for, a large one on torch's threads. One thread is enough
+    unless graphs are large. Where all cores are busy 0 can be faster, because a thread
+    takes time from the training step.
     output: "dict" (see batch.dict_assembler), "pyg" (a DataBatch or HeteroDataBatch),
-    "jraph" (a GraphsTuple); or a function that makes of a BatchPlan one that makes
-    what you get of a GraphBatch (its attribute array_type, if it has one, says what the
-    arrays are: torch.Tensor; otherwise they are NumPy's).
+    "jraph" (a GraphsTuple); or a function that takes a BatchPlan and returns the
+    function from a GraphBatch to what you get. Its attribute array_type, if it has
+    one, says what the arrays are (torch.Tensor); otherwise they are NumPy's.
     pad_to: static shapes, (graphs, nodes, edges), a dict with these keys (in
     heterogeneous graphs with dicts by type), "max" (room for any batch), or a list, of
-    which each batch takes the smallest that it fits in. It is filled up with one graph
-    that has all that is missing, zeros, and then empty ones; dicts get "graph_mask".
+    which each batch takes the smallest that it fits in. Padding is one graph with all
+    missing nodes and edges, zeros, followed by empty graphs; dicts get "graph_mask".
     pin_memory, device: torch tensors in pinned memory, or on a device, copied in one
     piece on a stream of its own.
-    fields, exclude: keys to have or to leave out. follow_batch: keys for which it is
-    wanted which graph each entry is of.
+    fields, exclude: keys to have or to omit. follow_batch: keys for which each entry's
+    graph is wanted ("x_batch", "x_ptr").
 
-    Each iteration is the next epoch, from its first batch on (one that is never asked
-    for a batch counts for nothing); `set_epoch` says which. `state_dict()` is where
-    the newest iteration stands: a loader that gets it goes on after the last batch
-    that was handed out, in O(1) (with a sampler of one's own, by asking it again).
+    Each iteration is the next epoch from its first batch on (an iteration that is never
+    asked for a batch does not count); `set_epoch` chooses the epoch. `state_dict()` is
+    the place of the newest iteration. A loader that loads it continues after the last
+    batch that was handed out, in O(1) (with a sampler of one's own by iterating over
+    the sampler up to there).
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Loader:
         self.follow_batch = _keys("follow_batch", follow_batch)
         self.epoch = 0
         self._resume: tuple[int, int] | None = None  # epoch and position to begin at
-        self._place: _Place | None = None  # of the newest iteration
+        self._place: Place | None = None  # of the newest iteration
         self._length: tuple[int, int] | None = None  # of an epoch
         self._prepare()
 
@@ -137,15 +139,11 @@ class Loader:
     def __iter__(self) -> "Iteration":
         return Iteration(self)
 
-    def _begin(self) -> "_Place":
-        """Where an iteration begins that asks for its first batch."""
-        position = 0
+    def _position_to_begin_at(self) -> int:
+        """Where the next iteration begins in its epoch."""
         if self._resume is not None and self._resume[0] == self.epoch:
-            position = self._resume[1]
-        self._resume = None
-        self._place = _Place(self.epoch, position)
-        self.epoch += 1
-        return self._place
+            return self._resume[1]
+        return 0
 
     def __len__(self) -> int:
         """Batches of the running epoch, or else of the next one."""
@@ -154,7 +152,10 @@ class Loader:
             return len(self.batch_sampler)  # type: ignore[arg-type]
         if self.sampler is not None:
             if self._budgets:
-                raise TypeError("a loader with a sampler and budgets has no length")
+                raise TypeError(
+                    "a loader with a sampler and budgets has no length; iterate over "
+                    "it to count its batches"
+                )
             whole, rest = divmod(len(self.sampler), self._batch_size)  # type: ignore
             return whole + (rest > 0 and not self.drop_last)
         if self._length is None or (self._budgets and self._length[0] != epoch):
@@ -177,11 +178,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest iteration stands, in a few numbers and strings."""
-        epoch, position = self.epoch, 0
+        epoch = self.epoch
         if self._place is not None and not self._place.done:
             epoch, position = self._place.epoch, self._place.position
-        elif self._resume is not None and self._resume[0] == epoch:
-            position = self._resume[1]
+        else:
+            position = self._position_to_begin_at()
         seed = self.seed if self.shuffle else 0
         where = {"epoch": epoch, "position": position, "seed": seed}
         return {**where, **self._identity()}
@@ -215,7 +216,7 @@ class Loader:
         self._resume = epoch, position
 
     def _identity(self) -> dict[str, Any]:
-        """What a position means something for."""
+        """All that must be equal where a position is to mean the same."""
         subset = self._subset
         names = ("shuffle", "drop_last", "max_nodes", "max_edges", "oversize")
         sampled = self.sampler is not None or self.batch_sampler is not None
@@ -249,8 +250,10 @@ class Loader:
             oversize_alone=self.oversize == "alone",
         )
 
-    def _batches(self, epoch: int, position: int) -> Any:
-        """What gives an epoch's batches of indices from a position on."""
+    def _batches(self, epoch: int, position: int) -> Iterator[Any]:
+        """The batches of indices of an epoch from a position on."""
+        if self._cache.schema is None:
+            return iter(())
         if self.batch_sampler is None and self.sampler is None:
             order = self._order(epoch)
             order.position = position
@@ -261,10 +264,13 @@ class Loader:
             limit = self._batch_size
             sizes = [self._of_dataset(sizes) for sizes in self._sizes]
             batches = Cut(self.sampler, limit, self.drop_last, sizes, self._budgets)
-        return Sampled(batches, self._subset, position)
+        source = iter(batches)
+        for _ in islice(source, position):
+            pass
+        return source
 
     def _prepare(self) -> None:
-        """Checks the arguments and derives all that follows; reads only the index."""
+        """Checks arguments and derives what iterations need; reads only the index."""
         dataset = self.dataset
         if not isinstance(dataset, Cache | Subset):
             kind = type(dataset).__name__
@@ -321,7 +327,7 @@ class Loader:
             )
 
     def _plan_budgets(self) -> None:
-        """The budgets, what counts against them, and how many graphs fit at most."""
+        """Sets the budgets, the sizes of graphs, and the most graphs in a batch."""
         self._sizes: list[np.ndarray] = []
         self._budgets: list[int] = []
         for name, budget in (("nodes", self.max_nodes), ("edges", self.max_edges)):
@@ -332,7 +338,7 @@ class Loader:
                 self._check_oversize(name, total, budget)
         self._batch_size = self.batch_size or self._most_graphs()
         if self.sampler is None and self.batch_sampler is None:
-            self._order(0, seed=0)  # which refuses what cannot be shared out
+            self._order(0, seed=0)  # raises where ranks cannot share the graphs
 
     def _most_graphs(self) -> int:
         if not self._budgets:
@@ -351,8 +357,9 @@ class Loader:
         if len(over):
             graph = int(over[0] if self._subset is None else self._subset[over[0]])
             raise ValueError(
-                f"max_{name} must be at least the {name} of every graph, or oversize "
-                f"'alone', got {budget} and graph {graph} with {sizes[graph]}"
+                f"max_{name} must be at least the {name} of every graph, got {budget} "
+                f"and graph {graph} with {sizes[graph]}; raise it, or pass "
+                "oversize='alone'"
             )
 
     def _of_dataset(self, values: np.ndarray) -> np.ndarray:
@@ -373,11 +380,14 @@ class Loader:
             self._choose = chooser(self._buckets, self._cache)
 
     def _assembler(self) -> Assemble:
-        """What makes of the core's batch what the user gets."""
+        """The function from a GraphBatch to what the user gets."""
         on_torch = self.output == "pyg" or self.device is not None or self.pin_memory
         self._array_type = getattr(self.output, "array_type", None)
         if on_torch and self.output == "jraph":
-            raise ValueError("device and pin_memory must be left out with jraph")
+            raise ValueError(
+                "device and pin_memory cannot be combined with output='jraph'; pass "
+                "the GraphsTuple to jax.device_put instead"
+            )
         if self.output == "dict":
             assemble = dict_assembler(self._plan)
         elif self.output == "pyg":
@@ -397,7 +407,7 @@ class Loader:
         return assemble
 
     def _selection(self, bucket: int) -> GraphSelection:
-        """What the batches of one of pad_to's shapes hold; made once."""
+        """The selection for one of pad_to's shapes; made once."""
         if bucket not in self._selections:
             shape = self._buckets[bucket] if self._buckets else Bucket(0, (), ())
             self._selections[bucket] = self._plan.selection(
@@ -432,125 +442,44 @@ class Loader:
         self._resume = self.epoch, position["position"]
 
 
-class _Place:
-    """How far an iteration is: what has been handed out, not what is in flight."""
-
-    __slots__ = ("done", "epoch", "position")
-
-    def __init__(self, epoch: int, position: int) -> None:
-        self.epoch, self.position, self.done = epoch, position, False
-
-
-class Iteration(GraphIteration):
-    """One epoch of a Loader. Its threads end with it, also when it is left early.
-
-    The core hands out the batches: where nothing has to look at their graphs, also
-    without what is here.
-    """
-
-    _indices = staticmethod(as_indices)
+class Iteration(Ahead):
+    """One epoch of a Loader. Its threads end with it, also when it is left early."""
 
     def __init__(self, loader: Loader) -> None:
+        super().__init__(None, max(loader.prefetch, 1) if loader.threads else 1)
         self._loader = loader
-        self._place: _Place | None = None  # not begun
-        self._queue: deque[tuple[GraphPrefetch, int]] = deque()
-        self._prefetches: dict[int, GraphPrefetch] = {}
-        self._error: Exception | None = None
-        self._held: tuple[GraphBatch, int] | None = None
-        self._source: Any = None
+        self._begun = False
 
     def _begin(self) -> None:
-        """The core's first call, made again where it fails."""
         loader = self._loader
-        if self._place is None:
-            self._place = loader._begin()
-        place = self._place
-        assemble = self._assemble = loader._assemble
-        if assemble is None:
-            return
-        source = loader._batches(place.epoch, place.position)
-        if loader._choose is None:
-            order = source.batches if isinstance(source, Sampled) else source
-            self._follow(self._prefetch(0), order, assemble, place)
+        if not self._begun:
+            place = Place(loader.epoch, loader._position_to_begin_at())
+            loader._resume = None
+            loader._place = self._place = place
+            loader.epoch = place.epoch + 1
+            self._begun = True
+        self._first = self._place.position
+        self._source = loader._batches(self._place.epoch, self._first)
+
+    def _plan(self, given: Any) -> tuple[GraphPrefetch, Any, int]:
+        loader, order = self._loader, self._source
+        if isinstance(order, GraphOrder):
+            indices, position = given, order.position
         else:
-            self._source = source
-
-    def _fill(self) -> None:
-        """The core's second call."""
-        loader = self._loader
-        submit = self._submit if loader._choose is None else self._submit_chosen
-        ahead = loader.prefetch if loader.threads else 1
-        for _ in range(max(ahead, 1)):
-            if not submit():
-                break
-
-    def _other(self) -> Any:
-        """The next batch where somebody chooses its shape, or the end."""
-        if self._held is None and not self._queue and not self._submit_chosen():
-            return self._end()
-        if self._held is None:
-            prefetch, position = self._queue[0]
-            try:
-                batch = prefetch.next()
-            except BaseException:
-                self._forget_failed(prefetch)
-                raise
-            self._queue.popleft()
-            self._held = batch, position
-        self._submit_chosen()  # Ctrl-C in the sampler loses no batch
-        (batch, position), self._held = self._held, None
-        assert self._assemble is not None and self._place is not None
-        made = self._assemble(batch)
-        self._place.position = position
-        return made
-
-    def _submit_chosen(self) -> bool:
-        """Hands the next batch to the threads; False where there is none.
-
-        An error of the user's sampler waits until the batches before it are out.
-        """
-        source = self._source
-        if source is None:
-            return False
-        try:
-            indices = source.next()
-            if indices is None:
-                self._source = None
-                return False
-            choose = self._loader._choose
-            prefetch = self._prefetch(0 if choose is None else choose(indices))
-            prefetch.submit(indices)
-            self._queue.append((prefetch, source.position))
-        except Exception as error:
-            self._error, self._source = error, None
-        return self._source is not None
-
-    def _prefetch(self, bucket: int) -> GraphPrefetch:
+            indices, position = as_indices(given), self._first + self._submitted + 1
+            if loader._subset is not None:
+                indices = of_subset(loader._subset, indices)
+        bucket = 0 if loader._choose is None else loader._choose(indices)
         prefetch = self._prefetches.get(bucket)
         if prefetch is None:
-            loader = self._loader
             prefetch = GraphPrefetch(loader._selection(bucket), loader.threads)
             self._prefetches[bucket] = prefetch
-        return prefetch
+        return prefetch, indices, position
 
-    def _forget_failed(self, prefetch: GraphPrefetch) -> None:
-        """After an error: was it the batch's own, or did a signal end the wait?"""
-        waiting = sum(1 for other, _ in self._queue if other is prefetch)
-        if prefetch.pending < waiting:
-            self._queue.popleft()
-            self._submit_chosen()
-
-    def _end(self) -> Any:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        if self._place is not None:
-            self._place.done = True
-        self._prefetches.clear()
-        raise StopIteration
-
-    def __reduce__(self) -> Any:
-        raise TypeError("an iteration cannot be pickled: pickle its loader")
+    def _assemble(self, batch: GraphBatch) -> Any:
+        assemble = self._loader._assemble
+        assert assemble is not None  # the cache has graphs
+        return assemble(batch)
 
 
 def _count(name: str, value: Any, least: int, end: int = 2**63) -> int:
@@ -592,4 +521,6 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def _forbid(argument: str, given: Mapping[str, bool], names: list[str]) -> None:
     for name in names:
         if given[name]:
-            raise ValueError(f"{name} must be left out with a {argument}, got it")
+            raise ValueError(
+                f"{name} cannot be combined with {argument}; pass one of them"
+            )

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from trainfast.graph_cache.cache import Cache
-from trainfast.graph_cache.fingerprint import Fingerprint, digest, fingerprint
+from trainfast.graph_cache.digest import digest
+from trainfast.graph_cache.fingerprint import Fingerprint, fingerprint
 from trainfast.graph_cache.writer import REFUSED, Writer, as_mapping
 
 _NAME = "made.json"

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainfast import _core
 from trainfast.graph_cache import keys
-from trainfast.graph_cache.fingerprint import digest
+from trainfast.graph_cache.digest import digest
 from trainfast.graph_cache.job import Job, failure
 from trainfast.graph_cache.origin import (
     AGAIN,

@@ -1,39 +1,10 @@
-"""Batches of graphs from a user's own sampler, as the core's order gives them."""
+"""Batches of graphs from a user's own sampler."""
 
 import operator
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-
-_END: Any = object()
-
-
-class Sampled:
-    """Batches from an iterable of lists of indices, from a position on.
-
-    Like the core's GraphOrder, `next()` is the next batch's indices or None, and
-    `position` all that there is to save: the number of batches taken.
-    """
-
-    def __init__(
-        self, batches: Iterable[Any], subset: np.ndarray | None, position: int
-    ) -> None:
-        self.batches: Iterator[Any] = iter(batches)
-        for _ in range(position):
-            if next(self.batches, _END) is _END:
-                break
-        if subset is not None:  # a generator would end with the first exception
-            self.batches = map(partial(_of_subset, subset), self.batches)
-        self.position = position
-
-    def next(self) -> np.ndarray | None:
-        batch = next(self.batches, _END)
-        if batch is _END:
-            return None
-        self.position += 1
-        return as_indices(batch)
 
 
 def as_indices(batch: Any) -> np.ndarray:
@@ -44,8 +15,8 @@ def as_indices(batch: Any) -> np.ndarray:
     return indices.astype(np.int64, copy=False)
 
 
-def _of_subset(subset: np.ndarray, batch: Any) -> np.ndarray:
-    indices = as_indices(batch)
+def of_subset(subset: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """The cache's graphs at these places of a subset."""
     wrong = (indices < 0) | (indices >= len(subset))
     if wrong.any():
         raise IndexError(

@@ -1,6 +1,7 @@
 """torch.optim.AdamW and Adam on trainfast's kernel."""
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,9 @@ from trainfast.stats import count_call, count_fallback
 from trainfast.torch import adamw_state, versions
 from trainfast.torch.adamw_ema import EmaWeights
 from trainfast.torch.adamw_fallback import (
+    DIFFERENTIABLE,
+    NEGATIVE,
+    OWN_GROUPS,
     Part,
     TorchStep,
     is_for_torch,
@@ -160,13 +164,13 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         """
         if isinstance(self.__dict__.get("found_inf"), (Tensor, type(None))):
             return True
-        if any(p.grad is not None for group in groups for p in group["params"]):
-            raise AssertionError("No inf checks were recorded for this optimizer.")
+        if adamw_state.has_grads(groups):
+            raise AssertionError(adamw_state.NO_CHECKS)
         return False
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         """Steps all groups in one call, or apart where that cannot be."""
-        if not any(group["differentiable"] for group in groups):
+        if self._whole_refusal(groups) is None:
             try:
                 if self._call_core("all", groups) is not None:
                     return
@@ -194,6 +198,17 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             if part.refusal is None:
                 self._call_core(part.key, [part.group], scalars)
 
+    def _whole_refusal(self, groups: list[dict[str, Any]]) -> str | None:
+        """Why torch's step must do all of them, whatever their tensors are."""
+        own: Any = type(self)
+        mine, torchs = own._init_group, own._torch_class._init_group
+        # torch.compile wraps that of each class in torch.optim, ours under patch()
+        if mine is not torchs and unwrap(mine) is not unwrap(torchs):
+            return OWN_GROUPS  # it chooses what is stepped
+        if any(group["differentiable"] for group in groups):
+            return DIFFERENTIABLE
+        return None
+
     def _measure_apart(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Pass 1 over gradients of any kind; what _call_core then needs no more do."""
         found = self.__dict__.get("found_inf")
@@ -220,8 +235,9 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         self, index: int, group: dict[str, Any], scalars: dict[str, Any]
     ) -> list[Part]:
         """The group device by device, each ready for its step; nothing has changed."""
-        if group["differentiable"]:
-            parts = [Part(index, group, "differentiable=True")]
+        refusal = self._whole_refusal([group])
+        if refusal is not None:
+            parts = [Part(index, group, refusal)]
         else:
             adamw_state.make_state(group, self.state)
             devices: dict[torch.device, list[Tensor]] = {}
@@ -233,7 +249,10 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
                 refusal = self._refusal_of((index, device), there, scalars)
                 parts.append(Part((index, device), there, refusal))
         for part in parts:
-            if group["master_weights"] and part.refusal is not None:
+            if part.refusal is None:
+                continue
+            adamw_state.check_devices(part.group, self.state)
+            if group["master_weights"]:
                 count_fallback("adamw", part.refusal)
                 raise RuntimeError(
                     f"torch, to fall back on, has no master weights: {part.refusal}"
@@ -284,7 +303,8 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             norm_f64 = torch.empty((), dtype=torch.float64, device=first.device)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
-            done = _core.adamw_groups(
+            done = versions.outside_modes(
+                _core.adamw_groups,
                 [self._core_group(key, i, g, first) for i, g in enumerate(groups)],
                 self.state,
                 versions.increment_version,
@@ -302,9 +322,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
                 only_prepare,
             )
         except ValueError:
-            if retry and adamw_state.mend_state(
-                [p for group in groups for p in group["params"]], self.state
-            ):
+            if retry and adamw_state.mend_state(groups, self.state):
                 return self._call_core(key, groups, measured, only_prepare, False)
             raise
         if done is None or only_prepare:
@@ -333,7 +351,7 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
             lr = lr.item() if isinstance(lr, Tensor) else float(lr)
             if lr < 0 or group["weight_decay"] < 0:  # torch takes any number, such as
                 # that of a schedule which has passed its end
-                raise NotImplementedError("lr or weight_decay is negative")
+                raise NotImplementedError(NEGATIVE)
         return (
             params if type(params) is list else list(params),
             self._workspace((key, index)),
@@ -444,8 +462,8 @@ class AdamW(_FusedStep, torch.optim.AdamW):
     anything else runs torch's own step, which
     trainfast.stats() counts with the reason, and so does a step inside torch.compile
     (not counted), unless a scaler or an option asks for more: that breaks the graph and
-    runs as everywhere. State tensors may be replaced between steps, or written in
-    place; giving a small one other data through `.data` is noticed within 16 steps.
+    runs as everywhere. State tensors may be replaced, moved or written in place
+    between steps: every step reads their addresses again.
 
     Formula and roundings: see trainfast.adamw_step.
     """

@@ -1,5 +1,6 @@
 """Where torch's own step runs on a group that the core refuses."""
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -66,6 +67,18 @@ class TorchStep:
         return step(self, closure)
 
 
+DIFFERENTIABLE = "differentiable=True"
+NEGATIVE = "lr or weight_decay is negative"
+OWN_GROUPS = "the class has an _init_group() of its own"
+_DENSE = (
+    "give dense float64, float32, float16 or bfloat16 tensors of no subclass on the "
+    "CPU or a CUDA device, or "
+)
+_REMEDIES = {  # what to do first, where it is not the tensors
+    DIFFERENTIABLE: "drop it unless gradients flow through the step, or ",
+    NEGATIVE: "give numbers >= 0, or ",
+    OWN_GROUPS: "",
+}
 _warned: set[tuple[str, str]] = set()  # classes and reasons
 
 
@@ -77,15 +90,19 @@ def warn_of_fallback(name: str, parts: Sequence["Part"]) -> None:
         if any(param.grad is not None for param in part.group["params"])
     ]
     reasons = dict.fromkeys(part.refusal for part in stepped)
-    if None in reasons:
+    if None in reasons or any(
+        param.grad is not None and param.grad.is_sparse
+        for part in stepped
+        for param in part.group["params"]
+    ):  # torch refuses sparse gradients, and says what to do
         return
-    for reason in reasons:
-        if (name, str(reason)) not in _warned:
-            _warned.add((name, str(reason)))
+    for reason in map(str, reasons):
+        key = name, re.sub("0x[0-9a-f]+", "", reason)  # addresses differ in each step
+        if key not in _warned:
+            _warned.add(key)
             warnings.warn(
                 f"torch's own step runs for all parameters of an {name}, not the "
-                f"kernel: {reason}; give dense float64, float32, float16 or bfloat16 "
-                "tensors of no subclass on the CPU or a CUDA device, or leave them to "
+                f"kernel: {reason}; {_REMEDIES.get(reason, _DENSE)}leave them to "
                 f"torch's {name} (with patch(): after unpatch('adamw'))",
                 stacklevel=6,  # the caller of step(), which torch has wrapped
             )

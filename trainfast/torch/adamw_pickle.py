@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainfast.torch import versions
 from trainfast.torch.adamw_state import OPTIONS
 
 
@@ -47,4 +48,8 @@ def reduce_as_torchs(optimizer: Any) -> tuple[Any, ...] | None:
 
 
 def _without_options(entries: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entries.items() if name not in OPTIONS}
+    """The entries that torch's class of this version has."""
+    own = set(OPTIONS)
+    if not versions.ADAM_DECOUPLES:
+        own.add("decoupled_weight_decay")
+    return {name: value for name, value in entries.items() if name not in own}

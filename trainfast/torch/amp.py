@@ -18,7 +18,7 @@ from typing_extensions import deprecated
 from trainfast import _core
 from trainfast.stats import CallTally, count_call, count_fallback
 from trainfast.torch.adamw import _FusedStep
-from trainfast.torch.adamw_state import bump_versions
+from trainfast.torch.adamw_state import NO_CHECKS, bump_versions, has_grads
 from trainfast.torch.clip import (
     Measured,
     by_mesh,
@@ -244,12 +244,15 @@ class GradScaler(torchs.GradScaler):
         """
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        ready = state["stage"] is OptState.READY
+        ready, flags = state["stage"] is OptState.READY, state["found_inf_per_device"]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
         measures = ready and isinstance(optimizer, _FusedStep)
+        offers = getattr(optimizer, "_step_supports_amp_scaling", None)
+        if not (offers or (has_grads(optimizer.param_groups) if ready else flags)):
+            raise AssertionError(NO_CHECKS)  # as torch does where it unscales itself
         if ready and not measures:
             self._check_inf_per_device(optimizer)
         given = getattr(optimizer, "grad_scale", None)  # the user's own, to clip
@@ -495,12 +498,10 @@ def _is_unobserved(optimizer: _FusedStep) -> bool:
 def _flag_for(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: Tensor
 ) -> Tensor:
-    flags = list(state["found_inf_per_device"].values())
-    if flags:
+    if flags := list(state["found_inf_per_device"].values()):
         return combine_flags(flags, scale.device)
-    if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
-        # They came after unscale_(), so that they are scaled still.
-        raise AssertionError("No inf checks were recorded for this optimizer.")
+    if has_grads(optimizer.param_groups):  # they came after unscale_()
+        raise AssertionError(NO_CHECKS)
     return torch.zeros_like(scale)
 
 

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainfast.torch import versions
+
 TILE = 1 << 22  # scores at a time
 
 
 def is_exporting() -> bool:
-    """torch.compiler.is_exporting(), new in torch 2.7."""
-    return bool(getattr(torch.compiler, "is_exporting", bool)())
+    return versions.is_exporting()
 
 
 # torch.compile calls it at tracing. It takes torch's own for True before torch 2.13.

@@ -1,12 +1,14 @@
-"""What takes the place of torch's names under trainfast.patch("attention").
+"""The functions that trainfast.patch("attention") puts in the place of torch's.
 
-The patch serves each call by what is faster at its size: the kernels, or for small
-calls torch's own function, counted in trainfast.stats(). `trainfast.torch.attention`
-and `trainfast.torch.scaled_dot_product_attention` run the kernels at any size.
+Each call runs on the kernels or, where torch's own function is faster, on torch's. The
+choice depends on shapes, dtype and device, and trainfast.stats() counts what torch ran.
+`trainfast.torch.attention` and `trainfast.torch.scaled_dot_product_attention` run the
+kernels at any size.
 """
 
 import functools
 import inspect
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainfast.stats import _fallbacks
+from trainfast import _core
+from trainfast.stats import add_fallbacks
 from trainfast.torch import sdpa
 from trainfast.torch.attention_route import PLAIN, count_once, torchs_are_faster
 from trainfast.torch.sdpa import by_torch
@@ -29,39 +32,27 @@ __all__ = [
 _torchs = functional.multi_head_attention_forward
 _NEED_WEIGHTS = list(inspect.signature(_torchs).parameters).index("need_weights")
 _FUSED = "a small input: torch's fused inference path is faster"
-_SMALL = ("attention", "a small call: torch's function is faster")
+_SMALL = "a small call: torch's function is faster"
+_AMX = "bfloat16 on a CPU with AMX: torch's function is faster"
 
-# Limits of what torch is faster at, measured as torch's time over the kernels' in
-# float32 and bfloat16 on 2 threads of a Zen 4 with AVX-512, torch 2.13.
-SMALL_TENSOR = 2**10  # elements of query and key: 4 to 15 us, half of it Python
-# For float32 alone, since torch's bfloat16 converts:
-SMALL_KEYS = 2**18  # elements of key for a query of SMALL_TENSOR, as in decoding
-SMALL_HEAD = 2**7  # n_k * dim: the kernels' tiles are mostly empty
-# with gradients, where torch's autograd in C++ saves 15 of 60 to 200 us:
-SMALL_WIDTH, SMALL_SCORES = 2**9, 2**13  # batch * heads times dim, times n_q * n_k
+# The rules by size are in C, because a small call takes torch 4 us; csrc/python/
+# small_calls.c has the limits.
+_calls = _core.SmallCalls(
+    (Tensor, torch.nn.Parameter),
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    torch.is_grad_enabled,
+    getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)(),
+)
+is_small = _calls.leaves_attention
+is_fused_faster = _calls.leaves_module
 
 
-def is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's function is faster for plain tensors without mask and dropout.
-    Reads shapes, dtype, device and requires_grad, the quickest first."""
-    elements = query.numel()
-    if elements <= SMALL_TENSOR:
-        keys = key.numel()
-        if keys <= SMALL_TENSOR:
-            return True
-        return keys <= SMALL_KEYS and query.dtype is torch.float32 and query.is_cpu
-    if query.dtype is not torch.float32 or not query.is_cpu:
-        return False
-    *_, n_k, dim = key.shape
-    if n_k * dim <= SMALL_HEAD:
-        return True
-    n_q = query.shape[-2]
-    return (
-        elements <= SMALL_WIDTH * n_q
-        and elements * n_k <= SMALL_SCORES * dim
-        and torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
-    )
+def _counted(reset: bool) -> dict[tuple[str, str], int]:
+    counts = zip((_SMALL, _AMX, _FUSED), _calls.counts(reset), strict=True)
+    return {("attention", reason): count for reason, count in counts}
+
+
+add_fallbacks(_counted)
 
 
 @functools.wraps(sdpa.scaled_dot_product_attention)
@@ -78,25 +69,12 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     # Masks and dropout stay with the kernels at any size: for rows without a key
     # versions of torch differ, and a seed shall give one result.
-    try:
-        small = (
-            attn_mask is None
-            and not dropout_p
-            and type(query) is Tensor
-            and is_small(query, key, value)
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        small = False  # torch words the error
-    if not small:
+    if not is_small(query, key, value, attn_mask, dropout_p):
         run = _not_small
-    else:
-        try:  # count_once() takes 0.2 us longer
-            _fallbacks[_SMALL] += 1
-        except KeyError:
-            count_once(_SMALL[1])
-        if not is_causal and scale is None and not enable_gqa:
-            return by_torch(query, key, value)  # keywords take 0.3 us
+    elif is_causal or scale is not None or enable_gqa:
         run = by_torch
+    else:
+        return by_torch(query, key, value)  # keywords take 0.3 us
     return run(
         query,
         key,
@@ -130,7 +108,7 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     """torch's own, but it counts the calls that no attention kernel can take: those
     that ask for the weights, as nn.MultiheadAttention does by default."""
     if not torch.compiler.is_compiling():
-        _here.attended += 1
+        _thread.state.attended += 1
     wanted = args[_NEED_WEIGHTS:][:1] or (kwargs.get("need_weights", True),)
     if wanted[0]:
         count_once("need_weights=True of multi-head attention")
@@ -142,59 +120,63 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
 # classes' __call__ decides before that, by the size of the input.
 
 
-class _Here(threading.local):
-    unfused = False  # the module in call shall take the path through torch's names
-    attended = 0  # how often it has been taken, or the fused path been counted
+class _State:
+    __slots__ = ("attended", "unfused")
+
+    def __init__(self) -> None:
+        self.unfused = False  # the module in call must not take the fused path
+        self.attended = 0  # calls of the other path, and of the fused path
 
 
-_here = _Here()
+class _Thread(threading.local):
+    """Holds the state in one attribute, because each access takes 0.1 us."""
+
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+_thread = _Thread()
 _torchs_fastpath = torch.backends.mha.get_fastpath_enabled
 
 
 @functools.wraps(_torchs_fastpath)
 def get_fastpath_enabled() -> bool:
-    if torch.compiler.is_compiling() or _here.unfused:
+    if torch.compiler.is_compiling() or _thread.state.unfused:
         return False
     return _torchs_fastpath()
 
 
-def is_fused_faster(x: Tensor, n: int, dim: int) -> bool:
-    """Whether torch's fused path is faster for an input [batch, n, dim] on a CPU.
-
-    The kernels gain on the n * n scores and lose 20 to 50 us of Python a layer: torch's
-    time over theirs is 0.73 to 0.9 at n = 32; at n = 128 with a batch of 8 it is 1.1
-    for dim 64 and 0.95 for dim 256.
-    """
-    return n <= max(64, dim // 2) or (n <= 128 and x.numel() <= 2**14)
-
-
-def _stays_fused(x: Tensor, masked: bool, weights: bool) -> str | None:
-    """Why a module shall take torch's fused path if it can; None for the kernels."""
+def _stays_fused(x: Tensor, weights: bool) -> str | None:
+    """Why a module takes torch's fused path if it can, apart from the size of its
+    input; None for the kernels."""
     if x.is_nested:
         return "a nested tensor, in multi-head attention"
     if weights:
         return "need_weights=True of multi-head attention"
     if not x.is_cpu:
         return torchs_are_faster(x) if x.is_cuda else f"device {x.device.type}"
-    if masked:
-        return None
-    shape = x.shape
-    if len(shape) == 3 and is_fused_faster(x, shape[1], shape[2]):
-        return _FUSED
     return None
 
 
 def _choosing(
-    input_name: str, mask: tuple[int, str], padding: tuple[int, str], weights_at: int
+    input_name: str,
+    mask: tuple[int, str],
+    padding: tuple[int, str],
+    weights_at: int,
+    heads_of: Callable[[Any], int],
 ) -> Callable[..., Any]:
-    """Module.__call__ with the choice between the fused path and torch's names. The
-    arguments: names and places of the module's own; weights_at 0: it has none."""
+    """Module.__call__ with the choice between the fused path and torch's names.
+
+    input_name, mask, padding, weights_at: names and places of the module's arguments;
+    weights_at 0: no need_weights. heads_of: returns the module's number of heads.
+    torch.nn.Module.__call__ is looked up in each call, because torch.fx replaces it.
+    """
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        x: Any = args[0] if args else kwargs.get(input_name)
-        if self.training or torch.compiler.is_compiling() or type(x) not in PLAIN:
+        if self.training or torch.compiler.is_compiling():
             return torch.nn.Module.__call__(self, *args, **kwargs)
         given = len(args)
+        x: Any = args[0] if given else kwargs.get(input_name)
         masked = (
             args[mask[0]] if given > mask[0] else kwargs.get(mask[1])
         ) is not None or (
@@ -203,31 +185,61 @@ def _choosing(
         weights = weights_at and (
             args[weights_at] if given > weights_at else kwargs.get("need_weights", True)
         )
-        reason = _stays_fused(x, masked, bool(weights))
-        before, attended = _here.unfused, _here.attended
-        _here.unfused = reason is None
+        if not (masked or weights) and is_fused_faster(x, heads_of(self)):
+            reason: str | None = _FUSED
+        elif type(x) in PLAIN:
+            reason = _stays_fused(x, bool(weights))
+        else:
+            return torch.nn.Module.__call__(self, *args, **kwargs)
+        here = _thread.state
+        before, attended = here.unfused, here.attended
+        here.unfused = reason is None
         try:
             out = torch.nn.Module.__call__(self, *args, **kwargs)
         finally:
-            _here.unfused = before
-        if reason is not None and _here.attended == attended:
-            _here.attended += 1
-            count_once(reason)
+            here.unfused = before
+        if reason is not None and here.attended == attended:
+            here.attended += 1
+            _calls.count_module() if reason is _FUSED else count_once(reason)
         return out
 
     return call
 
 
+_call_padded_encoder = _choosing(
+    "src",
+    (1, "mask"),
+    (2, "src_key_padding_mask"),
+    weights_at=0,
+    heads_of=lambda encoder: 1,
+)
+
+
+def _call_encoder(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """TransformerEncoder.__call__. With a padding mask an encoder packs its input into
+    a nested tensor, which only fused layers take; otherwise its layers choose."""
+    padding = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
+    if padding is None:
+        return torch.nn.Module.__call__(self, *args, **kwargs)
+    return _call_padded_encoder(self, *args, **kwargs)
+
+
 _CALLS: dict[type[torch.nn.Module], Callable[..., Any]] = {
     torch.nn.MultiheadAttention: _choosing(
-        "query", (5, "attn_mask"), (3, "key_padding_mask"), weights_at=4
+        "query",
+        (5, "attn_mask"),
+        (3, "key_padding_mask"),
+        weights_at=4,
+        heads_of=operator.attrgetter("num_heads"),
     ),
     torch.nn.TransformerEncoderLayer: _choosing(
-        "src", (1, "src_mask"), (2, "src_key_padding_mask"), weights_at=0
+        "src",
+        (1, "src_mask"),
+        (2, "src_key_padding_mask"),
+        weights_at=0,
+        heads_of=lambda layer: getattr(layer.self_attn, "num_heads", 1),
     ),
-    torch.nn.TransformerEncoder: _choosing(
-        "src", (1, "mask"), (2, "src_key_padding_mask"), weights_at=0
-    ),
+    torch.nn.TransformerEncoder: _call_encoder,
 }
 
 

@@ -16,7 +16,11 @@ from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.u
 
 from trainfast import _core
 from trainfast.stats import CallTally, count_fallback
-from trainfast.torch.versions import cuda_stream, increment_version
+from trainfast.torch.versions import (
+    cuda_stream,
+    increment_version,
+    outside_modes,
+)
 
 _REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
 # Workspaces that no call is in, so that warm calls allocate nothing in the core. A
@@ -40,7 +44,14 @@ def call_core(
     except IndexError:  # other threads are in all that there are
         workspace = _core.Workspace()
     try:
-        _core.amp_grads(grads, workspace, rewrite=rewrite, stream=stream, **arguments)
+        outside_modes(
+            _core.amp_grads,
+            grads,
+            workspace,
+            rewrite=rewrite,
+            stream=stream,
+            **arguments,
+        )
     finally:
         idle.append(workspace)
     if rewrite != "read":
@@ -236,8 +247,9 @@ def get_total_norm(
 ) -> Tensor:
     """torch.nn.utils.get_total_norm: the norm of all tensors as one vector.
 
-    It is summed up in a fixed order, with the same bits for any number of threads, and
-    is a float32 also for half types (float64 if a tensor is). `foreach` is ignored.
+    It is summed up in float32 (float64 if a tensor is) and in a fixed order, with the
+    same bits for any number of threads; its dtype is torch's, that of the tensors.
+    `foreach` is ignored.
     """
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     norm_type = float(norm_type)
@@ -247,7 +259,7 @@ def get_total_norm(
         return torchs._get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     total, _ = _norm_of(tensors, norm_type, math.inf, CallTally("clip"))
     _check_finite(total, norm_type, error_if_nonfinite)
-    return total
+    return _as_torchs(total, tensors)
 
 
 def clip_grad_norm_(
@@ -282,7 +294,7 @@ def clip_grad_norm_(
     _check_finite(total, norm_type, error_if_nonfinite)
     if coef.is_cuda or float(coef) != 1:  # on a GPU asking would wait; the kernel sees
         _multiply(grads, coef, total.dtype, tally)
-    return total
+    return _as_torchs(total, grads)
 
 
 def clip_grad_value_(
@@ -335,6 +347,14 @@ def _norm_of(
     total, coef = measured.total_norm, measured.clip_coef
     assert total is not None and coef is not None  # asked for with max_norm
     return total, coef
+
+
+def _as_torchs(total: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The norm in torch's dtype: half if all tensors have the same half dtype."""
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return total
+    return total.to(dtype) if all(t.dtype == dtype for t in tensors) else total
 
 
 def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:

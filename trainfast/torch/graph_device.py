@@ -61,14 +61,6 @@ class MovedBatch:
         self.ptrs = _views(storage, first, arena.device, batch.ptrs, ptrs)
         self.batches = _views(storage, first, arena.device, batch.batches, batches)
 
-    def dicts(
-        self, arrays: Any, slices: Any, starts: Any, constants: Any
-    ) -> tuple[Any, Any, Any]:
-        """As of the core's batch; slices and starts stay on the CPU."""
-        _, *sums = self.host.dicts({}, slices, starts, constants)
-        made = [*self.fields, *self.ptrs, *self.batches]
-        return {name: made[i] for name, i in arrays.items()}, *sums
-
 
 def _views(
     storage: Any, first: int, device: Any, like: list[Any], offsets: list[int]

@@ -1,8 +1,8 @@
-"""PyG's graphs and batches from what the graph cache's core has put together.
+"""PyG's graphs and batches, assembled from the arrays of a GraphBatch.
 
-A batch is equal to `Batch.from_data_list` of the same graphs, in every attribute, down
-to the slices and increments by which PyG takes it apart again. The core has computed
-them all on its way; here they only get their names.
+A batch is equal to `Batch.from_data_list` of the same graphs in every attribute,
+including the slices and increments with which PyG separates it into graphs again. The
+core has computed all of them; here they get their names.
 
 Source: torch_geometric.data.collate (2.8).
 """
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import NodeStorage
 
-from trainfast._core import GraphBatch, GraphRecipe
 from trainfast.graph_cache.batch import (
     BatchPlan,
     Follow,
@@ -39,11 +38,7 @@ def assembler(plan: BatchPlan, kind: type | None = None) -> Callable[[Any], Any]
         plan: what the batches hold.
         kind: the class of the graphs; None: `Data`, or `HeteroData` if there are types.
     """
-    kind = kind or _kind_of(plan.schema)
-    made = _Assembler(plan, kind)
-    if made.recipe is None or made.constants.pairs:
-        return made.assemble
-    return made.recipe
+    return _Assembler(plan, kind or _kind_of(plan.schema)).assemble
 
 
 def item_assembler(plan: BatchPlan, kind: type) -> Callable[[Any], Any]:
@@ -62,7 +57,9 @@ Convert = Callable[[Any, Any], Any]  # (the core's array, the core's batch) -> v
 class _Store:
     """The attributes of one store: of the whole graph, a node type or an edge type.
 
-    What the core is to make of them is numbered as GraphBatch.dicts() does.
+    arrays: by name the place in the batch's fields, ptrs and batches, one after
+        another.
+    slices, starts: by name the place in the batch's own, and then the constants.
     """
 
     key: Any  # None, a node type (str) or an edge type (tuple)
@@ -72,15 +69,11 @@ class _Store:
     converts: list[tuple[str, Convert]] = field(default_factory=list)
     num_nodes: int | None = None  # the array
 
-    @property
-    def recipe(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        return self.arrays, self.slices, self.starts
-
 
 class _Constants:
-    """What slices and increments there are besides the counts' sums.
+    """Slices and increments that are not sums of a count.
 
-    The first two are zeros, for what is not incremented, and None.
+    The first two are zeros, for fields without increments, and None.
     """
 
     def __init__(self, n_counts: int) -> None:
@@ -111,22 +104,26 @@ class _Constants:
                 self.pairs.append((1 + len(self.extras), extra))
         return self.n_counts + 2 + self.extras.index(extra)
 
-    def of_batch(self, host: Any) -> list[Any]:
-        """The constants of a batch that lies on the CPU."""
-        n = host.n_slots
+    def of_batch(self, n: int, starts: list[Any]) -> list[Any]:
+        """The constants of a batch of n graphs.
+
+        Args:
+            n: the batch's graphs, padding included.
+            starts: the batch's sums before each graph, on the CPU.
+        """
         constants = self.of(n)
         if self.pairs:
             constants = constants.copy()
         for place, pair in self.pairs:
             # int64 [graphs, 2, 1]; NumPy takes a third of torch.stack's time.
             rows = np.empty((n, 2, 1), np.int64)
-            rows[:, 0, 0] = host.starts(pair[0]).numpy()
-            rows[:, 1, 0] = host.starts(pair[1]).numpy()
+            for half, count in enumerate(pair):
+                rows[:, half, 0] = starts[count].numpy()
             constants[place] = torch.from_numpy(rows)
         return constants
 
     def of(self, n: int) -> list[Any]:
-        """Those that are the same in all batches of n graphs."""
+        """The constants that are the same in all batches of n graphs."""
         constants = self.made.get(n)
         if constants is not None:
             return constants
@@ -156,13 +153,6 @@ class _Assembler:
         for store in self.stores:
             self._add_batch_vector(store)
         self.homogeneous = not self.blank.hetero
-        only, recipe = self.stores[0], self.blank.recipe()
-        simple = not (only.converts or only.num_nodes is not None or plan.padded)
-        # What the core makes by itself: plain tensors in one store.
-        self.recipe: GraphRecipe | None = None
-        if recipe is not None and simple:
-            parts = *recipe, *only.recipe
-            self.recipe = GraphRecipe(*parts, self.constants.of, self._assemble)
 
     def _add(
         self, store: _Store, name: str, place: int, entry: Field, follow: Follow | None
@@ -201,32 +191,32 @@ class _Assembler:
         store.arrays.update(batch=vector, ptr=n_fields + nodes)
 
     def assemble(self, core: Any) -> Any:
+        host = _host(core)
+        arrays = [*core.fields, *core.ptrs, *core.batches]
         # Slices and increments stay on the CPU, as they do in batch.to(device), and
         # share no memory with what the user gets and may write to.
-        if self.recipe is not None and type(core) is GraphBatch:
-            return self.recipe(core, self.constants.of_batch(core))
-        return self._assemble(core)
-
-    def _assemble(self, core: Any) -> Any:
-        """Batches of several stores, on a device, or not of plain tensors alone."""
-        constants = self.constants.of_batch(_host(core))
+        starts = host.starts
+        constants = self.constants.of_batch(core.n_slots, starts)
+        slices, starts = [*host.slices, *constants], [*starts, *constants]
         mappings: dict[Any, dict[str, Any]] = {}
         all_slices: dict[Any, Any] = {}
         all_incs: dict[Any, Any] = {}
         numbers: dict[Any, list[int]] = {}
         for store in self.stores:
             key = store.key
-            mapping, slices, incs = core.dicts(*store.recipe, constants)
+            mapping = {name: arrays[i] for name, i in store.arrays.items()}
+            own_slices = {name: slices[i] for name, i in store.slices.items()}
+            own_incs = {name: starts[i] for name, i in store.starts.items()}
             mappings[key] = mapping
             for name, convert in store.converts:
                 mapping[name] = convert(mapping[name], core)
             if store.num_nodes is not None:
-                numbers[key] = _host(core).fields[store.num_nodes].tolist()
+                numbers[key] = host.fields[store.num_nodes].tolist()
                 mapping["num_nodes"] = sum(numbers[key])
             if key is None:
-                all_slices, all_incs = slices, incs
-            elif slices:
-                all_slices[key], all_incs[key] = slices, incs
+                all_slices, all_incs = own_slices, own_incs
+            elif own_slices:
+                all_slices[key], all_incs[key] = own_slices, own_incs
         if self.plan.padded:
             mappings[None]["graph_mask"] = graph_mask(core)
         if self.homogeneous:
@@ -262,9 +252,9 @@ class _ItemAssembler:
                 store.converts.append((name, lambda value, _: value[0]))
 
     def assemble(self, core: Any) -> Any:
-        mappings = {}
+        mappings, fields = {}, core.fields
         for store in self.stores:
-            mapping, _, _ = core.dicts(*store.recipe, ())
+            mapping = {name: fields[i] for name, i in store.arrays.items()}
             for name, convert in store.converts:
                 mapping[name] = convert(mapping[name], core)
             mappings[store.key] = mapping

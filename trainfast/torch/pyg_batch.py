@@ -15,7 +15,6 @@ from torch_geometric.data.storage import (
 _DATA_NAMES = {"_edge_attr_cls", "_tensor_attr_cls", "_store"}
 _HETERO_STORES = ("_global_store", "_node_store_dict", "_edge_store_dict")
 _HETERO_NAMES = {"_edge_attr_cls", "_tensor_attr_cls", *_HETERO_STORES}
-_BATCH_NAMES = ("_num_graphs", "_slice_dict", "_inc_dict")
 
 Mappings = Mapping[Any, dict[str, Any]]
 
@@ -41,17 +40,6 @@ class Blank:
             for name, value in sample.__dict__.items()
             if name in ("_edge_attr_cls", "_tensor_attr_cls")
         }
-
-    def recipe(self) -> tuple[type, dict[str, Any], type, dict[str, Any]] | None:
-        """How the core makes a homogeneous batch: what a GraphRecipe begins with.
-
-        None: it cannot, because the class makes its objects in a way of its own.
-        """
-        makes_own = getattr(self.kind, "__new__", None) is not object.__new__
-        if self.hetero or not self.simple or makes_own:
-            return None
-        own = dict.fromkeys(("_mapping", "_parent", *_BATCH_NAMES))
-        return self.kind, self.common | {"_store": None}, GlobalStorage, own
 
     def new(self, mapping: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A homogeneous graph with these attributes, and its store's own names.

@@ -26,7 +26,7 @@ from trainfast._core import GraphBatch, GraphSelection, graph_collate
 from trainfast.graph_cache import BuildError, Cache, keys
 from trainfast.graph_cache.batch import plan_batches
 from trainfast.graph_cache.build import run
-from trainfast.graph_cache.fingerprint import is_own
+from trainfast.graph_cache.digest import is_own
 from trainfast.graph_cache.job import Job
 from trainfast.graph_cache.origin import DrawnError
 from trainfast.graph_cache.reuse import Reuse, Source

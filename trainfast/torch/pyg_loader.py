@@ -1,7 +1,7 @@
 """PyG's DataLoader, with batches of cached graphs made natively."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ import torch
 from torch_geometric.loader import DataLoader as TheirLoader
 from torch_geometric.loader.dataloader import Collater as TheirCollater
 
-from trainfast._core import GraphBatch, GraphPrefetch, graph_collate
+from trainfast._core import GraphPrefetch
+from trainfast.graph_cache.ahead import Ahead
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.graph_device import mover
 from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
@@ -17,7 +18,6 @@ from trainfast.torch.pyg_dataset import Batcher, Picked, in_range, places_in
 __all__ = ["DataLoader"]
 
 _MOST_THREADS = 4
-_END: Any = object()
 
 
 class _Collater(TheirCollater):
@@ -114,80 +114,39 @@ class _UnsuitableError(Exception):
     """Why a loader leaves its work to PyG's."""
 
 
-class _Iteration(Iterator[Any]):
+class _Iteration(Ahead):
     """One epoch. With threads, batches are submitted ahead of those handed out."""
 
     def __init__(
         self, loader: DataLoader, batcher: Batcher, places: np.ndarray | None
     ) -> None:
+        threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
+        ahead = loader.num_workers * (loader.prefetch_factor or 2) if threads else 0
+        super().__init__(iter(loader.batch_sampler), ahead)
         self._loader, self._batcher, self._places = loader, batcher, places
         self._n = len(loader.dataset)
-        self._source: Any = iter(loader.batch_sampler)  # None at its end
         # Torch's loaders draw a seed here, before the sampler draws its own.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._move = None
         if loader.pin_memory and torch.accelerator.is_available():
             self._move = mover(None, pin_memory=True)
-        self._prefetch: GraphPrefetch | None = None
-        self._error: Exception | None = None  # the sampler's, after what is pending
-        threads = min(loader.num_workers, _MOST_THREADS, os.cpu_count() or 1)
-        if threads:
-            self._prefetch = GraphPrefetch(batcher.selection, threads)
-            for _ in range(loader.num_workers * (loader.prefetch_factor or 2)):
-                self._submit(self._prefetch)
-
-    def __next__(self) -> Any:
-        core: Any
-        if self._prefetch is None:
-            core = self._collate(next(self._source))
-        else:
-            core = self._take(self._prefetch)
-        if self._move is not None:
-            core = self._move(core)
-        return self._batcher.assemble(core)
+        self._prefetches[0] = GraphPrefetch(batcher.selection, threads)
+        self._fill(ahead)
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _collate(self, batch: Any) -> GraphBatch:
-        selection = self._batcher.selection
-        if self._places is None and type(batch) is list and batch:
-            try:
-                return graph_collate(selection, batch)
-            except (TypeError, ValueError):
-                pass  # indices from the end, tensors, or what will be said below
-        return graph_collate(selection, self._indices(batch))
+    def _assemble(self, batch: Any) -> Any:
+        if self._move is not None:
+            batch = self._move(batch)
+        return self._batcher.assemble(batch)
 
-    def _submit(self, prefetch: GraphPrefetch) -> None:
-        """The sampler's next batch; an error waits until those before it are out."""
-        if self._source is None:
-            return
-        try:
-            batch = next(self._source, _END)
-            if batch is _END:
-                self._source = None
-            else:
-                prefetch.submit(self._indices(batch))
-        except Exception as error:
-            self._error, self._source = error, None
-
-    def _take(self, prefetch: GraphPrefetch) -> Any:
-        pending = prefetch.pending
-        if not pending:
-            error, self._error = self._error, None
-            raise error or StopIteration
-        try:
-            return prefetch.next()
-        finally:  # a damaged batch has had its turn, an interrupted wait has not
-            if prefetch.pending < pending:
-                self._submit(prefetch)
-
-    def _indices(self, batch: Sequence[int]) -> Any:
+    def _plan(self, given: Any) -> tuple[GraphPrefetch, Any, int]:
         """A sampler's batch as places in the cache."""
-        places = self._places
+        prefetch, places = self._prefetches[0], self._places
         if places is None:
-            return in_range(batch, self._n)
-        array = np.asarray(batch if hasattr(batch, "__getitem__") else list(batch))
+            return prefetch, in_range(given, self._n), 0
+        array = np.asarray(given if hasattr(given, "__getitem__") else list(given))
         if array.dtype.kind not in "iu" or array.ndim != 1:
-            raise IndexError(f"a batch must be a list of indices, got {batch!r}")
-        return places[array]
+            raise IndexError(f"a batch must be a list of indices, got {given!r}")
+        return prefetch, places[array], 0

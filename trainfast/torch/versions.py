@@ -6,12 +6,14 @@ and trainfast.stats() gives the name as the reason.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 OLDEST = (2, 6)
+_R = TypeVar("_R")
 
 
 def _require_supported() -> None:
@@ -66,6 +68,39 @@ cuda_stream: Callable[[int], int]
 cuda_stream = _find("_C._cuda_getCurrentRawStream") or (
     lambda index: torch.cuda.current_stream(index).cuda_stream
 )
+
+_n_function_modes: Callable[[], int] = _find("_C._len_torch_function_stack") or int
+
+
+def outside_modes(function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+    """Calls a function of the core, which reads attributes of each tensor.
+
+    Every read would go through a TorchFunctionMode that is active, as the one of
+    torch.set_default_device() is: 7 us in torch 2.6.
+    """
+    if not _n_function_modes():
+        return function(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return function(*args, **kwargs)
+
+
+def _is_exporting_in_2_6() -> bool:
+    """What torch.compiler.is_exporting() says in later versions.
+
+    Only torch.export without `strict` sets torch's flag for compilers; with `strict` it
+    traces by torch.compile's tracer, which knows what it is tracing for.
+    """
+    if getattr(torch.compiler, "_is_compiling_flag", False):
+        return True
+    tracing = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return bool(tracing.InstructionTranslator.current_tx().export)  # type: ignore
+    except AttributeError:  # nothing is traced
+        return False
+
+
+is_exporting: Callable[[], bool]
+is_exporting = _find("compiler.is_exporting") or _is_exporting_in_2_6
 
 # ---- Attention -----------------------------------------------------------------------
 

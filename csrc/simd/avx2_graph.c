@@ -1,0 +1,11 @@
+#if defined(__x86_64__)
+#    include "graph_loops.h"
+
+const tfast_graph_kernels *tfast_graph_kernels_avx2(void);
+
+const tfast_graph_kernels *
+tfast_graph_kernels_avx2(void)
+{
+    return &graph_kernels;
+}
+#endif

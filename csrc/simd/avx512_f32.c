@@ -1,0 +1,8 @@
+#if defined(__x86_64__)
+#    include "vec_avx512_f32.h"
+
+#    include "type_unit.h"
+
+extern const tfast_type_kernels tfast_avx512_f32;
+const tfast_type_kernels tfast_avx512_f32 = TYPE_KERNELS;
+#endif

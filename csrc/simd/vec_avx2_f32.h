@@ -1,0 +1,86 @@
+/* The vector vocabulary (see vec_scalar_f32.h) on AVX2, FMA and F16C: 8 float32. */
+// clang-format off
+#ifndef VEC_AVX2_F32_H
+#define VEC_AVX2_F32_H
+
+#include "../half.h"
+#include "real_f32.h"
+#include "vec_avx2_words.h"
+
+#include <immintrin.h>
+
+#define VR_WIDTH 8
+#define V_ROWS 6
+#define V_PAIRS 0
+typedef __m256 vr;
+
+static inline vr vr_set1(float x) { return _mm256_set1_ps(x); }
+static inline vr vr_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void vr_store(float *p, vr a) { _mm256_storeu_ps(p, a); }
+static inline vr vr_add(vr a, vr b) { return _mm256_add_ps(a, b); }
+static inline vr vr_sub(vr a, vr b) { return _mm256_sub_ps(a, b); }
+static inline vr vr_mul(vr a, vr b) { return _mm256_mul_ps(a, b); }
+static inline vr vr_div(vr a, vr b) { return _mm256_div_ps(a, b); }
+static inline vr vr_fma(vr a, vr b, vr c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vr vr_sqrt(vr a) { return _mm256_sqrt_ps(a); }
+static inline vr vr_max(vr a, vr b) { return _mm256_max_ps(a, b); }
+static inline vr vr_min(vr a, vr b) { return _mm256_min_ps(a, b); }
+static inline vr vr_madd(vr a, vr b, vr c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vr vr_if_less(vr a, vr b, vr x, vr y)
+{
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+static inline vr vr_pow2(vr a)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
+}
+static inline void vr_transpose(vr *r)
+{
+    vr pair[8], quad[8];
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        pair[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            quad[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + 2 + j], 0x44);
+            quad[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + 2 + j], 0xEE);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20);
+        r[i + 4] = _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31);
+    }
+}
+static inline vr vr_load_f16(const uint16_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+static inline void vr_store_f16(uint16_t *p, vr a)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vr vr_load_bf16(const uint16_t *p)
+{
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+static inline void vr_store_bf16(uint16_t *p, vr a)
+{
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    const __m256i rounded = _mm256_or_si256(_mm256_add_epi32(bits, bias), nan);
+    const __m256i half = _mm256_srli_epi32(rounded, 16);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(half),
+                                                    _mm256_extracti128_si256(half, 1)));
+}
+static inline float vr_sum(vr a)
+{
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+#endif

@@ -1,0 +1,129 @@
+/* The vector vocabulary (see vec_scalar_f32.h) on AVX-512 F, BW, DQ and VL: 16 float32.
+ * AVX512-BF16 serves only products of pairs, for its conversion flushes subnormals to
+ * zero. It is written as assembly, so that no function needs another instruction set
+ * than the rest. */
+// clang-format off
+#ifndef VEC_AVX512_F32_H
+#define VEC_AVX512_F32_H
+
+#include "../cpuid.h"
+#include "../half.h"
+#include "real_f32.h"
+#include "vec_avx512_words.h"
+
+#include <immintrin.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#define VR_WIDTH 16
+#define V_ROWS 12
+#if __GNUC__ >= 10 || defined(__clang__) /* older ones come with older assemblers */
+#define V_PAIRS 1
+#else
+#define V_PAIRS 0
+#endif
+typedef __m512 vr;
+
+static inline vr vr_set1(float x) { return _mm512_set1_ps(x); }
+static inline vr vr_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vr_store(float *p, vr a) { _mm512_storeu_ps(p, a); }
+static inline vr vr_add(vr a, vr b) { return _mm512_add_ps(a, b); }
+static inline vr vr_sub(vr a, vr b) { return _mm512_sub_ps(a, b); }
+static inline vr vr_mul(vr a, vr b) { return _mm512_mul_ps(a, b); }
+static inline vr vr_div(vr a, vr b) { return _mm512_div_ps(a, b); }
+static inline vr vr_fma(vr a, vr b, vr c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vr vr_sqrt(vr a) { return _mm512_sqrt_ps(a); }
+static inline vr vr_max(vr a, vr b) { return _mm512_max_ps(a, b); }
+static inline vr vr_min(vr a, vr b) { return _mm512_min_ps(a, b); }
+static inline vr vr_madd(vr a, vr b, vr c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vr vr_if_less(vr a, vr b, vr x, vr y)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vr vr_pow2(vr a)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
+}
+/* By 4 x 4 inside the 128-bit quarters, then the quarters among themselves. */
+static inline void vr_transpose(vr *r)
+{
+    vr pair[16], quad[16], half[16];
+    for (int i = 0; i < 16; i += 2) {
+        pair[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            quad[i + 2 * j] = _mm512_shuffle_ps(pair[i + j], pair[i + 2 + j], 0x44);
+            quad[i + 2 * j + 1] = _mm512_shuffle_ps(pair[i + j], pair[i + 2 + j], 0xEE);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        half[i] = _mm512_shuffle_f32x4(quad[i], quad[i + 4], 0x88);
+        half[i + 4] = _mm512_shuffle_f32x4(quad[i], quad[i + 4], 0xDD);
+        half[i + 8] = _mm512_shuffle_f32x4(quad[i + 8], quad[i + 12], 0x88);
+        half[i + 12] = _mm512_shuffle_f32x4(quad[i + 8], quad[i + 12], 0xDD);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_f32x4(half[i], half[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_f32x4(half[i], half[i + 8], 0xDD);
+        r[i + 4] = _mm512_shuffle_f32x4(half[i + 4], half[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_f32x4(half[i + 4], half[i + 12], 0xDD);
+    }
+}
+static inline vr vr_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline void vr_store_f16(uint16_t *p, vr a)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vr vr_load_bf16(const uint16_t *p)
+{
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+static inline void vr_store_bf16(uint16_t *p, vr a)
+{
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i half = _mm512_mask_set1_epi32(rounded, nan, 0x7FC0);
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
+}
+/* CPUID is slow, most of all in a virtual machine: it is asked once. */
+static inline bool v_has_pairs(void)
+{
+    static _Atomic(int) known;
+    int has = atomic_load_explicit(&known, memory_order_relaxed);
+    if (has == 0) {
+        has = tfast_cpu_features() & TFAST_CPU_BF16 ? 1 : -1;
+        atomic_store_explicit(&known, has, memory_order_relaxed);
+    }
+    return has > 0;
+}
+static inline vr vr_pair(vr first, vr second)
+{
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i both;
+    __asm__("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(second), "v"(first));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both));
+}
+static inline void vr_store_pairs(float *p, vr a)
+{
+    __m256i half;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(a));
+    _mm256_storeu_si256((__m256i *)p, half);
+}
+static inline vr vr_dot(vr a, vr b, vr c)
+{
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+}
+static inline float vr_sum(vr a) { return _mm512_reduce_add_ps(a); }
+
+#endif

@@ -1,0 +1,25 @@
+/* Eight words of 64 bits: v8_count(x) is x, x + 1 .. x + 7, v8_mul(a, x) multiplies the
+ * low halves, v8_high moves the high halves down, v8_store stores the low halves. */
+// clang-format off
+#ifndef VEC_SCALAR_WORDS_H
+#define VEC_SCALAR_WORDS_H
+
+#include <stdint.h>
+
+typedef struct { uint64_t lane[8]; } v8;
+#define EACH_OF_8(expression)                                                            \
+    v8 r;                                                                                \
+    for (int i = 0; i < 8; i++) { r.lane[i] = (expression); }                            \
+    return r
+static inline v8 v8_set1(uint32_t x) { EACH_OF_8(x); }
+static inline v8 v8_count(uint32_t x) { EACH_OF_8(x + (uint32_t)i); }
+static inline v8 v8_xor(v8 x, v8 y) { EACH_OF_8(x.lane[i] ^ y.lane[i]); }
+static inline v8 v8_mul(v8 x, uint32_t y) { EACH_OF_8((uint64_t)(uint32_t)x.lane[i] * y); }
+static inline v8 v8_high(v8 x) { EACH_OF_8(x.lane[i] >> 32); }
+static inline void v8_store(uint32_t *p, v8 x)
+{
+    for (int i = 0; i < 8; i++) { p[i] = (uint32_t)x.lane[i]; }
+}
+#undef EACH_OF_8
+
+#endif
