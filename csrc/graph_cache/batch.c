@@ -23,8 +23,17 @@ arena_free(graph_arena *arena)
 }
 
 void
-graph_arenas_free(tfast_graph_cache *cache)
+tfast_graph_cache_retain(tfast_graph_cache *cache)
 {
+    atomic_fetch_add_explicit(&cache->references, 1, memory_order_relaxed);
+}
+
+void
+tfast_graph_cache_release(tfast_graph_cache *cache)
+{
+    if (atomic_fetch_sub_explicit(&cache->references, 1, memory_order_acq_rel) != 1) {
+        return;
+    }
     for (int i = 0; i < GRAPH_ARENAS; i++) {
         graph_arena *arena = atomic_exchange(&cache->arenas[i], NULL);
 
@@ -32,6 +41,7 @@ graph_arenas_free(tfast_graph_cache *cache)
             arena_free(arena);
         }
     }
+    graph_cache_free(cache);
 }
 
 /* Mostly the arena that was put back last: both search from the first slot on. */

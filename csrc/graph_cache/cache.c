@@ -279,6 +279,14 @@ fail:
     return status;
 }
 
+void
+graph_cache_free(tfast_graph_cache *cache)
+{
+    empty(cache);
+    free(cache->path);
+    free(cache);
+}
+
 tfast_status
 tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
                        const tfast_graph_open_options *options)
@@ -311,7 +319,7 @@ tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
     return TFAST_OK;
 fail:
     if (made != NULL) {
-        tfast_graph_cache_release(made);
+        graph_cache_free(made);
     }
     return status;
 }
@@ -320,24 +328,6 @@ int
 tfast_graph_cache_mode(const tfast_graph_cache *cache)
 {
     return cache->options.mode;
-}
-
-void
-tfast_graph_cache_retain(tfast_graph_cache *cache)
-{
-    atomic_fetch_add_explicit(&cache->references, 1, memory_order_relaxed);
-}
-
-void
-tfast_graph_cache_release(tfast_graph_cache *cache)
-{
-    if (atomic_fetch_sub_explicit(&cache->references, 1, memory_order_acq_rel) != 1) {
-        return;
-    }
-    graph_arenas_free(cache);
-    empty(cache);
-    free(cache->path);
-    free(cache);
 }
 
 /* ---- What the index says --------------------------------------------------------- */

@@ -35,14 +35,14 @@ struct tfast_graph_cache {
     _Atomic(uint64_t) *seen; /* a bit for each record that has been verified */
     uint8_t fingerprint[16];
     int64_t file_bytes;
-    _Atomic(int64_t) references;
+    _Atomic(int64_t) references; /* counted in batch.c: each batch in use has one */
     /* Arenas that wait to be used again (batch.c). They are taken and put by atomic
      * exchange: another thread could hold a lock when the process forks. */
     _Atomic(void *) arenas[GRAPH_ARENAS];
 };
 
-/* Frees them, with the cache's last reference (batch.c). */
-void graph_arenas_free(tfast_graph_cache *cache);
+/* Closes files and frees memory, whatever `references` says. No arena may wait. */
+void graph_cache_free(tfast_graph_cache *cache);
 
 /* Where graph i is; 0 <= i < n_graphs. */
 typedef struct {

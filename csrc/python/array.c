@@ -84,19 +84,6 @@ py_dtype_name(int dtype)
     return dtypes[dtype].name;
 }
 
-bool
-py_dtype_fits(int dtype, int how)
-{
-    if ((how & PY_ONLY_INT64) != 0) {
-        return dtype == PY_INT64;
-    }
-    if ((how & PY_ONLY_INT32) != 0) {
-        return dtype == PY_INT32;
-    }
-    return dtype >= 0 && (dtype < TFAST_N_DTYPES || (how & PY_ANY_DTYPE) != 0 ||
-                          (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0));
-}
-
 int
 py_dtype_error(py_argument argument, int how, const char *format, ...)
 {

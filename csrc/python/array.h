@@ -82,9 +82,6 @@ bool py_same_shape(const py_array *a, const py_array *b);
  * Shapes must be the same. */
 bool py_same_layout(const py_array *a, const py_array *b);
 
-/* Whether an array of this dtype may be borrowed so; `dtype` < 0: none of ours. */
-bool py_dtype_fits(int dtype, int how);
-
 /* Sets NotImplementedError "*argument* must be *dtypes*, got ..." and returns -1. */
 int py_dtype_error(py_argument argument, int how, const char *format, ...)
     TFAST_PRINTF(3, 4);

@@ -75,7 +75,7 @@ borrow_fast(const py_state *state, const dlpack_exchange *exchange, PyObject *ob
 {
     int status = exchange != NULL
                      ? py_borrow_view(exchange, object, argument, how, array)
-                     : py_borrow_torch(state, object, how, array);
+                     : py_borrow_torch(state, object, array);
     PyObject *once;
 
     if (status != 0 || !may_be_lazy(array, how) ||
@@ -160,13 +160,14 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
         return 0;
     }
     if (is_torch && !is_remembered(state, type)) {
-        if (py_torch_load(state) < 0) {
-            return -1;
+        int status = py_torch_load(state);
+
+        if (status == 0) {
+            remember(state, type, NULL);
+            status = borrow_fast(state, NULL, object, argument, how, array);
         }
-        remember(state, type, NULL);
-        if (py_borrow_torch(state, object, how, array) == 0 &&
-            !may_be_lazy(array, how)) {
-            return 0;
+        if (status <= 0) {
+            return status;
         }
     }
     if (PyObject_HasAttrString(object, "__dlpack__")) {
@@ -210,10 +211,27 @@ static const uint8_t alignments[PY_N_DTYPES] = {
     [PY_FLOAT8_E4M3FN] = 1, [PY_FLOAT8_E5M2] = 1,
 };
 
-static int
-check_data(const py_state *state, PyObject *object, py_argument argument,
-           const py_array *array)
+static bool
+dtype_fits(int dtype, int how)
 {
+    if ((how & PY_ONLY_INT64) != 0) {
+        return dtype == PY_INT64;
+    }
+    if ((how & PY_ONLY_INT32) != 0) {
+        return dtype == PY_INT32;
+    }
+    return dtype < TFAST_N_DTYPES || (how & PY_ANY_DTYPE) != 0 ||
+           (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0);
+}
+
+/* What holds of every array, whoever produced it. */
+static int
+check_array(const py_state *state, PyObject *object, py_argument argument, int how,
+            const py_array *array)
+{
+    if (!dtype_fits(array->dtype, how)) {
+        return py_dtype_error(argument, how, "%s", py_dtype_name(array->dtype));
+    }
     if (array->numel == 0) {
         return 0;
     }
@@ -227,10 +245,9 @@ check_data(const py_state *state, PyObject *object, py_argument argument,
             "must have data, got a null pointer (a fake or meta tensor)");
     }
     if (((uintptr_t)array->data & (alignments[array->dtype] - 1u)) != 0) {
-        return py_argument_error(
-            state->placement_error, argument,
-            "must be aligned to its %d-byte elements, got address %p",
-            (int)py_dtype_size(array->dtype), array->data);
+        return py_argument_error(state->placement_error, argument,
+                                 "must be aligned to %d bytes, got address %p",
+                                 alignments[array->dtype], array->data);
     }
     return 0;
 }
@@ -255,7 +272,7 @@ py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
         status = borrow_unknown(state, object, argument, how, array);
     }
     if (status == 0) {
-        status = check_data(state, object, argument, array);
+        status = check_array(state, object, argument, how, array);
     }
     if (status < 0) {
         py_release(array);

@@ -58,7 +58,7 @@ from_dlpack(const dlpack_tensor *view, py_argument argument, int how, py_array *
     const int type = view->device.type;
 
     array->dtype = dlpack_dtype(view);
-    if (!py_dtype_fits(array->dtype, how)) {
+    if (array->dtype < 0) {
         return py_dtype_error(argument, how, "DLPack dtype code %d of %d bits",
                               view->dtype.code, view->dtype.bits);
     }

@@ -153,7 +153,7 @@ py_borrow_numpy(py_state *state, PyObject *object, py_argument argument, int how
     npy_intp stride;
 
     array->dtype = numpy_dtype(state, numpy);
-    if (!py_dtype_fits(array->dtype, how)) {
+    if (array->dtype < 0) {
         PyObject *name = PyObject_Str((PyObject *)PyArray_DESCR(numpy));
         const char *text = name == NULL ? NULL : PyUnicode_AsUTF8AndSize(name, NULL);
 
@@ -305,7 +305,7 @@ py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *arra
     format = buffer->format == NULL ? "B" : buffer->format;
     format += *format == '@' || *format == '='; /* native order */
     array->dtype = buffer_dtype(format, buffer->itemsize);
-    if (!py_dtype_fits(array->dtype, how)) {
+    if (array->dtype < 0) {
         return py_dtype_error(argument, how, "buffer format '%.20s'", format);
     }
     array->device = (tfast_device){TFAST_CPU, 0};

@@ -145,12 +145,11 @@ take_device(const py_state *state, PyObject *object, py_array *array)
 }
 
 int
-py_borrow_torch(const py_state *state, PyObject *object, int how, py_array *array)
+py_borrow_torch(const py_state *state, PyObject *object, py_array *array)
 {
     const bool fits = is_attribute(object, state->torch_names[PY_TORCH_LAYOUT],
                                    state->torch_strided) &&
                       take_dtype(state, object, array) == 0 &&
-                      py_dtype_fits(array->dtype, how) &&
                       take_device(state, object, array) == 0 &&
                       take_layout(state, object, array) == 0;
     PyObject *address = fits ? PyObject_CallMethodObjArgs(

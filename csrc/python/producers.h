@@ -18,7 +18,7 @@ int py_borrow_view(const dlpack_exchange *exchange, PyObject *object,
  * exchange API; call py_torch_load() first. Returns 0, or 1 without an exception where
  * another way has to say what the tensor is. */
 int py_torch_load(py_state *state);
-int py_borrow_torch(const py_state *state, PyObject *object, int how, py_array *array);
+int py_borrow_torch(const py_state *state, PyObject *object, py_array *array);
 
 /* By __dlpack__(): the capsule becomes the array's owner. */
 int py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *array);
