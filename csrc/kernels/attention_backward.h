@@ -1,5 +1,5 @@
-/* Attention backward on the CPU: the tasks, their order, and where their sums lie. A
- * sum does not depend on the thread that forms it. */
+/* Attention backward on the CPU: splits a call into tasks, runs them, and joins their
+ * partial sums. Results do not depend on the number of threads. */
 #ifndef ATTENTION_BACKWARD_H
 #define ATTENTION_BACKWARD_H
 
@@ -10,16 +10,15 @@
 
 /* ---- The gradient of a bias ------------------------------------------------------ */
 
-/* Enough tasks; the fewest items of a group; the most bytes of the sums of all groups,
- * so that joining them takes a small part of the time. */
+/* Limits of attention_dbias_groups(). */
 enum {
-    ATTENTION_GROUP_TASKS = 32,
-    ATTENTION_GROUP_ITEMS = 8,
-    ATTENTION_GROUP_BYTES = 4 << 20
+    ATTENTION_GROUP_TASKS = 32,     /* most tasks, enough for most CPUs */
+    ATTENTION_GROUP_ITEMS = 8,      /* least items of a group */
+    ATTENTION_GROUP_BYTES = 4 << 20 /* most bytes of dbias to join, which costs time */
 };
 
-/* The number of elements of the gradient, and the extent of memory over which they
- * lie. */
+/* Sets `n` to the shape of dbias (1 where it is broadcast), `elements` to its number of
+ * elements, and `extent` to the elements of memory from its first to its last. */
 static void
 attention_dbias_size(const tfast_attention_args *args, int64_t n[4], int64_t *elements,
                      int64_t *extent)
@@ -35,8 +34,10 @@ attention_dbias_size(const tfast_attention_args *args, int64_t n[4], int64_t *el
     }
 }
 
-/* The number of groups of items where all items share the bias; each group gives
- * `heads` tasks. Depends on sizes alone, because the sums depend on it. */
+/* The number of groups into which the batch is split where all items share the bias.
+ * Each group sums a dbias of its own, of `bytes` bytes, in parallel with the others,
+ * and has `heads` chains. Depends on sizes alone, so that the order of additions does
+ * not depend on the number of threads. */
 static int
 attention_dbias_groups(const tfast_attention_args *args, int64_t heads, size_t *bytes)
 {
@@ -71,8 +72,9 @@ attention_hint_dbias(const tfast_attention_args *args)
     }
 }
 
-/* Whether every element of the gradient is visited: every query looks at every key, and
- * the bias has an element for each pair. False without a task. */
+/* Whether the first visit writes every element of dbias, so that it need not be zeroed:
+ * every query looks at every key, and the bias is not broadcast over queries or keys.
+ * False if there is no task. */
 static bool
 attention_writes_dbias(const tfast_attention_args *args)
 {
@@ -85,8 +87,7 @@ attention_writes_dbias(const tfast_attention_args *args)
            args->kv_heads > 0;
 }
 
-/* Writes zeros to the gradient of the bias, whose broadcast dimensions have one
- * element. */
+/* Zeroes dbias, which has one element in each broadcast dimension. */
 static void
 attention_clear_part(void *context, int part, int parts)
 {
@@ -112,8 +113,8 @@ attention_clear_part(void *context, int part, int parts)
     }
 }
 
-/* Adds the sums of the groups, in order. They are laid out as the gradient is, without
- * gaps. */
+/* Adds the dbias of groups 1, 2, ... to args->dbias, which holds that of group 0. All
+ * have the same layout, without gaps. */
 static void
 attention_join_groups(void *context, int part, int parts)
 {
@@ -136,11 +137,12 @@ attention_join_groups(void *context, int part, int parts)
 
 /* ---- Tasks ----------------------------------------------------------------------- */
 
-/* Enough tasks for most machines; the most sums of dq of a head. */
+/* Tasks to aim for, enough for most CPUs; the most copies of a head's dq. */
 enum { ATTENTION_BACK_TASKS = 8, ATTENTION_BACK_PARTS = 4 };
 
-/* Sets the number of lists to which the blocks of a step are dealt out. The gradient of
- * a bias that is broadcast over keys is summed by one task. */
+/* Sets job->parts and job->turns (see attention_back_job). With few chains, the blocks
+ * of keys of a step are split into several lists. A bias that is broadcast over keys
+ * allows only one list, because all lists would add to the same elements of dbias. */
 static void
 attention_split_keys(attention_back_job *job)
 {
@@ -156,6 +158,7 @@ attention_split_keys(attention_back_job *job)
     job->parts = (lists + job->turns - 1) / job->turns;
 }
 
+/* Task i: list i % lists of chain i / lists, where lists = parts * turns. */
 static attention_back_task
 attention_back_task_of(const attention_back_job *job, int64_t i)
 {
@@ -181,7 +184,8 @@ attention_back_task_of(const attention_back_job *job, int64_t i)
     return task;
 }
 
-/* `next` is the thread's next task; NULL: none. */
+/* Computes the heads of k and v of a task, and with job->look_ahead prefetches the next
+ * head meanwhile. `next` is the thread's next task, or NULL. */
 static void
 attention_backward_task(const attention_back_job *job, const attention_back_task *task,
                         const attention_back_task *next, void *room)
@@ -232,7 +236,8 @@ attention_backward_part(void *context, int part, int parts)
 
 /* ---- Backward of few heads ------------------------------------------------------- */
 
-/* The item and the head of k and v of a chain's step; false if it has fewer steps. */
+/* Sets the batch item and the head of k and v of step job->step of the task's chain.
+ * False if the chain has no such step or, in a careful pass, need not be repeated. */
 static bool
 attention_step_of(const attention_back_job *job, const attention_back_task *task,
                   int64_t *batch, int64_t *kv_head)
@@ -293,7 +298,8 @@ attention_join_part(void *context, int part, int parts)
     }
 }
 
-/* One step of all chains: phase by phase, then the sum of dq over the parts. */
+/* Computes one step of all chains: its phases in order, then the sum of the parts'
+ * dq. */
 static void
 attention_step(attention_back_job *job, int threads)
 {
@@ -306,6 +312,8 @@ attention_step(attention_back_job *job, int threads)
     }
 }
 
+/* Computes all chains step by step. A step after which a gradient is not finite is
+ * repeated with multiply_careful(). */
 static void
 attention_backward_split(attention_back_job *job, int threads)
 {
@@ -334,7 +342,8 @@ attention_backward_split(attention_back_job *job, int threads)
 
 /* ---- Gradients of options -------------------------------------------------------- */
 
-/* Adds the gradients of slopes and sinks of all lists and items, in a fixed order. */
+/* Sums the gradients of ALiBi slopes over lists, sums those of slopes and sinks over
+ * batch items, each in a fixed order, and writes them. */
 static void
 attention_join_numbers(const attention_back_job *job)
 {
@@ -366,12 +375,12 @@ attention_join_numbers(const attention_back_job *job)
 
 /* ---- Scratch of the backward ----------------------------------------------------- */
 
-/* A call that needs fewer bytes uses the core's own block, which is kept between calls:
- * fresh memory from the caller costs more than a small problem. */
+/* A call that needs fewer bytes uses tfast_scratch_take(), whose block is kept between
+ * calls: page faults of fresh memory from the caller cost more than a small problem. */
 enum { ATTENTION_OWN_SCRATCH = 1 << 20 };
 
-/* The width of rows of sums outside of the output; 0 where the output holds the
- * sums. */
+/* Elements per row of gradient sums outside of the output; 0 if there are none, because
+ * the output holds the sums or is not wanted. */
 static int64_t
 attention_width(const tfast_attention_args *args, const tfast_attention_rows *rows,
                 int64_t dim)
@@ -381,13 +390,13 @@ attention_width(const tfast_attention_args *args, const tfast_attention_rows *ro
     return none ? 0 : attention_round_up(dim, 16);
 }
 
-/* Bytes of the memory that all tasks share. Carves it from `memory`, unless that is
- * NULL. */
+/* Carves the memory that all tasks share from `memory`; NULL: only measures it. Returns
+ * its bytes, a multiple of 4096. */
 static size_t
 attention_back_shared(attention_back_job *job, char *memory)
 {
     const tfast_attention_args *args = job->args;
-    /* at least one item: without items the gradients of heads are still written, as
+    /* at least one item: with a batch of 0, dalibi and dsinks are still written, as
      * 0 */
     const int64_t all = attention_max(1, args->batch) * args->heads;
     const int64_t size = (int64_t)sizeof(real);
@@ -415,6 +424,8 @@ attention_back_shared(attention_back_job *job, char *memory)
     };
 
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        /* `sums`: cleared or overwritten before their first use; the others start at
+         * 0 */
         const bool sums = i < 3 || (i == 3 && job->writes_dbias);
 
         *places[i].part = memory == NULL || places[i].bytes == 0 ? NULL : memory + used;
@@ -497,8 +508,8 @@ attention_backward_run(attention_back_job *job, int threads)
 }
 
 /* The number of threads or the backend may have changed since the caller asked
- * tfast_attention_scratch(): uses no more threads than the scratch memory suffices for,
- * and the core's own memory if it does not suffice for one. */
+ * tfast_attention_scratch(). Reduces the number of threads until args->scratch
+ * suffices; if it does not suffice for one thread, uses tfast_scratch_take(). */
 static tfast_status
 attention_backward(const tfast_attention_args *args)
 {

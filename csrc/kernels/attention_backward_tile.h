@@ -1,12 +1,13 @@
-/* Attention backward: the keys of one head of k and v, some blocks at a time, against
- * all queries of the heads that share them. Weights and their gradients are formed
- * again, a tile at a time:
+/* Attention backward, inner loops: blocks of keys of one head of k and v against tiles
+ * of queries of the query heads that share it. The forward pass stores only lse, so the
+ * weights are recomputed, one tile at a time:
  *
  *   p  = exp(s - lse)                    the weight, before dropout
  *   ds = p * (keep * dout . v - delta)   delta = dout . out - dlse
  *   dv += (keep * p)^T dout    dk += scale * ds^T q    dq += scale * ds k
  *
- * and with softcap ds times 1 - tanh^2 in the last two. */
+ * keep is the dropout factor, 0 or 1 / (1 - dropout_p). With softcap, ds is multiplied
+ * by 1 - tanh^2 in dk and dq. */
 #ifndef ATTENTION_BACKWARD_TILE_H
 #define ATTENTION_BACKWARD_TILE_H
 
@@ -14,23 +15,24 @@
 
 /* ---- A tile ---------------------------------------------------------------------- */
 
+/* One panel of queries against one block of keys. */
 typedef struct {
     const real *k, *v;                          /* rows of the block */
-    int64_t k_stride, v_stride, depth, depth_v; /* of products */
+    int64_t k_stride, v_stride, depth, depth_v; /* depths: dims, or pairs of dims */
     bool pairs;
-    real scale; /* of products of q and k, with pairs */
+    real scale; /* applied to q . k after the product; only with pairs */
     const real *queries, *douts, *lse, *delta, *share; /* of the panel */
     const score_panel *panel;
-    const real *terms;   /* NULL: none; bounds are among them */
-    const real *dropout; /* NULL: none */
-    real *slope;         /* NULL: no softcap */
+    const real *terms;   /* addends of scores, bounds included; NULL: none */
+    const real *dropout; /* dropout factors; NULL: no dropout */
+    real *slope;         /* output: 1 - tanh^2; NULL: no softcap */
     real softcap;
-    real *weights, *scores; /* of the panel */
+    real *weights, *scores; /* outputs: keep * p and ds, in tiles of scores */
     attention_ahead *ahead;
 } backward_call;
 
-/* Turns c, products of dout and v, into gradients of scores; applies dropout to
- * weights. */
+/* Turns c, which holds dout . v (less delta if `dropout` is NULL), into gradients of
+ * scores, and multiplies the stored weights by the dropout factors. */
 static inline __attribute__((always_inline)) void
 finish_strip(const int rows, const int vectors, const backward_call *call,
              const real *dropout, int lane, vr c[V_ROWS][2], real *weights,
@@ -52,13 +54,16 @@ finish_strip(const int rows, const int vectors, const backward_call *call,
                 vr_store(weights + at, vr_mul(p, keep));
             }
             ds = vr_mul(p, x);
-            vr_store(scores + at, vr_if_less(zero, p, ds, p)); /* 0, or p is NaN */
+            /* where p is 0, ds is 0 even if x is not finite; a NaN in p stays */
+            vr_store(scores + at, vr_if_less(zero, p, ds, p));
         }
     }
 }
 
-/* Weights and their gradients for `rows` keys and `vectors` of a panel from `first` on,
- * in registers. `general`: there may be terms and dropout. */
+/* Computes weights and score gradients of `rows` keys from `key` on for `vectors`
+ * vectors of queries, of which `first` is the first in the panel, with the products in
+ * registers. `at`: the strip's offset in the tile. `general`: see
+ * attention_is_general(). */
 static inline __attribute__((always_inline)) void
 backward_strip(const int rows, const int vectors, const bool pairs, const bool general,
                const backward_call *call, int key, int first, int64_t at)
@@ -73,7 +78,7 @@ backward_strip(const int rows, const int vectors, const bool pairs, const bool g
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
-            c[r][v] = vr_set1(0); /* not -lse: a large first term costs precision */
+            c[r][v] = vr_set1(0); /* not -lse: a large initial value costs precision */
         }
     }
     multiply(rows, vectors, pairs, false, call->k + key * call->k_stride,
@@ -137,8 +142,9 @@ general_strip(const backward_call *call, score_strip s, int key, int64_t at)
                      s.first, at)
 }
 
-/* For few queries: writes the products of q and k, with softcap, to the weights and
- * those of dout and v to the scores. Lanes past the last query are not used. */
+/* The products in the layout for few queries (backward_is_few()): writes q . k, after
+ * softcap, to the weights and dout . v to the scores. Lanes without a query are not
+ * written. */
 static void
 few_products(const backward_call *call)
 {
@@ -163,8 +169,8 @@ few_products(const backward_call *call)
     }
 }
 
-/* Weights and gradients for few queries. Scores round exactly as in the forward pass,
- * or s - lse would keep the rounding error. */
+/* Computes weights and score gradients in the layout for few queries. Scores must round
+ * exactly as in the forward pass, or s - lse keeps the rounding error. */
 static void
 few_gradients(const backward_call *call, bool general)
 {
@@ -200,7 +206,7 @@ few_gradients(const backward_call *call, bool general)
         }
         x = vr_mul(weight, x);
         if (general || border) {
-            x = vr_if_less(zero, weight, x, weight); /* 0, or weight is NaN */
+            x = vr_if_less(zero, weight, x, weight); /* weight 0: x = 0, not NaN */
         }
         vr_store(call->scores + at, x);
     }
@@ -229,7 +235,8 @@ backward_panel(const backward_call *call, bool few, bool general)
     }
 }
 
-/* Multiplies weights and gradients by the share of each row (see open_shares()). */
+/* Multiplies weights and score gradients by the normaliser `share` of each query (see
+ * open_shares()). */
 static void
 apply_shares(const backward_call *call)
 {
@@ -246,8 +253,9 @@ apply_shares(const backward_call *call)
     }
 }
 
-/* Adds the gradients of a panel to those of the terms, unless this is the second,
- * careful pass; then applies the derivative of softcap. */
+/* Adds the panel's score gradients to the gradients of bias and ALiBi slope, then
+ * multiplies them by the derivative of softcap. The careful pass, which repeats the
+ * first, must not add them a second time. */
 static void
 close_general(const backward_work *work, const backward_call *call)
 {
@@ -282,9 +290,10 @@ plan_general(attention_ahead *ahead, const backward_work *work, const score_pane
     plan_terms(ahead, h, next, h->n_q - next, p->key, n_k);
 }
 
-/* Packs weights and gradients of a panel into pairs: of queries for the products with
- * rows of queries, of keys (`paired`) for those with rows of keys. The neighbour of an
- * odd last query becomes 0, because that query may have none of these keys. */
+/* Packs weights and score gradients of a panel into pairs: pairs of queries for dk and
+ * dv, whose inner dimension is queries, and pairs of keys (`paired`) for dq. The unused
+ * lane after an odd last query is paired with that query, and is set to 0 because it
+ * may be NaN. */
 static void
 pair_tile(const backward_room *room, int64_t at, int64_t n_k, const score_panel *p)
 {
@@ -302,17 +311,17 @@ pair_tile(const backward_room *room, int64_t at, int64_t n_k, const score_panel 
                  n_k, width);
 }
 
-/* A block of keys at work. */
+/* A block of up to ATTENTION_BACK_KEYS keys. */
 typedef struct {
-    int64_t key, n_k;
-    int64_t begin, end; /* its queries; tiles of them begin at `begin` */
-    const real *k, *k_factor, *v;
+    int64_t key, n_k;             /* first key, number of keys */
+    int64_t begin, end;           /* query tiles begin at `begin`, see block_begin() */
+    const real *k, *k_factor, *v; /* rows: k for dq, k_factor and v for scores and ds */
     int64_t k_stride, k_factor_stride, v_stride;
-    row_sums dk, dv; /* of its rows */
-    bool fresh;      /* there is nothing in them yet */
+    row_sums dk, dv; /* of the block's keys */
+    bool fresh;      /* dk and dv are not initialised: the first product overwrites */
 } key_block;
 
-/* Computes weights and gradients of scores of a block for the n_q queries of a tile,
+/* Computes weights and score gradients of a block of keys for a tile of n_q queries
  * from `query` on. */
 static void
 backward_tile(const backward_work *work, const key_block *block, int64_t query,
@@ -385,7 +394,8 @@ accumulate_rows(int rows, int vectors, const tile_product *p)
     ATTENTION_PAIRED(accumulate_strip, rows, vectors, p->pairs, false, p)
 }
 
-/* to += tile . rows, for the keys of the block: dv and dk. */
+/* to += tile . rows, for the keys of the block: dv from weights and dout, dk from ds
+ * and q. */
 static void
 add_to_keys(const backward_work *work, const key_block *block, row_sums to,
             const real *tile, const real *rows, int64_t stride, int64_t width,
@@ -462,8 +472,9 @@ add_to_queries(const backward_work *work, const key_block *block, int64_t query,
 
 /* ---- Blocks of keys -------------------------------------------------------------- */
 
-/* The query where the tiles of the block from `key` on begin. Tiles of lists that take
- * turns must not overlap. */
+/* The query at which the query tiles of the block from `key` on begin. If lists take
+ * turns to add to the same dq, all tiles begin at multiples of ATTENTION_QUERIES, so
+ * that tiles of different lists do not overlap. */
 static int64_t
 block_begin(const backward_work *work, int64_t key)
 {
@@ -479,8 +490,8 @@ sums_at(row_sums all, int64_t row)
     return all.rows == NULL ? all : (row_sums){all.rows + row * all.stride, all.stride};
 }
 
-/* Makes the block from `key` on ready, with its copies in place `i` of the scratch
- * memory. */
+/* Prepares the block of keys from `key` on; rows that cannot be used in place are
+ * copied to slot `i` of the scratch memory. */
 static void
 open_block(const backward_work *work, key_block *block, int64_t i, int64_t key)
 {
@@ -492,6 +503,7 @@ open_block(const backward_work *work, key_block *block, int64_t i, int64_t key)
     const int64_t first_k = attention_key_row(h, &args->k, key);
     const int64_t stride = attention_copy_stride(args->dim);
     const int64_t at = i * ATTENTION_BACK_KEYS;
+    /* scratch memory holds dk and dv of the current blocks only, see room_keys() */
     const bool local = args->heads == args->kv_heads && work->turns == 1;
 
     block->key = key;
@@ -515,7 +527,8 @@ open_block(const backward_work *work, key_block *block, int64_t i, int64_t key)
     block->fresh = work->first;
 }
 
-/* Computes a block for the tile of queries that open_tile() has made ready. */
+/* Adds the gradients of a block of keys and the query tile from `query` on, which
+ * open_tile() has prepared. */
 static void
 backward_block(const backward_work *work, key_block *block, int64_t query)
 {
@@ -533,8 +546,8 @@ backward_block(const backward_work *work, key_block *block, int64_t query)
     block->fresh = false;
 }
 
-/* Computes n blocks, whose tiles begin at multiples of the same distance, for the
- * queries of the head that this segment visits. */
+/* Computes n blocks of keys for the query tiles of work->segment. The blocks' `begin`
+ * differ by multiples of ATTENTION_QUERIES, so that they share query tiles. */
 static void
 backward_blocks(backward_work *work, key_block *blocks, int64_t n)
 {

@@ -1,5 +1,6 @@
 /* Attention forward: one block of up to ATTENTION_QUERIES queries of one head against
- * all its keys, a tile of scores at a time, with a running maximum and sum. */
+ * all its keys, with online softmax: a tile of scores at a time, and a running maximum
+ * and sum for each query. */
 #ifndef ATTENTION_BLOCK_H
 #define ATTENTION_BLOCK_H
 
@@ -8,23 +9,24 @@
 
 /* Scratch memory of one thread; parts that a call does not need are empty. */
 typedef struct {
-    real *queries; /* panels, or with `few` rows of whole vectors */
-    real *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES] */
-    real *dropout; /* the same */
-    real *paired;  /* [ATTENTION_KEYS / 2][ATTENTION_QUERIES]: weights */
-    real *terms;   /* [ATTENTION_KEYS][PANEL] */
-    real *out;     /* [ATTENTION_QUERIES][width of a value] */
-    real *k, *v;   /* copies of rows; their strides: */
+    real *queries; /* packed in panels, or with `few` rows of whole vectors */
+    real *scores;  /* [ATTENTION_KEYS][ATTENTION_QUERIES]: scores, then weights */
+    real *dropout; /* dropout factors, laid out like scores */
+    real *paired;  /* [ATTENTION_KEYS / 2][ATTENTION_QUERIES]: weights, pairs of keys */
+    real *terms;   /* [ATTENTION_KEYS][PANEL]: addends of scores */
+    real *out;     /* [n_q][out_stride]: weighted sums of values, not normalised */
+    real *k, *v;   /* copies of rows that cannot be used in place */
     int64_t k_stride, v_stride, out_stride;
-    real *stage;            /* VR_WIDTH rows */
-    bool few;               /* queries: rows, not panels */
-    bool pairs;             /* products are of pairs */
-    attention_ahead *ahead; /* NULL: nothing to look ahead for */
-    /* of each query: maximum so far, sum so far, what the last maximum is worth */
+    real *stage;            /* VR_WIDTH rows, for packing */
+    bool few;               /* the layout for few queries, see attention_is_few() */
+    bool pairs;             /* bfloat16 pairs, see has_pairs() */
+    attention_ahead *ahead; /* prefetch plan; NULL: none */
+    /* of each query: running maximum `top`, sum of exp(score - top), and the factor
+     * exp(previous top - top) of sums from before the current tile */
     real *top, *sum, *fade;
 } forward_room;
 
-/* Carves the scratch memory for n_q queries, or with base NULL only measures it.
+/* Carves the scratch memory for n_q queries from `base`; NULL: only measures it.
  * Returns its bytes. */
 static size_t
 forward_cut(forward_room *room, const tfast_attention_args *args, int64_t n_q,
@@ -67,19 +69,22 @@ forward_cut(forward_room *room, const tfast_attention_args *args, int64_t n_q,
 
 /* ---- Scores ---------------------------------------------------------------------- */
 
+/* The scores of one panel of queries and one tile of keys. */
 typedef struct {
     const real *k;
-    int64_t k_stride, depth;
+    int64_t k_stride, depth; /* depth: dim, in pairs if `pairs` */
     const real *queries;
     const score_panel *panel;
     bool pairs;
-    real scale;        /* of products of pairs */
-    const real *terms; /* NULL: none; bounds are among them */
+    real scale;        /* applied to q . k after the product; only with pairs */
+    const real *terms; /* addends of scores, bounds included; NULL: none */
     real softcap;      /* 0: none */
     attention_ahead *ahead;
 } scores_call;
 
-/* Keys key .. key + rows - 1 of the tile, for `vectors` from `first` on. */
+/* Computes the scores of keys key .. key + rows - 1 of the tile for `vectors` vectors
+ * of queries, of which `first` is the first in the panel. Raises `top` to their
+ * maximum. */
 static inline __attribute__((always_inline)) void
 scores_strip(const int rows, const int vectors, const bool pairs,
              const scores_call *call, int key, int first, real *to, vr *top)
@@ -144,15 +149,17 @@ scores_panel(const scores_call *call, real *scores, real *top)
     }
 }
 
-/* Whether panels of queries would be mostly empty. */
+/* Whether there are so few queries, as in decoding, that vectors with queries as lanes
+ * would be mostly empty. Vectors then run along dim, or along keys. */
 static inline bool
 attention_is_few(const tfast_attention_args *args)
 {
     return args->n_q <= VR_WIDTH / 2;
 }
 
-/* The products of up to VR_WIDTH keys with one query, whose row is whole vectors. Keys
- * are read one after the other; then the lanes of all are summed together. */
+/* The dot products of one query with up to VR_WIDTH keys; `dim` is a multiple of
+ * VR_WIDTH. Keys are read one after the other; then one transpose sums the lanes of
+ * all. Writes VR_WIDTH elements. */
 static inline void
 few_scores(const real *query, const real *k, int64_t k_stride, int64_t dim, int keys,
            real *to)
@@ -186,8 +193,7 @@ few_scores(const real *query, const real *k, int64_t k_stride, int64_t dim, int 
     vr_store(to, sums[0]);
 }
 
-/* The products of a panel of few queries. Lanes are dims, because a vector of queries
- * would be mostly empty. */
+/* The dot products of a panel in the layout for few queries. */
 static void
 few_panel(const scores_call *call, real *scores)
 {
@@ -209,7 +215,8 @@ few_panel(const scores_call *call, real *scores)
     }
 }
 
-/* Turns the products of few queries into scores and raises `top` to their maximum. */
+/* Turns the dot products of few_panel() into scores and raises `top` to their
+ * maximum. */
 static void
 finish_few(const scores_call *call, real *scores, real *top)
 {
@@ -238,7 +245,8 @@ finish_few(const scores_call *call, real *scores, real *top)
     }
 }
 
-/* Replaces the scores of vector v by exp(score - top). Returns their sum. */
+/* Replaces the scores of vector v by exp(score - top), or exp2 with `in_log2`. Returns
+ * their sum over keys. */
 static inline __attribute__((always_inline)) vr
 exponentials(const bool in_log2, real *scores, const score_panel *p, int v, vr top)
 {
@@ -257,7 +265,8 @@ exponentials(const bool in_log2, real *scores, const score_panel *p, int v, vr t
 }
 
 /* Computes the weights of a panel for the keys of a tile, before dropout, and updates
- * maximum, sum and fade of each query. */
+ * maximum, sum and fade of each query. `at`: the panel's first query in the scratch
+ * memory. */
 static void
 weigh_panel(const forward_room *room, const score_panel *p, const real *k,
             int64_t k_stride, int64_t at)
@@ -322,8 +331,8 @@ forward_panel(const forward_room *room, const score_panel *p, const real *k,
 
 /* ---- A block --------------------------------------------------------------------- */
 
-/* out = fade * out + weights . v, for n_q queries from `query` on. A pair that extends
- * past a query's keys has a weight of 0 there. */
+/* out = fade * out + weights . v, for n_q queries from `query` on. `first`: overwrites
+ * out. If a query may look at only one key of a pair, the other has weight 0. */
 static void
 forward_values(const forward_room *room, const attention_head *h, int64_t query,
                int64_t n_q, int64_t key, int64_t n_k, const real *v, int64_t v_stride,
@@ -359,8 +368,9 @@ forward_values(const forward_room *room, const attention_head *h, int64_t query,
     }
 }
 
-/* Turns the sums into the factor of each row of out, and the maxima into lse. The sum
- * is 0 only for a row without a key, because the key of the maximum counts 1. */
+/* Replaces `sum` by the factor of each row of out, 1 / (sum + sink's weight), and `top`
+ * by lse. A sum is 0 only for a row without an allowed key, because the key with the
+ * highest score adds 1. */
 static void
 normalise(const forward_room *room, const attention_head *h, int64_t n_q)
 {
@@ -401,7 +411,7 @@ forward_close(const forward_room *room, const attention_head *h, int64_t query,
     const tfast_attention_args *args = h->args;
     const int64_t first = attention_query_row(h, &args->out, query);
     const bool held = args->dtype == REAL_DTYPE && args->dim_v % VR_WIDTH == 0;
-    vr odd = vr_set1(0); /* 0, or NaN from the first infinity or NaN on */
+    vr odd = vr_set1(0); /* 0, or NaN after an infinity or NaN */
 
     normalise(room, h, n_q);
     for (int64_t i = 0; i < n_q; i++) {
@@ -410,7 +420,7 @@ forward_close(const forward_room *room, const attention_head *h, int64_t query,
         real *to =
             held ? (real *)args->out.data + at : room->out + i * room->out_stride;
         const vr factor = vr_set1(room->sum[i]);
-        vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
+        vr odd_row = vr_set1(0); /* one a row: a short chain of dependent FMAs */
 
         for (int64_t d = 0; d < room->out_stride; d += VR_WIDTH) {
             const vr x = vr_mul(vr_load(row + d), factor);
@@ -430,6 +440,7 @@ forward_close(const forward_room *room, const attention_head *h, int64_t query,
     return vr_sum(odd) == 0;
 }
 
+/* Packs n_q queries from `query` on and resets maximum, sum and fade. */
 static void
 forward_open(const forward_room *room, const attention_head *h, int64_t query,
              int64_t n_q)
@@ -446,7 +457,8 @@ forward_open(const forward_room *room, const attention_head *h, int64_t query,
     }
 }
 
-/* Plans to prefetch the terms of the panel after the one from `query` + i on. */
+/* Plans to prefetch the terms of the panel that is computed after the one at `query` +
+ * i: the next one of this tile of keys, or the first one of the next tile. */
 static void
 plan_next(attention_ahead *ahead, const attention_head *h, int64_t query, int64_t n_q,
           int64_t i, int64_t key, int64_t end)
@@ -461,6 +473,8 @@ plan_next(attention_ahead *ahead, const attention_head *h, int64_t query, int64_
                attention_min(ATTENTION_KEYS, end - key));
 }
 
+/* Computes a block, with multiply_careful() if `careful`. Returns whether its output is
+ * finite. */
 static bool
 forward_try(forward_room *room, const attention_head *h, int64_t query, int64_t n_q,
             bool careful)
@@ -507,8 +521,9 @@ forward_try(forward_room *room, const attention_head *h, int64_t query, int64_t 
     return forward_close(room, h, query, n_q);
 }
 
-/* Computes the block of queries from `query` on, again with the careful products if the
- * output is not finite and some keys may be forbidden. */
+/* Computes the block of queries from `query` on. If the output is not finite and keys
+ * may be forbidden, computes it again with multiply_careful(): the weight 0 of a
+ * forbidden key times a NaN or infinity in its value would be NaN. */
 static void
 attention_forward_block(const attention_head *h, int64_t query, attention_ahead *ahead,
                         void *memory)

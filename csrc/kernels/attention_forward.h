@@ -1,5 +1,6 @@
-/* Attention forward on the CPU: which blocks there are, and which thread takes one. The
- * result of a block does not depend on the thread that computes it. */
+/* Attention forward on the CPU: splits a call into tasks, blocks of queries or, for
+ * decoding, ranges of keys, and shares them among threads. Results do not depend on the
+ * number of threads. */
 #ifndef ATTENTION_FORWARD_H
 #define ATTENTION_FORWARD_H
 
@@ -11,33 +12,36 @@
 
 /* ---- Decoding -------------------------------------------------------------------- */
 
-/* For few queries against many keys the keys are split among tasks, each with a result
- * of its own. All heads that share keys go through them together, so that keys are read
- * once. */
+/* Decoding: few queries against many keys. The keys are split among tasks, each of
+ * which computes a maximum, sum and output of its own (split-K); join_splits() combines
+ * them. A task computes all query heads that share a head of k and v, so that keys and
+ * values are read from memory once. */
 
-/* The keys of a head are dealt out to `splits` tasks of `keys` keys; sizes alone
- * determine both. */
+/* The keys of each head of k and v are split into `splits` ranges of `keys` keys, one
+ * task each. Both depend on sizes alone, so that results do not depend on the number of
+ * threads. */
 typedef struct {
     const tfast_attention_args *args;
-    char *room; /* of all threads */
-    size_t room_bytes;
+    char *room;        /* scratch memory of all threads */
+    size_t room_bytes; /* of one thread */
     int splits;
     int64_t keys;
-    void *results; /* [splits][batch][heads][n_q][2 + width] */
+    void *results; /* [splits][batch][heads][n_q][maximum, sum, output] */
     int64_t tasks;
-    _Atomic int64_t next;
+    _Atomic int64_t next; /* the first task that no thread has taken */
 } attention_decode_job;
 
-/* Queries in the scratch memory: one panel for each head that shares keys. */
+/* Rows of queries in the scratch memory: a panel for each query head that shares
+ * keys. */
 static inline int64_t
 decode_queries(const tfast_attention_args *args)
 {
     return args->heads / args->kv_heads * PANEL;
 }
 
-/* sum = weights . v for rows of `vectors` vectors, which fit the registers, or nearly
- * so. With 16 loads a row, rows further on are prefetched: the processor looks only one
- * row ahead. */
+/* sum = weights . v, for rows of v that are `vectors` vectors wide. All sums stay in
+ * registers, except that 16 are slightly too many for AVX2. With 16 vectors a row,
+ * later rows are prefetched, because the hardware prefetches only one row ahead. */
 static inline __attribute__((always_inline)) void
 few_values_held(const int vectors, real *sum, const real *weights,
                 int64_t weight_stride, const real *v, int64_t v_stride, int64_t n_k)
@@ -64,8 +68,8 @@ few_values_held(const int vectors, real *sum, const real *weights,
     }
 }
 
-/* out = fade * out + weights . v for one query, row after row: several passes over
- * parts of rows are slower from memory. */
+/* out = fade * out + weights . v for one query; `careful`: skips weights of 0. Reads v
+ * once, row by row, because several passes over columns are slower from memory. */
 static inline void
 few_values(real *out, real fade, const real *weights, int64_t weight_stride,
            const real *v, int64_t v_stride, int64_t n_k, int64_t width, bool careful)
@@ -98,8 +102,8 @@ few_values(real *out, real fade, const real *weights, int64_t weight_stride,
     }
 }
 
-/* The scratch memory of head i of those that share keys, with queries, sums and output
- * of its own. */
+/* The scratch memory of query head i of those that share keys: queries, sums and output
+ * of its own, and the common tiles. */
 static forward_room
 decode_room(const forward_room *room, int64_t i, const tfast_attention_args *args)
 {
@@ -129,7 +133,8 @@ decode_open(const forward_room *room, const attention_head *h)
     memset(room->out, 0, sizeof(real) * (size_t)(h->n_q * room->out_stride));
 }
 
-/* Turns n scores of one query, side by side in whole vectors, into weights. */
+/* Online softmax of one query: replaces n contiguous scores by weights and updates
+ * maximum, sum and fade. Pads `scores` to whole vectors. */
 static void
 few_weights(const forward_room *room, real *scores, int64_t n)
 {
@@ -160,9 +165,8 @@ few_weights(const forward_room *room, real *scores, int64_t n)
     room->sum[0] = lanes[0] * room->sum[0] + vr_sum(sum);
 }
 
-/* Keys begin .. end - 1 of a tile for one query whose scores are plain products. Lanes
- * are keys where weights are computed, because a vector of queries would be mostly
- * empty. */
+/* Adds keys begin .. end - 1 of a tile for one query on the fast path (see
+ * attention_is_general()). Its scores are contiguous, so that vector lanes are keys. */
 static void
 decode_one(const forward_room *room, const tfast_attention_args *args, int64_t begin,
            int64_t end, const real *k, int64_t k_stride, const real *v,
@@ -186,7 +190,7 @@ decode_is_plain(const attention_head *h)
     return h->n_q == 1 && !attention_is_general(h);
 }
 
-/* Keys key .. key + n_k - 1 for one head. */
+/* Adds keys key .. key + n_k - 1 to the maximum, sum and output of one query head. */
 static void
 decode_tile(const forward_room *room, const attention_head *h, const real *k,
             int64_t k_stride, const real *v, int64_t v_stride, int64_t key, int64_t n_k,
@@ -214,10 +218,10 @@ decode_tile(const forward_room *room, const attention_head *h, const real *k,
     }
 }
 
-/* Keys of a tile. Where keys are read in place for plain products, a tile may have more
- * keys than the scratch memory has rows: every change from k to v and back interrupts
- * the stream from memory. Heads that share keys find them in the cache, but for the
- * first. */
+/* The number of keys of a tile. On the fast path, keys that are read in place need no
+ * scratch rows, and tiles are larger, because each change between k and v interrupts
+ * the stream from memory. With shared keys only the first head reads from memory, the
+ * others from the cache, so tiles are smaller. */
 static inline int64_t
 decode_tile_keys(const attention_head *h)
 {
@@ -230,7 +234,7 @@ decode_tile_keys(const attention_head *h)
                                             : 2 * ATTENTION_KEYS;
 }
 
-/* All heads that share keys, against keys begin .. end - 1. */
+/* Computes all query heads that share a head of k and v for keys begin .. end - 1. */
 static void
 decode_keys(const forward_room *room, const attention_head *first, int64_t begin,
             int64_t end, bool careful)
@@ -265,7 +269,8 @@ decode_keys(const forward_room *room, const attention_head *first, int64_t begin
     }
 }
 
-/* The result of a split for one head: n_q rows of maximum, sum and output. */
+/* Where the result of a split for one head lies: n_q rows of maximum, sum and
+ * output. */
 static inline real *
 decode_result(const attention_decode_job *job, const attention_head *h, int split)
 {
@@ -276,7 +281,8 @@ decode_result(const attention_decode_job *job, const attention_head *h, int spli
     return (real *)job->results + place * args->n_q * width;
 }
 
-/* A task: the keys of one split for all heads that share them. */
+/* A task: the keys of one split for all query heads that share them. If an output is
+ * not finite and keys may be forbidden, repeats it skipping weights of 0. */
 static void
 decode_split(const attention_decode_job *job, int64_t batch, int64_t kv_head, int split,
              void *memory)
@@ -318,7 +324,8 @@ decode_split(const attention_decode_job *job, int64_t batch, int64_t kv_head, in
     }
 }
 
-/* Combines the results of the splits of one head, in order. */
+/* Combines the results of the splits of one head in order, each rescaled to the common
+ * maximum, and writes the output. */
 static void
 join_splits(const attention_decode_job *job, const attention_head *h, void *memory)
 {
@@ -347,6 +354,7 @@ join_splits(const attention_decode_job *job, const attention_head *h, void *memo
     forward_close(&room, h, 0, h->n_q);
 }
 
+/* About SPLIT_TASKS tasks in all; at most one split for each SPLIT_KEYS keys. */
 enum { ATTENTION_SPLIT_TASKS = 64, ATTENTION_SPLIT_KEYS = 4 * ATTENTION_KEYS };
 
 static void
@@ -411,12 +419,12 @@ attention_decode(const tfast_attention_args *args)
 
 typedef struct {
     const tfast_attention_args *args;
-    char *room; /* of all threads */
-    size_t room_bytes;
-    int64_t tasks, blocks; /* blocks of a head */
-    _Atomic int64_t next;
-    int64_t run; /* tasks taken at a time */
-    bool look_ahead;
+    char *room;            /* scratch memory of all threads */
+    size_t room_bytes;     /* of one thread */
+    int64_t tasks, blocks; /* blocks of a head; tasks of the call, one a block */
+    _Atomic int64_t next;  /* the first task that no thread has taken */
+    int64_t run;           /* tasks that a thread takes at a time */
+    bool look_ahead;       /* prefetch whole heads, not blocks */
 } attention_job;
 
 static void
@@ -436,8 +444,9 @@ attention_forward_task(const attention_job *job, int64_t task, attention_ahead *
     attention_forward_block(&h, block * ATTENTION_QUERIES, ahead, room);
 }
 
-/* Plans what to prefetch while task `task` is computed; `next` is the thread's next
- * task. Returns NULL for nothing. */
+/* Plans what to prefetch while a thread computes `task`. `next` is a later task of the
+ * thread: with look_ahead its whole head is prefetched, otherwise its block, and only
+ * if it is of the same head. Returns NULL if there is nothing to prefetch. */
 static attention_ahead *
 attention_forward_ahead(const attention_job *job, attention_ahead *ahead, int64_t task,
                         int64_t next)
@@ -455,7 +464,7 @@ attention_forward_ahead(const attention_job *job, attention_ahead *ahead, int64_
     if (job->look_ahead) {
         attention_plan(ahead, &h, attention_strips(&h, false), false);
     } else if (attention_head_has_terms(&h)) {
-        return NULL; /* each panel prefetches its part of the terms */
+        return NULL; /* forward_try() plans to prefetch terms */
     } else {
         const int64_t query = block * ATTENTION_QUERIES;
         const int64_t n_q = attention_min(ATTENTION_QUERIES, h.n_q - query);
@@ -507,7 +516,8 @@ attention_forward(const tfast_attention_args *args)
         return attention_decode(args);
     }
     parts = attention_parts(args, job.tasks);
-    /* A head's blocks share its keys: to one thread, where there are many heads. */
+    /* With many heads a thread takes all blocks of a head, because they share its
+     * keys. */
     job.run = args->batch * args->heads >= 4 * parts ? job.blocks : 1;
     job.look_ahead = args->batch * args->heads >= 4 * parts && attention_is_cold(args);
     job.room = tfast_scratch_take(job.room_bytes * (size_t)parts);
