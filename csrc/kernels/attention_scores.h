@@ -1,19 +1,21 @@
-/* Attention: what happens to a panel of scores between the two products. */
+/* Attention: the steps on a panel of scores between the products q k^T and p v: bounds,
+ * mask, bias, ALiBi, softcap, and the gradients of these. */
 #ifndef ATTENTION_SCORES_H
 #define ATTENTION_SCORES_H
 
 #include "attention_tile.h"
 
-/* A panel: up to PANEL queries from `query` on, against the keys `key` .. of a tile. */
+/* Up to PANEL queries from `query` on against a tile of keys from `key` on. All other
+ * key indices count from `key`, the first key of the tile. */
 typedef struct {
     const attention_head *head;
-    int64_t query, key;     /* of the item */
-    int n;                  /* queries */
-    int vectors;            /* of queries: 1 or 2 */
-    int begin, end;         /* keys of the tile that any query may look at */
+    int64_t query, key;     /* first query and first key in the batch item */
+    int n;                  /* number of queries */
+    int vectors;            /* number of vectors of queries: 1 or 2 */
+    int begin, end;         /* keys that at least one query may look at */
     int from[2], to[2];     /* the same for each vector; with `whole` begin and end */
     int all_begin, all_end; /* keys that all queries may look at */
-    real lowest[PANEL], highest[PANEL]; /* each query's own, from `key` on */
+    real lowest[PANEL], highest[PANEL]; /* key bounds of each query, if has_border() */
 } score_panel;
 
 /* Whether keys from .. to - 1 include one that some query may not look at. */
@@ -29,8 +31,8 @@ clamp_to(int64_t x, int64_t least, int64_t most)
     return (int)attention_max(least, attention_min(most, x));
 }
 
-/* Sets the lowest and the highest key of each query. A bound outside of the tile may be
- * any number outside. */
+/* Sets the lowest and the highest key of each query. A bound outside the tile may be
+ * replaced by any other value on the same side of the tile. */
 static void
 set_bounds(score_panel *p, int n_k)
 {
@@ -52,7 +54,7 @@ set_bounds(score_panel *p, int n_k)
     }
 }
 
-/* `whole`: each vector has the keys of both. */
+/* `whole`: both vectors of queries get the same range of keys, begin .. end - 1. */
 static score_panel
 panel_of(const attention_head *head, int64_t query, int64_t n, int64_t key, int64_t n_k,
          bool whole)
@@ -82,12 +84,13 @@ panel_of(const attention_head *head, int64_t query, int64_t n, int64_t key, int6
     return p;
 }
 
-/* The next keys whose scores are computed together: keys that both vectors of queries
- * look at, or keys that one of them does. */
+/* Keys whose scores are computed together in registers: either keys of both vectors of
+ * queries, or keys of only one. */
 typedef struct {
-    int rows, first, vectors; /* keys, first vector, vectors */
+    int rows, first, vectors; /* number of keys, first vector, number of vectors */
 } score_strip;
 
+/* The strip that begins at `key`. */
 static inline score_strip
 strip_at(const score_panel *p, int key)
 {
@@ -106,8 +109,8 @@ strip_at(const score_panel *p, int key)
     return s;
 }
 
-/* Writes zeros for the keys that no query of a vector looks at, before the products of
- * a tile of n_k keys. */
+/* Zeroes the weights of keys that no query of a vector may look at, because the
+ * products of a tile may read them. */
 static void
 clear_outside(real *tile, const score_panel *p, int n_k)
 {
@@ -135,9 +138,9 @@ bound_scores(const score_panel *p, int v, int key, vr score)
 
 /* ---- Terms ----------------------------------------------------------------------- */
 
-/* Terms are what is added to the products of a panel: mask, bias, ALiBi and bounds.
- * They lie in a tile of their own, [key][PANEL], so that the products stay in
- * registers. */
+/* Terms are the addends of scores: mask, bias, ALiBi and bounds (-infinity). They are
+ * summed in a tile of their own, [key][PANEL], before the products q . k are formed, so
+ * that the products stay in registers. */
 
 static inline real
 term_element(const tfast_attention_term *term, int64_t at)
@@ -160,6 +163,7 @@ with_term(vr score, vr term)
     return vr_if_less(term, least, vr_set1(-INFINITY), vr_add(score, term));
 }
 
+/* with_term() plus `lse`, which is negated. */
 static inline __attribute__((always_inline)) vr
 with_both(vr score, vr term, vr lse)
 {
@@ -187,8 +191,8 @@ term_vector(const tfast_attention_term *term, int64_t at)
     return vr_load(stage);
 }
 
-/* Writes the terms of VR_WIDTH keys for up to VR_WIDTH queries from `first` on,
- * transposed to keys by queries. `adds`: adds them to what is there. */
+/* Writes the term of VR_WIDTH keys for the first n (at most VR_WIDTH) queries, from
+ * element `first` on, transposed to [key][PANEL]. `adds`: adds it to `to`. */
 static inline __attribute__((always_inline)) void
 add_term_block(real *to, const tfast_attention_term *term, int64_t first, int n,
                bool adds)
@@ -214,7 +218,7 @@ add_term_block(real *to, const tfast_attention_term *term, int64_t first, int n,
     }
 }
 
-/* Writes, or with `adds` adds, the part of a mask or bias that belongs to the panel. */
+/* Writes, or with `adds` adds, the panel's part of a mask or bias. */
 static void
 add_term(real *to, const score_panel *p, const tfast_attention_term *term, bool adds)
 {
@@ -225,7 +229,8 @@ add_term(real *to, const score_panel *p, const tfast_attention_term *term, bool 
         stride[2] != 0 && stride[3] == 1 ? (p->end - p->begin) / VR_WIDTH : 0;
     int key = p->begin;
 
-    for (int v = 0; v < p->vectors; v++) { /* whose rows may share a set of the cache */
+    /* one vector at a time, because many rows a page apart share a cache set */
+    for (int v = 0; v < p->vectors; v++) {
         for (int j = key; j < key + blocks * VR_WIDTH; j += VR_WIDTH) {
             add_term_block(to + j * PANEL + v * VR_WIDTH, term,
                            first + j + v * VR_WIDTH * stride[2], p->n - v * VR_WIDTH,
@@ -249,8 +254,8 @@ add_term(real *to, const score_panel *p, const tfast_attention_term *term, bool 
     }
 }
 
-/* The distance |query + shift - key| of ALiBi is, for tile row `key` of the panel,
- * |diagonal - key|. */
+/* The diagonal query + shift - p->key for the queries of vector v. ALiBi's distance
+ * |query + shift - key| is |diagonal - r| for key r of the tile. */
 static inline vr
 alibi_diagonal(const score_panel *p, int v)
 {
@@ -279,7 +284,8 @@ subtract_alibi(real *to, const score_panel *p)
     }
 }
 
-/* -infinity where a query may not look, and for lanes without a query. */
+/* Writes -infinity for keys that a query may not look at, and in lanes without a
+ * query. */
 static void
 bound_terms(real *to, const score_panel *p)
 {
@@ -321,9 +327,9 @@ fill_terms(real *to, const score_panel *p)
     bound_terms(to, p);
 }
 
-/* Plans to prefetch the part of a term for n_q queries from `query` on and n_k keys,
- * while a product is formed. Its rows may be as far apart as pages, where the processor
- * does not prefetch by itself. */
+/* Adds to a prefetch plan the part of a term for the first PANEL of n_q queries from
+ * `query` on, and n_k keys from `key` on. Its rows may be pages apart, where the
+ * hardware does not prefetch. */
 static void
 plan_term(attention_ahead *ahead, const attention_head *h,
           const tfast_attention_term *term, int64_t query, int64_t n_q, int64_t key,
@@ -385,7 +391,7 @@ apply_softcap(real *products, real *slope, int rows, int vectors, real softcap)
     }
 }
 
-/* The same for accumulators, through memory. */
+/* The same for accumulators c, which pass through `products` in memory. */
 static inline __attribute__((always_inline)) void
 apply_softcap_strip(const int rows, const int vectors, vr c[V_ROWS][2], real *products,
                     real *slope, real softcap)
@@ -405,7 +411,8 @@ apply_softcap_strip(const int rows, const int vectors, vr c[V_ROWS][2], real *pr
 
 /* ---- Gradients of scores --------------------------------------------------------- */
 
-/* Turns gradients of scores into gradients of the products of query and key. */
+/* Multiplies score gradients by the slope of softcap, which makes them gradients of the
+ * products of query and key. */
 static void
 softcap_gradients(real *gradients, const real *slope, const score_panel *p)
 {
@@ -420,7 +427,7 @@ softcap_gradients(real *gradients, const real *slope, const score_panel *p)
     }
 }
 
-/* The part of a panel in the gradient of its head's ALiBi slope. */
+/* The panel's contribution to the gradient of its head's ALiBi slope. */
 static double
 alibi_gradient(const real *gradients, const score_panel *p)
 {
@@ -441,7 +448,8 @@ alibi_gradient(const real *gradients, const score_panel *p)
     return sum;
 }
 
-/* Adds the gradients of VR_WIDTH keys, transposed, to up to VR_WIDTH rows of a bias. */
+/* Adds the gradients of VR_WIDTH keys, transposed, to n rows of dbias. `first`:
+ * overwrites dbias. */
 static inline __attribute__((always_inline)) void
 add_dbias_block(real *to, int64_t stride, const real *gradients, int n, bool first)
 {
@@ -463,7 +471,7 @@ add_dbias_block(real *to, int64_t stride, const real *gradients, int n, bool fir
     }
 }
 
-/* The gradient of a bias that is the same for all queries. */
+/* add_dbias() for a bias that is broadcast over queries. */
 static void
 add_dbias_of_keys(real *to, int64_t stride, const real *gradients, const score_panel *p)
 {
@@ -478,8 +486,8 @@ add_dbias_of_keys(real *to, int64_t stride, const real *gradients, const score_p
     }
 }
 
-/* Adds the gradients of a panel to the gradient of the bias, summed where the bias is
- * broadcast. `first`: overwrites it. */
+/* Adds the score gradients of a panel to dbias, summed where the bias is broadcast.
+ * `first`: overwrites dbias. */
 static void
 add_dbias(real *dbias, const int64_t *stride, const real *gradients,
           const score_panel *p, bool first)
@@ -493,14 +501,15 @@ add_dbias(real *dbias, const int64_t *stride, const real *gradients,
         add_dbias_of_keys(to, stride[3], gradients, p);
         return;
     }
-    for (int v = 0; v < p->vectors; v++) { /* whose rows may share a set of the cache */
+    /* one vector at a time, because many rows a page apart share a cache set */
+    for (int v = 0; v < p->vectors; v++) {
         const int n = p->n - v * VR_WIDTH;
 
         for (int j = key; j < key + blocks * VR_WIDTH; j += VR_WIDTH) {
             real *rows = to + j + v * VR_WIDTH * stride[2];
             const real *from = gradients + j * ATTENTION_QUERIES + v * VR_WIDTH;
 
-            if (n >= VR_WIDTH) { /* without a test for each row */
+            if (n >= VR_WIDTH) { /* a constant n: no test for each row */
                 add_dbias_block(rows, stride[2], from, VR_WIDTH, first);
             } else {
                 add_dbias_block(rows, stride[2], from, n, first);

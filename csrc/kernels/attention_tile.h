@@ -1,8 +1,7 @@
-/* Attention on tiles of scores, ATTENTION_KEYS by ATTENTION_QUERIES of `real`. The
- * scores of a key lie side by side, so that queries are lanes: their maxima and sums
- * need no horizontal operation, and each vector operation serves a panel of PANEL
- * queries.
- * Matrix products go through one register tile, `multiply`.
+/* Attention: matrix products on tiles, and packing of their factors. A tile of scores
+ * is [keys][ATTENTION_QUERIES] of `real`. Vector lanes are queries, so that maxima and
+ * sums over keys need no horizontal operations. Queries are computed in panels of
+ * PANEL, two vectors. All matrix products use one register tile, multiply().
  *
  * Scores are in units of log2, and scale includes log2 e, except on the general path:
  * see attention_unit(). */
@@ -19,7 +18,8 @@
 
 /* ---- Sizes of a register tile ---------------------------------------------------- */
 
-/* Calls f(rows, vectors, ...) with its two sizes constant. */
+/* Calls f(rows, vectors, ...) with both as compile-time constants, so that sums can
+ * stay in registers. */
 #if V_ROWS == 12
 #    define ATTENTION_ROWS(f, rows, vectors, ...)                                      \
         switch (rows) {                                                                \
@@ -60,7 +60,7 @@
     } else {                                                                           \
         ATTENTION_ROWS(f, rows, 1, __VA_ARGS__)                                        \
     }
-/* Calls f(rows, vectors, pairs, ...) with all three constant. */
+/* Calls f(rows, vectors, pairs, ...) with all three as compile-time constants. */
 #define ATTENTION_PAIRED(f, rows, vectors, pairs, ...)                                 \
     if (V_PAIRS && (pairs)) {                                                          \
         ATTENTION_STRIP(f, rows, vectors, true, __VA_ARGS__)                           \
@@ -70,12 +70,12 @@
 
 /* ---- Pairs of bfloat16 ----------------------------------------------------------- */
 
-/* Some processors multiply pairs of bfloat16 and add both products in float32, with one
- * instruction that is as fast as a multiply-add of float32. The factors of a matrix
- * product then lie as pairs along the inner dimension: a pair is moved like a `real`,
- * and there are half as many. Inputs are used as they are; weights and their gradients
- * are rounded as torch does; scale is applied after the product. The careful path does
- * without pairs. */
+/* AVX512_BF16 has an instruction that multiplies pairs of bfloat16 and adds both
+ * products in float32, as fast as a float32 FMA. The factors of a matrix product are
+ * then stored as pairs along the inner dimension: a pair takes the place of a `real`,
+ * and the inner dimension is half as long. Inputs are used without rounding; weights
+ * and score gradients are rounded to bfloat16, as torch does; scale is applied after
+ * the product. Products with multiply_careful() do not use pairs. */
 
 static inline bool
 has_pairs(const tfast_attention_args *args)
@@ -88,7 +88,7 @@ has_pairs(const tfast_attention_args *args)
 #endif
 }
 
-/* The length of an inner dimension of n elements, in pairs or single elements. */
+/* The length of an inner dimension of n elements: pairs, or single elements. */
 static inline int64_t
 product_depth(bool pairs, int64_t n)
 {
@@ -118,7 +118,7 @@ pair_vectors(vr first, vr second)
 #endif
 }
 
-/* Stores neighbouring lanes as pairs: half a vector. */
+/* Rounds x to bfloat16 and stores neighbouring lanes as pairs: half a vector. */
 static inline __attribute__((always_inline)) void
 store_pairs(real *to, vr x)
 {
@@ -130,7 +130,8 @@ store_pairs(real *to, vr x)
 #endif
 }
 
-/* Packs pairs of rows into rows of pairs: n rows of `width` columns, whole vectors. */
+/* Packs each two of n rows into one row of pairs; an odd last row is paired with 0.
+ * `width`, the number of columns, is a multiple of VR_WIDTH. */
 static void
 pair_rows(real *to, int64_t to_stride, const real *from, int64_t stride, int64_t n,
           int64_t width)
@@ -146,7 +147,7 @@ pair_rows(real *to, int64_t to_stride, const real *from, int64_t stride, int64_t
     }
 }
 
-/* Packs pairs of columns: rows become half as far apart. */
+/* Packs each two neighbouring columns into pairs. Rows of `to` are stride / 2 apart. */
 static void
 pair_columns(real *to, const real *from, int64_t stride, int64_t n, int64_t width)
 {
@@ -159,7 +160,8 @@ pair_columns(real *to, const real *from, int64_t stride, int64_t n, int64_t widt
 
 /* ---- The register tile ----------------------------------------------------------- */
 
-/* Rows of the next strip where n rows are left: one of the cases of ATTENTION_STRIP. */
+/* The rows of the next register tile if n rows are left: a case of ATTENTION_ROWS.
+ * Splits 16 (or 8) rows evenly, since a tile of 4 (or 2) rows is inefficient. */
 static inline int
 strip_rows(int64_t n)
 {
@@ -175,14 +177,15 @@ strip_rows(int64_t n)
 
 /* c[r][v] += sum over k < depth of a[r][k] * b[k][v], of `real` or pairs. Row k of b is
  * `vectors` vectors at b + k * b_stride. a[r][k] is at r * a_stride + k, or with
- * `columns` at k * a_stride + r. The other arguments are compile-time constants. */
+ * `columns` at k * a_stride + r. rows, vectors, pairs and
+ * columns are compile-time constants. */
 static inline __attribute__((always_inline)) void
 multiply_chain(const int rows, const int vectors, const bool pairs, const bool columns,
                const real *a, int64_t a_stride, const real *b, int64_t b_stride,
                int64_t depth, vr c[V_ROWS][2])
 {
     const int64_t a_step = columns ? a_stride : 1;
-    /* One base address per four rows: x86 can address four strides from it. */
+    /* One base address per four rows: x86 addressing modes reach these from it. */
     const real *base[3] = {a, a + 4 * (columns ? 1 : a_stride),
                            a + 8 * (columns ? 1 : a_stride)};
 
@@ -201,7 +204,8 @@ multiply_chain(const int rows, const int vectors, const bool pairs, const bool c
         }
         b += b_stride;
 #if VR_WIDTH == 1
-        __asm__("" : "+r"(b)); /* else GCC 12 vectorises over k and reads past b */
+        /* stops GCC 12 from vectorising over k, which would read past b */
+        __asm__("" : "+r"(b));
 #endif
         base[0] += a_step;
         base[1] += a_step;
@@ -209,9 +213,9 @@ multiply_chain(const int rows, const int vectors, const bool pairs, const bool c
     }
 }
 
-/* The same product. With one lane the sum is formed in blocks, so that its rounding
- * error is comparable with that of vector code: a chain of additions is as long as a
- * block. */
+/* The same product. The scalar backend sums blocks of 8 products first, so that its
+ * rounding error is comparable with that of the vector backends: the chain of additions
+ * is shorter. */
 static inline __attribute__((always_inline)) void
 multiply(const int rows, const int vectors, const bool pairs, const bool columns,
          const real *a, int64_t a_stride, const real *b, int64_t b_stride,
@@ -237,8 +241,9 @@ multiply(const int rows, const int vectors, const bool pairs, const bool columns
     multiply_chain(rows, vectors, pairs, columns, a, a_stride, b, b_stride, depth, c);
 }
 
-/* The same product, but a[r][k] of 0 makes the term 0 whatever b is. Slow; for tiles
- * where a NaN or infinity may belong to a forbidden key. */
+/* The same product, but terms with a[r][k] = 0 are skipped, even if b is NaN or
+ * infinite: the weight of a forbidden key is 0. Slow; used only to repeat a computation
+ * whose result was not finite. */
 static inline __attribute__((always_inline)) void
 multiply_careful(const int rows, const int vectors, const bool columns, const real *a,
                  int64_t a_stride, const real *b, int64_t b_stride, int64_t depth,
@@ -256,11 +261,11 @@ multiply_careful(const int rows, const int vectors, const bool columns, const re
     }
 }
 
-/* c <- factor * c + a . b, one factor a row; NULL: 1. */
+/* c <- factor * c + a . b. `factor` has one element a row; NULL: 1. */
 typedef struct {
     const real *a, *b;
     int64_t a_stride, b_stride;
-    int64_t skipped, depth; /* along the inner dimension, in pairs or single */
+    int64_t skipped, depth; /* range of the inner dimension, see set_depth() */
     bool columns, careful, pairs;
     bool first; /* c is overwritten */
     const real *factor;
@@ -277,7 +282,7 @@ set_depth(tile_product *p, int64_t begin, int64_t end)
     p->depth = end > begin ? product_depth(p->pairs, end) - p->skipped : 0;
 }
 
-/* Applies the scale that queries of pairs have not been multiplied by. */
+/* Applies the scale to products of pairs; otherwise the queries include it already. */
 static inline __attribute__((always_inline)) void
 scale_strip(const int rows, const int vectors, const bool pairs, vr c[V_ROWS][2],
             real scale)
@@ -314,8 +319,8 @@ accumulate_strip(const int rows, const int vectors, const bool pairs,
         real *to = p->c + r * p->c_stride;
 
         for (int v = 0; v < vectors; v++) {
-            /* The sum of this block is formed first, so that a chain of additions is as
-             * long as a block, not as the sequence. */
+            /* The tile's product is summed separately, so that a chain of additions is
+             * as long as a tile, not as the sequence. */
             if (!p->first && p->factor != NULL) {
                 c[r][v] =
                     vr_madd(vr_set1(p->factor[r]), vr_load(to + v * VR_WIDTH), c[r][v]);
@@ -335,7 +340,8 @@ accumulate_columns(int rows, int vectors, const tile_product *p)
 
 /* ---- Packing --------------------------------------------------------------------- */
 
-/* Reads n rows of `dim` elements, each padded with zeros to a whole vector. */
+/* Converts n rows of `dim` elements to `real`, each padded with zeros to whole
+ * vectors. */
 static void
 read_rows(real *to, int64_t to_stride, const void *array, tfast_dtype dtype,
           int64_t first, int64_t row, int64_t n, int64_t dim)
@@ -345,8 +351,9 @@ read_rows(real *to, int64_t to_stride, const void *array, tfast_dtype dtype,
     }
 }
 
-/* The rows in place if they can be read as whole vectors (or, with `broadcast`, are
- * only read element by element), else a copy. Sets the stride of what it returns. */
+/* Returns n rows as `real`: in place if they have this dtype and are whole vectors (or,
+ * with `broadcast`, are only read element by element), else converted to `copy`. Sets
+ * `stride` to the stride of the returned rows. */
 static const real *
 open_rows(real *copy, int64_t copy_stride, const void *array, tfast_dtype dtype,
           int64_t first, int64_t row, int64_t n, int64_t dim, bool broadcast,
@@ -361,8 +368,8 @@ open_rows(real *copy, int64_t copy_stride, const void *array, tfast_dtype dtype,
     return copy;
 }
 
-/* Reads n rows of bfloat16 as pairs along the row, padded with zeros to a whole
- * vector. */
+/* Copies n rows of bfloat16, which are then pairs along the row, padded with zeros to a
+ * whole vector. */
 static void
 read_pairs(real *to, int64_t to_stride, const uint16_t *from, int64_t row, int64_t n,
            int64_t dim)
@@ -378,7 +385,8 @@ read_pairs(real *to, int64_t to_stride, const uint16_t *from, int64_t row, int64
     }
 }
 
-/* The rows in place if whole pairs can be read there, else a copy. */
+/* Returns n rows as pairs along the row: in place if length, stride and address allow
+ * it, else copied. */
 static const real *
 open_pairs(real *copy, int64_t copy_stride, const void *array, int64_t first,
            int64_t row, int64_t n, int64_t dim, int64_t *stride)
@@ -394,7 +402,8 @@ open_pairs(real *copy, int64_t copy_stride, const void *array, int64_t first,
     return copy;
 }
 
-/* Packs n rows of bfloat16 into n / 2 rows of pairs. `stage` holds two rows. */
+/* Packs n rows of bfloat16 into (n + 1) / 2 rows of pairs, each of two neighbouring
+ * rows. `stage` holds two rows. */
 static void
 pack_pairs(real *to, int64_t to_stride, real *stage, const void *array, int64_t first,
            int64_t row, int64_t n, int64_t dim)
@@ -409,7 +418,8 @@ pack_pairs(real *to, int64_t to_stride, real *stage, const void *array, int64_t 
     }
 }
 
-/* Rows as the factor that is broadcast: the inner dimension runs along a row. */
+/* Returns rows as factor a of multiply(), whose elements are broadcast: the inner
+ * dimension runs along a row. */
 static const real *
 open_factor(bool pairs, real *copy, int64_t copy_stride, const void *array,
             tfast_dtype dtype, int64_t first, int64_t row, int64_t n, int64_t dim,
@@ -420,8 +430,8 @@ open_factor(bool pairs, real *copy, int64_t copy_stride, const void *array,
                              stride);
 }
 
-/* Rows as the factor whose columns are lanes: the inner dimension runs across rows.
- * `stage` holds two rows. */
+/* Returns rows as factor b of multiply(), whose columns are lanes: the inner dimension
+ * runs across rows. `stage` holds two rows. */
 static const real *
 open_lanes(bool pairs, real *copy, int64_t copy_stride, real *stage, const void *array,
            tfast_dtype dtype, int64_t first, int64_t row, int64_t n, int64_t dim,
@@ -450,10 +460,10 @@ scale_rows(real *to, const void *array, tfast_dtype dtype, int64_t first, int64_
     }
 }
 
-/* Packs n rows times `scale` into panels [ceil(n / PANEL)][dim][PANEL], so that queries
- * become lanes. The missing rows of the last panel are 0. `stage` is room for VR_WIDTH
- * rows of whole vectors. With `pairs` of bfloat16 the panels are
- * [ceil(n / PANEL)][dim / 2][PANEL], and scale must be 1. */
+/* Packs n rows times `scale` into panels [ceil(n / PANEL)][dim][PANEL], so that rows
+ * become lanes. The missing rows of the last panel are 0. `stage` holds VR_WIDTH rows
+ * of whole vectors. With `pairs` of bfloat16 the panels are [ceil(n / PANEL)][ceil(dim
+ * / 2)][PANEL], and scale is not applied. */
 static void
 pack_panels(real *to, real *stage, bool pairs, const void *array, tfast_dtype dtype,
             int64_t first, int64_t row, int64_t n, int64_t dim, real scale)
