@@ -1,5 +1,5 @@
-/* Attention backward: the job of a call, the scratch memory of one thread, and what is
- * made ready of one head. */
+/* Attention backward: the job of a call, the scratch memory of one thread, and the
+ * preparation of a head: lse, delta, packed queries. */
 #ifndef ATTENTION_BACKWARD_HEAD_H
 #define ATTENTION_BACKWARD_HEAD_H
 
@@ -9,52 +9,57 @@
 
 /* ---- The call's job -------------------------------------------------------------- */
 
-/* A chain is one head of k and v with the heads of q that share it. Where the gradient
- * of a bias is summed over items or heads, a chain has several of these, one after the
- * other: its steps.
+/* How a backward call is split.
  *
- * With few chains, the blocks of keys of a step are dealt out to `parts * turns`
- * lists, one task each. Each part has its own sums of dq. Where `turns` lists add to
- * the same sums, the call has as many phases: in each phase a list visits the tiles of
- * queries that no other list of its part visits. The numbers of parts and turns depend
- * on sizes alone, so that the sums do not depend on the number of threads. */
+ * A chain is a sequence of steps that are computed in order. A step is one head of k
+ * and v of one batch item, with the query heads that share it. A chain has one step,
+ * unless dbias is summed over batch items or heads: then all steps that add to the same
+ * dbias are one chain.
+ *
+ * With few chains, the blocks of keys of a step are split into parts * turns lists, one
+ * task each. Each part sums a dq of its own. The `turns` lists of a part add to the
+ * same dq, so a step runs in `turns` phases: in each phase, the lists of a part visit
+ * different tiles of queries. parts and turns depend on sizes alone, so that sums do
+ * not depend on the number of threads. */
 typedef struct {
     const tfast_attention_args *args;
-    char *room; /* scratch memory of all threads */
-    size_t room_bytes;
+    char *room;        /* scratch memory of all threads */
+    size_t room_bytes; /* of one thread */
     int parts, turns;
     int64_t chains;
-    bool join_batch, join_heads; /* a chain has all items, or all heads */
-    int groups;        /* of items, each with sums of such a gradient of its own */
-    bool writes_dbias; /* every element is visited: the first visit overwrites */
-    size_t dbias_bytes;
-    char *dbias;      /* [groups - 1][dbias_bytes], for several groups */
+    bool join_batch, join_heads; /* a chain has all batch items of a group, all heads */
+    int groups;         /* groups of batch items, each with a dbias of its own */
+    bool writes_dbias;  /* the first visit writes all of dbias: no need to zero it */
+    size_t dbias_bytes; /* of one group */
+    char *dbias;      /* [groups - 1][dbias_bytes]; the first group uses args->dbias */
     void *dq;         /* [parts][chains][group][n_q][width], if split; without the first
-                         part where the output holds sums */
-    void *dk, *dv;    /* [chains][n_k][width], with turns where outputs hold no sums */
+                         part where the output holds sums; group: heads / kv_heads */
+    void *dk, *dv;    /* [chains][n_k][width], if turns > 1 and outputs hold no sums */
     double *dalibi;   /* [parts * turns][batch][heads]; NULL: not wanted */
     double *dsinks;   /* [batch][heads]; NULL: not wanted */
     _Atomic int *odd; /* [chains]: a gradient of the step is not finite; if split */
-    int64_t step;     /* of the chains, if split */
-    int phase;
-    bool careful; /* only the odd chains, see multiply_careful */
-    bool look_ahead;
+    int64_t step;     /* the current step of all chains, if split */
+    int phase;        /* 0 .. turns - 1 */
+    bool careful;     /* a step is repeated with multiply_careful() for odd chains */
+    bool look_ahead;  /* prefetch the next head */
     int64_t tasks;
-    _Atomic int64_t next;
+    _Atomic int64_t next; /* the first task that no thread has taken */
 } attention_back_job;
 
-/* Items and heads of k and v, one after the other, and a list of blocks of each. */
+/* One list of blocks of keys, for the steps of a chain: batch items batch .. end_batch
+ * - 1 and heads of k and v head .. end_head - 1. */
 typedef struct {
     int64_t chain, batch, end_batch, head, end_head;
     int list;
     void *dbias; /* where the gradient of the bias is summed */
 } attention_back_task;
 
-/* Blocks of keys that pass over the queries together, so that a tile of queries is made
- * ready once for all of them: as many as fit a cache of 512 KB together with their
+/* Most blocks of keys that are computed together for each tile of queries, so that a
+ * tile is packed once for all of them. They fit a 512 KB cache together with their
  * sums. */
 enum { ATTENTION_BACK_BLOCKS = 4 };
 
+/* The number of blocks computed together: fewer where rows are longer than 64. */
 static inline int64_t
 attention_back_blocks(const tfast_attention_args *args)
 {
@@ -71,8 +76,8 @@ attention_is_split(const attention_back_job *job)
     return job->parts * job->turns > 1;
 }
 
-/* Blocks are dealt out to and fro, because under a causal mask the first blocks have
- * the most queries. */
+/* The list of a block. Lists get blocks in the order 0 .. lists - 1, lists - 1 .. 0,
+ * because under a causal mask the first blocks have the most queries. */
 static inline int
 attention_list_of(int64_t block, int lists)
 {
@@ -83,67 +88,71 @@ attention_list_of(int64_t block, int lists)
 
 /* ---- Scratch memory of a thread -------------------------------------------------- */
 
-/* Where sums of rows are formed: in the output itself, or in memory beside it. */
+/* The rows in which a gradient is summed: of the output itself, or of memory beside
+ * it. */
 typedef struct {
     real *rows; /* NULL: not wanted */
     int64_t stride;
 } row_sums;
 
 typedef struct {
-    /* panels of a tile's queries, or with `few` rows; douts times scale, if not
-     * `general` */
+    /* q and dout of a query tile, packed in panels, or with `few` rows of whole
+     * vectors; dout is multiplied by early_scale() */
     real *queries, *douts;
-    real *q, *dout;         /* copies of a tile's rows */
-    real *lse, *delta;      /* of a head's rows, negated, lse in units of scores */
-    real *share;            /* what a row's weights are multiplied by, if `shared` */
+    real *q, *dout;         /* copies of a query tile's rows */
+    real *lse, *delta;      /* of each query of a head, see open_sums() */
+    real *share;            /* of each query of a head, see open_shares() */
     real *weights, *scores; /* [ATTENTION_BACK_KEYS][ATTENTION_QUERIES]: p and ds */
-    real *dropout, *slope;  /* the same; slope: 1 - tanh^2 */
-    real *terms;            /* [ATTENTION_BACK_KEYS][PANEL] */
-    real *paired, *paired_weights, *paired_scores; /* see pair_tile */
-    real *k, *v;                                   /* copies of blocks' rows */
-    real *k_factor;           /* with pairs: k's, to be broadcast */
+    real *dropout, *slope;  /* the same; dropout factors and 1 - tanh^2 of softcap */
+    real *terms;            /* [ATTENTION_BACK_KEYS][PANEL]: addends of scores */
+    real *paired, *paired_weights, *paired_scores; /* see pair_tile() */
+    real *k, *v;              /* copies of rows of blocks of keys */
+    real *k_factor;           /* with pairs: the same of k as pairs along dim */
     real *dq, *dk, *dv;       /* sums that neither the outputs nor the job hold */
-    real *stage;              /* VR_WIDTH rows, at least two */
+    real *stage;              /* VR_WIDTH rows, at least two, for packing */
     int64_t q_width, v_width; /* of copied rows and of sums */
 } backward_room;
 
-/* One head at work. */
+/* The computation of one query head by one task. */
 typedef struct {
     const backward_room *room;
     const attention_head *head;
-    const real *q, *dout; /* rows of a tile */
+    const real *q, *dout; /* rows of the current query tile */
     int64_t q_stride, dout_stride;
-    row_sums dq, dk, dv;  /* of the head's rows; dk and dv may be of some blocks' */
-    int64_t dk_at, dv_at; /* the elements where its rows of dk and dv begin */
-    int turns, segment;   /* tiles of queries that are visited: one in `turns` */
-    bool first, last;     /* visit to these keys */
-    bool general;         /* there are terms, dropout or gradients of terms */
+    /* gradient sums of the head; dk and dv maybe of some blocks only, see open_block() */
+    row_sums dq, dk, dv;
+    int64_t dk_at, dv_at; /* the elements of args->dk and dv where the head begins */
+    int turns, segment;   /* visits query tile t if t % turns == segment */
+    bool first, last;     /* the first or last addition to these dk and dv */
+    bool general;         /* see attention_is_general() */
     bool careful, pairs;
-    bool few;               /* queries: rows, not panels */
+    bool few;               /* the layout for few queries, see attention_is_few() */
     real *dbias;            /* NULL: not wanted */
-    bool writes_dbias;      /* the first to visit it */
-    bool shared;            /* there are rows whose lse says too little */
+    bool writes_dbias;      /* this head is the first to add to dbias: overwrites it */
+    bool shared;            /* some rows have a share other than 1, see open_shares() */
     double *dalibi;         /* NULL: not wanted */
-    attention_ahead *ahead; /* NULL: nothing to look ahead for */
+    attention_ahead *ahead; /* prefetch plan; NULL: none */
 } backward_work;
 
-/* Whether sums of rows of this width can be formed in an output. */
+/* Whether the rows of an output, of `dim` elements, can hold the sums of a gradient:
+ * they are of dtype `real` and whole vectors. */
 static inline bool
 holds_sums(const tfast_attention_args *args, int64_t dim)
 {
     return args->dtype == REAL_DTYPE && dim % VR_WIDTH == 0;
 }
 
-/* Whether products have dims as lanes. Must round exactly as the forward pass does, or
- * s - lse keeps the rounding error. */
+/* Whether products without pairs use the layout for few queries. The forward pass makes
+ * the same choice: scores must round exactly as there, or s - lse keeps the rounding
+ * error. */
 static inline bool
 backward_is_few(const tfast_attention_args *args)
 {
     return attention_is_few(args);
 }
 
-/* Keys whose sums lie in the scratch memory of a thread: those of the blocks at work,
- * or all keys where several heads add to them. */
+/* Keys whose dk and dv are summed in the scratch memory of a thread: those of the
+ * current blocks, or all keys where several query heads add to them. */
 static inline int64_t
 room_keys(const tfast_attention_args *args)
 {
@@ -152,7 +161,7 @@ room_keys(const tfast_attention_args *args)
                : attention_back_blocks(args) * ATTENTION_BACK_KEYS;
 }
 
-/* Carves the scratch memory, or with base NULL only measures it. Returns its bytes. */
+/* Carves the scratch memory from `base`; NULL: only measures it. Returns its bytes. */
 static size_t
 backward_cut(backward_room *room, const attention_back_job *job, real *base)
 {
@@ -208,7 +217,9 @@ backward_cut(backward_room *room, const attention_back_job *job, real *base)
 
 /* ---- Opening a head -------------------------------------------------------------- */
 
-/* The scale is applied to dout before its products (early), or to the sums (late). */
+/* dq and dk have a factor of scale. On the fast path it is applied early, to dout and
+ * delta, and thus to ds. On the general path, where dbias needs ds without it, and with
+ * pairs, it is applied late, to the sums dq and dk. */
 static inline double
 early_scale(const backward_work *work)
 {
@@ -221,8 +232,9 @@ late_scale(const backward_work *work)
     return work->general || work->pairs ? work->head->args->scale : 1;
 }
 
-/* Computes lse and delta of queries begin .. end - 1, negated. Where lse is -infinity,
- * all scores are, and 0 in its place keeps the weights 0. */
+/* Sets lse, in units of scores, and delta = dout . out - dlse, times early_scale(), of
+ * queries begin .. end - 1, both negated. An lse of -infinity, where all scores are
+ * -infinity, becomes 0, which keeps the weights 0 instead of NaN. */
 static void
 open_sums(const backward_work *work, int64_t begin, int64_t end)
 {
@@ -262,7 +274,8 @@ open_sums(const backward_work *work, int64_t begin, int64_t end)
     }
 }
 
-/* Rows of k or v from `key` on as a factor of scores or of their gradients. */
+/* Returns n_k rows of k or v from `key` on, as the factor of scores (k) or of their
+ * gradients (v). */
 static const real *
 open_backward(const backward_work *work, real *copy, const tfast_attention_rows *rows,
               int64_t dim, int64_t key, int64_t n_k, int64_t *stride)
@@ -272,7 +285,7 @@ open_backward(const backward_work *work, real *copy, const tfast_attention_rows 
     const int64_t first = attention_key_row(h, rows, key);
     const int64_t copy_stride = attention_copy_stride(dim);
 
-    if (work->few) { /* lanes are dims */
+    if (work->few) { /* vector lanes run along dim */
         return open_rows(copy, copy_stride, rows->data, dtype, first, rows->row, n_k,
                          dim, false, stride);
     }
@@ -282,7 +295,7 @@ open_backward(const backward_work *work, real *copy, const tfast_attention_rows 
 
 /* ---- Queries --------------------------------------------------------------------- */
 
-/* Makes n queries from `query` on ready as a factor of scores. */
+/* Packs n queries from `query` on, times the scale, as the factor of scores. */
 static void
 open_queries(const backward_work *work, int64_t query, int64_t n)
 {
@@ -301,7 +314,8 @@ open_queries(const backward_work *work, int64_t query, int64_t n)
     }
 }
 
-/* Makes n rows of dout from `query` on ready. */
+/* Packs n rows of dout from `query` on, times early_scale(), as the factor of score
+ * gradients. */
 static void
 open_douts(const backward_work *work, int64_t query, int64_t n)
 {
@@ -320,8 +334,8 @@ open_douts(const backward_work *work, int64_t query, int64_t n)
     }
 }
 
-/* Makes the tile of queries from `query` on ready: the factors, and the rows for the
- * gradients of keys and values. */
+/* Prepares the tile of queries from `query` on: q and dout packed for scores and their
+ * gradients, and as rows for dk and dv. */
 static void
 open_tile(backward_work *work, int64_t query)
 {
@@ -343,8 +357,8 @@ open_tile(backward_work *work, int64_t query)
 
 /* ---- Rows whose lse is rounded too coarsely -------------------------------------- */
 
-/* Computes maximum and sum of the rows of a panel from `query` on again, as the forward
- * pass did, without the sink. */
+/* Computes maximum and sum of the panel of queries from `query` on again, as the
+ * forward pass did, but without the sink. */
 static void
 sum_panel(const backward_work *work, int64_t query, real *top, real *sum)
 {
@@ -380,10 +394,10 @@ sum_panel(const backward_work *work, int64_t query, real *top, real *sum)
     }
 }
 
-/* For queries begin .. end - 1, where begin is the first of a panel: a row with a large
- * lse (attention_is_far) gets its maximum in place of lse, and a factor `share` for its
- * weights. All other rows get a share of 1. Every task repeats this: such rows are
- * rare. */
+/* Sets `share` of queries begin .. end - 1; begin is a multiple of PANEL. A row with a
+ * large lse (attention_is_far()) gets its maximum in place of lse, and the share 1 /
+ * sum of exp(score - maximum), by which its weights are multiplied. All other rows get
+ * a share of 1. Every task repeats this, because such rows are rare. */
 static void
 open_shares(backward_work *work, int64_t begin, int64_t end)
 {
@@ -420,8 +434,8 @@ open_shares(backward_work *work, int64_t begin, int64_t end)
 
 /* ---- Sinks ----------------------------------------------------------------------- */
 
-/* The gradient of this head's sink is minus the sum over queries of its weight times
- * delta. Adds queries begin .. end - 1 to `sum`, which has the scale of delta. */
+/* The gradient of this head's sink is -sum of (the sink's weight) * delta over queries.
+ * Adds queries begin .. end - 1 to `sum`, which includes early_scale() like delta. */
 static double
 sink_gradient(const backward_work *work, double sum, int64_t begin, int64_t end)
 {

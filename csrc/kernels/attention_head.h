@@ -1,5 +1,5 @@
-/* Attention: one head of one batch item, its arrays, which keys its queries see, and
- * what of the next head is prefetched meanwhile. */
+/* Attention: one head of one batch item: where its rows lie, which keys its queries may
+ * look at, and prefetching of the next head or block. */
 #ifndef ATTENTION_HEAD_H
 #define ATTENTION_HEAD_H
 
@@ -8,8 +8,8 @@
 
 #include <math.h>
 
-/* Queries and keys of a tile of scores: multiples of 16, the size of a block of
- * dropout, and of the width of a panel. */
+/* Queries and keys of a tile of scores; BACK: of the backward pass. Multiples of PANEL
+ * and of DROPOUT_BLOCK, the unit in which dropout's random numbers are indexed. */
 enum {
     ATTENTION_QUERIES = 96,
     ATTENTION_KEYS = 128,
@@ -19,18 +19,19 @@ enum {
 
 typedef struct {
     const tfast_attention_args *args;
-    int64_t batch, head;
-    int64_t n_q, n_k, shift;           /* of this item */
-    int64_t rows_k;                    /* its keys, those past kv_lens too */
-    int64_t first_q, first_k;          /* its first rows with variable lengths */
-    int64_t window_left, window_right; /* with causal in it; negative left: any */
+    int64_t batch, head;      /* batch item and query head */
+    int64_t n_q, n_k, shift;  /* of the item; diagonal: key = query + shift */
+    int64_t rows_k;           /* keys of the item, past kv_lens too */
+    int64_t first_q, first_k; /* first rows of the item with cu_seqlens, or 0 */
+    int64_t window_left, window_right; /* valid if bounded; causal: right is 0 */
     bool bounded_right, bounded_left;
     int64_t begin_k, end_k; /* keys outside are forbidden to all queries */
-    bool masked;            /* a mask forbids some keys of begin_k .. end_k - 1 */
+    bool masked;            /* args->mask must be applied to begin_k .. end_k - 1 */
 } attention_head;
 
-/* A mask that is the same for all heads and queries marks padding. Padding at the ends
- * is left out of begin_k .. end_k; only padding between them needs the mask. */
+/* A bool mask that is broadcast over heads and queries marks padding. Padding at the
+ * ends is excluded by begin_k and end_k; the mask is applied only if there is more
+ * between them. */
 static void
 attention_read_padding(attention_head *h)
 {
@@ -122,7 +123,8 @@ attention_end_query(const attention_head *h, int64_t j)
     return !h->bounded_left || end > h->n_q ? h->n_q : end < 0 ? 0 : end;
 }
 
-/* The element where row `row` of this head begins. */
+/* The element where row `row` of head `head` begins; `first` is the item's first
+ * row. */
 static inline int64_t
 attention_row(const attention_head *h, const tfast_attention_rows *rows, int64_t head,
               int64_t first, int64_t row)
@@ -148,7 +150,7 @@ attention_key_row(const attention_head *h, const tfast_attention_rows *rows,
     return attention_row(h, rows, h->head / group, h->first_k, row);
 }
 
-/* Where this head's first row is in lse. */
+/* The index of this head's first row in lse. */
 static inline int64_t
 attention_lse_row(const attention_head *h)
 {
@@ -157,21 +159,23 @@ attention_lse_row(const attention_head *h)
     return batch * h->args->lse_batch + h->head * h->args->lse_head + h->first_q;
 }
 
-/* Where this head's scores are in an array that broadcasts to them. */
+/* The index of this head's first element in an array that broadcasts to the scores. */
 static inline int64_t
 attention_term_head(const attention_head *h, const int64_t *stride)
 {
     return h->batch * stride[0] + h->head * stride[1];
 }
 
-/* Whether something is added to scores. */
+/* Whether a mask, bias or ALiBi is added to the scores. */
 static inline bool
 attention_head_has_terms(const attention_head *h)
 {
     return h->masked || h->args->bias.data != NULL || h->args->alibi_slopes != NULL;
 }
 
-/* Whether there can be keys that one query may look at and another may not. */
+/* Whether a key can have a weight of exactly 0 for one query and not for another,
+ * because it is forbidden or dropped. A NaN or infinity in its row of k or v must not
+ * reach the former. */
 static inline bool
 attention_can_forbid(const tfast_attention_args *args)
 {
@@ -215,8 +219,8 @@ attention_sink(const attention_head *h)
                                : (double)((const real *)args->sinks)[h->head];
 }
 
-/* General path: softcap, bias, mask or dropout. Also taken for abs(scale) < 1e-20,
- * where the fast path would underflow the gradient of the sink. */
+/* General path: softcap, bias, mask, ALiBi or dropout. Also taken for abs(scale) <
+ * 1e-20, where the fast path would underflow the gradient of the sink. */
 static inline bool
 attention_is_general(const attention_head *h)
 {
@@ -232,7 +236,8 @@ attention_unit(const attention_head *h)
     return attention_is_general(h) ? 1 : LOG2E;
 }
 
-/* lse from the maximum, in units of scores, and log2 of the sum relative to it. */
+/* The natural log-sum-exp, from the maximum in units of scores and log2 of the sum of
+ * exponentials relative to it. */
 static inline double
 attention_lse(double top, double log2_sum, double unit)
 {
@@ -248,7 +253,7 @@ attention_is_far(double lse)
     return fabs(lse) > 256 && fabs(lse) < INFINITY;
 }
 
-/* The factor of queries with which q k^T is the score, or with softcap the argument of
+/* The factor of queries that makes q k^T the score, or with softcap the argument of
  * tanh. */
 static inline double
 attention_query_scale(const attention_head *h)
@@ -259,37 +264,40 @@ attention_query_scale(const attention_head *h)
                               : args->scale * attention_unit(h);
 }
 
-/* The stride of copied rows: whole vectors, and no multiple of the size of a page. */
+/* The stride of copied rows: whole vectors, and no multiple of the size of a page,
+ * which would put all rows in the same cache sets. */
 static inline int64_t
 attention_copy_stride(int64_t dim)
 {
     return attention_round_up(dim, 16) + 16;
 }
 
-/* ---- Looking ahead --------------------------------------------------------------- */
+/* ---- Prefetching ----------------------------------------------------------------- */
 
-/* A plan of prefetching: rows of several arrays, some rows at a time. Small heads, and
- * blocks of larger ones, are prefetched while the one before them is computed. */
+/* What to prefetch: rows of several arrays, `step` rows of each in a call of
+ * attention_look_ahead(). Small heads, and blocks of queries of larger ones, are
+ * prefetched while the one before is computed. */
 typedef struct {
     struct {
         const char *data;
-        int64_t stride, rows; /* bytes; 0 rows: none */
+        int64_t stride, rows; /* stride in bytes, number of rows */
         int bytes;            /* of a row */
     } arrays[8];
-    int n;
-    int64_t next, end; /* rows prefetched so far, rows in all */
-    int64_t step;      /* rows at a time */
+    int n;             /* number of arrays */
+    int64_t next, end; /* rows prefetched so far, rows of the longest array */
+    int64_t step;      /* rows prefetched in a call */
 } attention_ahead;
 
-/* Bytes of q, k, v and out: a head is prefetched up to AHEAD_BYTES, and only where all
- * heads together have COLD_BYTES, too many to be in the cache. */
+/* Whole heads are prefetched if q, k, v and out have at most AHEAD_BYTES in a head, and
+ * at least COLD_BYTES in all heads, too many to be in the cache (see
+ * attention_is_cold()). */
 enum {
     ATTENTION_AHEAD_BYTES = 256 << 10,
     ATTENTION_COLD_BYTES = 8 << 20,
     CACHE_LINE = 64
 };
 
-/* Prefetches the next rows of the plan; NULL: there is none. */
+/* Prefetches the next rows of the plan; NULL: does nothing. */
 static inline void
 attention_look_ahead(attention_ahead *ahead)
 {
@@ -313,6 +321,7 @@ attention_look_ahead(attention_ahead *ahead)
     }
 }
 
+/* Adds n rows of `dim` elements, from element `first` on, to the plan. */
 static inline void
 attention_plan_rows(attention_ahead *ahead, const attention_head *h,
                     const tfast_attention_rows *rows, int64_t first, int64_t n,
@@ -355,9 +364,10 @@ attention_plan(attention_ahead *ahead, const attention_head *h, int64_t calls,
     ahead->step = ahead->end / attention_max(1, calls) + 1;
 }
 
-/* Plans to prefetch what the block of n_q queries from `query` on needs and the block
- * from `before` on, of the same head, did not: queries, outputs and, below the edge of
- * a window, keys. A few rows at a time, for a block has about a hundred strips. */
+/* Plans to prefetch what the block of n_q queries from `query` on reads and the block
+ * from `before` on, of the same head, does not: q, out and, with a left window, the
+ * keys and values before the window of `before`. Four rows in a call, because a block
+ * makes about a hundred calls. */
 static inline void
 attention_plan_block(attention_ahead *ahead, const attention_head *h, int64_t query,
                      int64_t n_q, int64_t before)
