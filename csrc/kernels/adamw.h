@@ -1,5 +1,6 @@
-/* AdamW on one run of elements. The formula stands at tfast_adamw() in tfast.h; the
- * order of roundings here is the definition that cuda/adamw_kernel.cuh repeats. */
+/* AdamW on a range of elements of one slot. tfast_adamw() in tfast.h has the formula.
+ * The order of operations here defines the rounding; cuda/adamw_kernel.cuh repeats
+ * it. */
 #ifndef ADAMW_H
 #define ADAMW_H
 
@@ -12,7 +13,7 @@ typedef struct {
     real ema_rest;
     bool from_grad; /* beta1 <= 0.5: m = g - beta1 * (g - m), so that beta1 = 0 gives m
                        = g */
-    bool ema_is_param; /* ema_decay 0 */
+    bool ema_is_param; /* ema_decay is 0: ema = param */
     bool write_back, zero_grad;
 } adamw_scalars;
 
@@ -57,8 +58,8 @@ adamw_prefetch(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int
     }
 }
 
-/* Writes the EMA and the copy of the new parameter p. The dtype of the copy is a
- * run-time value. */
+/* Writes the EMA and the copy of the new parameter p. The copy's dtype is not a
+ * compile-time constant. */
 static inline __attribute__((always_inline)) void
 adamw_extras(const tfast_adamw_extra *extra, int64_t i, vr p, const adamw_scalars *s)
 {
@@ -72,16 +73,16 @@ adamw_extras(const tfast_adamw_extra *extra, int64_t i, vr p, const adamw_scalar
     }
 }
 
-/* Steps n elements from `first` on, a multiple of VR_WIDTH. The last four arguments are
- * compile-time constants: the dtypes of parameter, gradient and state, and `plain`,
- * which is true without amsgrad, L2 term, beta1 <= 0.5, extras and writing of
- * gradients, so that the usual loops have no branches. */
+/* Steps n elements from `first` on; n is a multiple of VR_WIDTH. The last four
+ * arguments are compile-time constants: the dtypes of parameter, gradient and state,
+ * and `plain`. It is true without amsgrad, L2 term, beta1 <= 0.5, extras and writing of
+ * gradients, and removes their branches from the loop. */
 static inline __attribute__((always_inline)) void
 adamw_loop(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
            int64_t first, int64_t n, const adamw_scalars *scalars, tfast_dtype dtype,
            tfast_dtype grad_dtype, tfast_dtype state, bool plain)
 {
-    /* copies, since a store through an array might change the originals */
+    /* copies, because the compiler must assume that stores to arrays change *slots */
     const tfast_adamw_slot slot = *slots;
     const tfast_adamw_extra extra = *extras;
     const adamw_scalars s = *scalars;
@@ -128,7 +129,7 @@ adamw_loop(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
     }
 }
 
-/* Whether adamw_vectors can write these extras. */
+/* Whether adamw_vectors() can write extras of these dtypes. */
 static bool
 adamw_takes(const tfast_adamw_extra *extra)
 {
@@ -139,10 +140,11 @@ adamw_takes(const tfast_adamw_extra *extra)
             (REAL_IS_F32 && half));
 }
 
-/* Steps n elements where there is a loop for these dtypes, else returns false. Loops
- * exist for all arrays `real`, for the half types that people train in, and for their
- * gradients with float32 master weights. Master weights always come with a copy, so
- * that they need no plain loop. */
+/* Steps n elements if there is a loop for these dtypes, else returns false. There are
+ * loops if all arrays are `real`, if parameter and gradient are of one half type, with
+ * a state of it or float32, and for float32 parameters with half gradients. The last
+ * are master weights; their parameters are copied in every step, so a plain loop is not
+ * needed. */
 static bool
 adamw_vectors(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
               int64_t first, int64_t n, const adamw_scalars *s)
@@ -180,7 +182,7 @@ adamw_vectors(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
 #undef LOOP
 }
 
-/* Steps n elements from `first` on, of any dtypes, tile by tile. */
+/* Steps n elements from `first` on, of any dtypes, through tiles of `real`. */
 static void
 adamw_tiles(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
             int64_t n, const adamw_scalars *s)
@@ -227,8 +229,8 @@ adamw_tiles(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_
     }
 }
 
-/* Steps n elements from `first` on: in place where there is a loop for the dtypes,
- * except for a last vector that is not full. */
+/* Steps n elements from `first` on: whole vectors in place if adamw_vectors() has a
+ * loop for the dtypes, all others through tiles. */
 static void
 adamw_span(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
            int64_t n, const tfast_adamw_coef *coef, const tfast_adamw_args *args)

@@ -1,5 +1,5 @@
 /* One step over a list of slots on the CPU: the slots' elements, laid end to end, are
- * cut into one contiguous run a thread. */
+ * cut into one contiguous range for each thread. */
 #ifndef ADAMW_STEP_H
 #define ADAMW_STEP_H
 
@@ -9,24 +9,25 @@
 
 #include <string.h>
 
-/* The table for float64, or for float32 and the half types: of the including file. */
+/* The kernels for float64, or for float32 and the half types. Defined by the including
+ * file. */
 static const tfast_type_kernels *kernels_for(bool is_float64);
 
 enum {
-    SLOT_COST = 64,    /* what entering a slot costs, in elements */
+    SLOT_COST = 64,    /* cost of starting a slot, in elements */
     PART_COST = 32768, /* elements worth waking a sleeping thread, which takes 50 us */
-    CUT = 64           /* runs are cut at multiples of this many elements of a slot */
+    CUT = 64           /* ranges are cut at multiples of this many elements of a slot */
 };
 
 typedef struct {
     const tfast_adamw_args *args;
-    int64_t cost; /* of all slots */
-    bool skip;    /* only the gradients are zeroed */
+    int64_t cost; /* of all slots, in elements, see parts.h */
+    bool skip;    /* found_inf is set: only zero the gradients */
 } adamw_job;
 
 static const tfast_adamw_extra no_extra;
 
-/* Elements first .. first + n - 1 of slot i. */
+/* Steps elements first .. first + n - 1 of slot i. */
 static void
 adamw_slot_span(const tfast_adamw_args *args, int64_t i, int64_t first, int64_t n,
                 const tfast_adamw_coef *coef)

@@ -1,5 +1,5 @@
-/* AMP on a run of one gradient's elements: sums of its chunks, rewriting. The order of
- * additions is that of amp_sum.h. */
+/* AMP on a range of elements of one gradient: sums each chunk, then rewrites it. The
+ * order of additions is that of amp_sum.h. */
 #ifndef AMP_H
 #define AMP_H
 
@@ -7,10 +7,10 @@
 #include "tile.h"
 #include "vector_math.h"
 
-/* Adds the squares of `rows` whole rows of TFAST_AMP_LANES elements to the lanes, in
- * registers. Eight vectors of sums hide the latency of fma. Where eight vectors are
- * less than a row, each group of lanes goes down all rows before the next group starts.
- * `ahead` elements from `first` on may be prefetched. */
+/* Adds the squares of `rows` whole rows of TFAST_AMP_LANES elements to the lanes. The
+ * sums are in eight vector registers, which hides the latency of FMA. If eight vectors
+ * are narrower than a row, all rows are read for one group of lanes, then for the next.
+ * Elements up to `ahead`, counted from `first`, may be prefetched. */
 static inline __attribute__((always_inline)) void
 amp_rows(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int rows,
          int64_t ahead)
@@ -41,7 +41,7 @@ amp_rows(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int r
     }
 }
 
-/* Adds the squares of a last row that is not whole. */
+/* Adds the squares of a last row of n < TFAST_AMP_LANES elements to the lanes. */
 static inline __attribute__((always_inline)) void
 amp_last_row(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int n)
 {
@@ -59,12 +59,12 @@ amp_last_row(real *lanes, const void *array, tfast_dtype dtype, int64_t first, i
     }
 }
 
-/* Adds the squares of n elements from `first` on, where a row begins. */
+/* Adds the squares of n elements to the lanes; element `first` begins a row. */
 static inline __attribute__((always_inline)) void
 amp_add_squares(real *lanes, const void *array, tfast_dtype dtype, int64_t first, int n,
                 int64_t ahead)
 {
-    /* rows at a time, so that every group of lanes finds them in the L1 cache */
+    /* rows in a call, so that they stay in the L1 cache for every group of lanes */
     enum { ROWS = 8 };
     const int rows = n / TFAST_AMP_LANES;
     const int whole = rows * TFAST_AMP_LANES;
@@ -77,7 +77,7 @@ amp_add_squares(real *lanes, const void *array, tfast_dtype dtype, int64_t first
     amp_last_row(lanes, array, dtype, first + whole, n - whole);
 }
 
-/* The sum of the lanes, added by halves. */
+/* The sum of the lanes: the upper half is added to the lower until one is left. */
 static real
 amp_fold(real *lanes)
 {
@@ -135,7 +135,7 @@ amp_abs_sum(const tfast_amp_tensor *tensor, int64_t first, int n)
     return amp_fold(lanes);
 }
 
-/* The largest or the smallest |x| of a chunk; NaN where not all are finite. */
+/* The largest or the smallest |x| of a chunk; NaN if any x is not finite. */
 static double
 amp_extreme(const tfast_amp_tensor *tensor, int64_t first, int n, bool largest)
 {
@@ -148,12 +148,13 @@ amp_extreme(const tfast_amp_tensor *tensor, int64_t first, int n, bool largest)
         real *x = tile_open(tile, tensor->data, tensor->dtype, first + at, count);
 
         for (int i = count; i % VR_WIDTH != 0; i++) {
-            x[i] = x[0]; /* in place of the padding; x is a copy here */
+            x[i] = x[0]; /* the padding is 0, the smallest; x is a copy here */
         }
         for (int i = 0; i < count; i += VR_WIDTH) {
             const vr magnitude = vector_abs(vr_load(x + i));
             extreme = largest ? vr_max(magnitude, extreme) : vr_min(magnitude, extreme);
-            not_finite = vr_fma(magnitude, zero, not_finite); /* 0, or NaN for ever */
+            /* 0 while all x are finite, then NaN */
+            not_finite = vr_fma(magnitude, zero, not_finite);
         }
     }
     vr_store(found, extreme);
@@ -165,7 +166,8 @@ amp_extreme(const tfast_amp_tensor *tensor, int64_t first, int n, bool largest)
     return found[0] + poison[0];
 }
 
-/* n elements from `first` on times `number`, or held to -number .. number. */
+/* Multiplies n elements from `first` on by `number`, or with `clamp` limits them to
+ * -number .. number. n is a multiple of VR_WIDTH. */
 static inline __attribute__((always_inline)) void
 amp_rewrite_as(void *array, tfast_dtype dtype, int64_t first, int64_t n, bool clamp,
                real number)
@@ -174,7 +176,8 @@ amp_rewrite_as(void *array, tfast_dtype dtype, int64_t first, int64_t n, bool cl
 
     for (int64_t i = first; i < first + n; i += VR_WIDTH) {
         vr x = vector_read(array, dtype, i);
-        /* in this order NaN stays, and a negative bound is what everything becomes */
+        /* with the operands in this order a NaN stays, and a negative bound replaces
+         * all elements, as in torch.clamp */
         x = clamp ? vr_min(factor, vr_max(least, x)) : vr_mul(x, factor);
         vector_write(array, dtype, i, x);
     }
@@ -210,8 +213,9 @@ amp_rewrite(const tfast_amp_tensor *tensor, int64_t first, int64_t n, bool clamp
     }
 }
 
-/* The sum of a chunk in float64, element by element, with a check of each: for powers,
- * and where the fast sum is not finite. */
+/* The sum (or extreme) of a chunk in float64, element by element. Used for powers, and
+ * if the result in `real` is not finite. Sets job->found if an element is not
+ * finite. */
 static double
 amp_slow_sum(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int n)
 {
@@ -272,8 +276,8 @@ amp_chunk_sum(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int n
     return isfinite(sum) ? sum : amp_slow_sum(job, tensor, first, n);
 }
 
-/* Elements first .. end - 1, chunk by chunk, so that a chunk is still in the cache when
- * it is rewritten. The first chunk's number is `chunk`. */
+/* Sums and rewrites elements first .. end - 1, chunk by chunk, so that a chunk is still
+ * in the cache when it is rewritten. `chunk`: the index of the first in job->sums. */
 static void
 amp_span(amp_job *job, const tfast_amp_tensor *tensor, int64_t first, int64_t end,
          int64_t chunk)

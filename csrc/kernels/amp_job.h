@@ -1,4 +1,4 @@
-/* What a pass over a list of gradients is to do, and what it finds. */
+/* One pass over a list of gradients: what it computes, and its results. */
 #ifndef AMP_JOB_H
 #define AMP_JOB_H
 
@@ -10,25 +10,26 @@
 #include <stdbool.h>
 
 typedef enum {
-    AMP_SQUARES, /* also where only infinities and NaNs are looked for */
-    AMP_ABS,
-    AMP_LARGEST,
-    AMP_SMALLEST,
-    AMP_POWERS
+    AMP_SQUARES,  /* 2-norm; also used if only found_inf is wanted */
+    AMP_ABS,      /* 1-norm */
+    AMP_LARGEST,  /* infinity-norm */
+    AMP_SMALLEST, /* norm_type -infinity */
+    AMP_POWERS    /* any other norm_type */
 } amp_kind;
 
 typedef struct {
     const tfast_amp_grads_args *args;
     amp_kind kind;
     bool rewrites, clamp;
-    double number; /* what elements are multiplied by or held to */
-    double *sums;  /* one a chunk; NULL where no result is wanted */
+    double number; /* the multiplier of elements, or with `clamp` their bound */
+    double *sums;  /* one for each chunk; NULL if only rewriting is wanted */
     int64_t chunks;
-    int64_t cost;      /* of all tensors */
-    atomic_bool found; /* an element that is not finite */
+    int64_t cost;      /* of all tensors, in elements, see parts.h */
+    atomic_bool found; /* whether an element is not finite */
 } amp_job;
 
-/* x, which is >= 0 or NaN, joins a sum or an extreme, which stays NaN. */
+/* Adds x, which is >= 0 or NaN, to a sum, or updates an extreme with it. NaN
+ * propagates. */
 static inline double
 amp_join(amp_kind kind, double sum, double x, double norm_type)
 {

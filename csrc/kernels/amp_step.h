@@ -1,6 +1,7 @@
-/* One pass over a list of gradients on the CPU, and the loss scale. The gradients'
- * chunks, laid end to end, are cut into one contiguous run a thread. The sum of each
- * chunk is kept, and all are added up in the order of amp_sum.h after the pass. */
+/* One pass over a list of gradients on the CPU, and the update of the loss scale. The
+ * gradients' chunks, laid end to end, are cut into one contiguous range for each
+ * thread. The sum of each chunk is stored; after the pass they are added in the order
+ * of amp_sum.h. */
 #ifndef AMP_STEP_H
 #define AMP_STEP_H
 
@@ -10,11 +11,12 @@
 #include "parts.h"
 #include "type_kernels.h"
 
-/* The table for float64, or for float32 and the half types: of the including file. */
+/* The kernels for float64, or for float32 and the half types. Defined by the including
+ * file. */
 static const tfast_type_kernels *kernels_for(bool is_float64);
 
 enum {
-    TENSOR_COST = 256,     /* what entering a tensor costs, in elements */
+    TENSOR_COST = 256,     /* cost of starting a tensor, in elements */
     AMP_PART_COST = 131072 /* elements worth waking another thread */
 };
 
@@ -24,7 +26,7 @@ amp_chunks(int64_t numel)
     return (numel + TFAST_AMP_CHUNK - 1) / TFAST_AMP_CHUNK;
 }
 
-/* The sum over all chunks. */
+/* The sum, or the extreme, over all chunks. */
 static double
 amp_total(const amp_job *job)
 {
@@ -94,7 +96,7 @@ amp_job_of(const tfast_amp_grads_args *args, double factor, double scale)
     amp_job job = {.args = args, .kind = amp_kind_of(args)};
 
     job.rewrites = args->rewrite != TFAST_AMP_READ;
-    /* torch: a bound that is NaN makes everything NaN */
+    /* as in torch, a NaN bound makes all elements NaN: they are multiplied by it */
     job.clamp = args->rewrite == TFAST_AMP_CLAMP && !isnan(args->clip_value);
     job.number = args->rewrite == TFAST_AMP_CLAMP ? args->clip_value
                                                   : tfast_amp_multiplier(factor, scale);

@@ -119,7 +119,7 @@ typedef struct {
     const attention_head *head;
     const real *q, *dout; /* rows of the current query tile */
     int64_t q_stride, dout_stride;
-    /* gradient sums of the head; dk and dv maybe of some blocks only, see open_block() */
+    /* gradient sums of the head; dk and dv may be of some blocks, see open_block() */
     row_sums dq, dk, dv;
     int64_t dk_at, dv_at; /* the elements of args->dk and dv where the head begins */
     int turns, segment;   /* visits query tile t if t % turns == segment */

@@ -4,7 +4,8 @@
 
 #include "attention_backward_tile.h"
 
-/* Where the sums of rows are formed: in the output, beside it, or nowhere. */
+/* Where a gradient is summed: in the output if it can hold sums, else in `beside`, rows
+ * of `width` elements; nowhere if it is not wanted. */
 static row_sums
 sums_of(const tfast_attention_args *args, const tfast_attention_rows *rows,
         int64_t first, int64_t dim, real *beside, int64_t width)
@@ -26,7 +27,7 @@ clear_sums(row_sums to, int64_t first, int64_t n, int64_t width)
     }
 }
 
-/* Multiplies sums by `scale`. Returns whether all are finite. */
+/* Multiplies n rows of sums by `scale`. Returns whether all are finite. */
 static bool
 close_sums(row_sums sums, int64_t first, int64_t n, int64_t width, double scale)
 {
@@ -35,7 +36,7 @@ close_sums(row_sums sums, int64_t first, int64_t n, int64_t width, double scale)
 
     for (int64_t i = first; i < first + n && sums.rows != NULL; i++) {
         real *row = sums.rows + i * sums.stride;
-        vr odd_row = vr_set1(0); /* a chain of additions as short as the row */
+        vr odd_row = vr_set1(0); /* one a row: a short chain of dependent FMAs */
 
         for (int64_t d = 0; d < width; d += VR_WIDTH) {
             const vr x = vr_load(row + d);
@@ -43,14 +44,15 @@ close_sums(row_sums sums, int64_t first, int64_t n, int64_t width, double scale)
             if (scale != 1) {
                 vr_store(row + d, vr_mul(x, factor));
             }
-            odd_row = vr_madd(x, vr_set1(0), odd_row); /* 0, or NaN from then on */
+            odd_row = vr_madd(x, vr_set1(0), odd_row); /* NaN once x is not finite */
         }
         odd = vr_add(odd, odd_row);
     }
     return vr_sum(odd) == 0;
 }
 
-/* Writes rows first .. first + n - 1 of an output whose sums are beside it. */
+/* Writes rows first .. first + n - 1 of an output that cannot hold its sums `from`. Row
+ * 0 begins at element `at`. */
 static void
 write_sums(const tfast_attention_args *args, const tfast_attention_rows *rows,
            int64_t at, row_sums from, int64_t first, int64_t n, int64_t dim)
@@ -64,7 +66,7 @@ write_sums(const tfast_attention_args *args, const tfast_attention_rows *rows,
     }
 }
 
-/* Keys past the item's length have a gradient of 0. */
+/* Zeroes the gradient of keys past the item's kv_lens. */
 static void
 clear_rest(const attention_head *h, const tfast_attention_rows *rows, int64_t dim)
 {
@@ -76,7 +78,7 @@ clear_rest(const attention_head *h, const tfast_attention_rows *rows, int64_t di
     }
 }
 
-/* Scales and writes the sums of blocks after the last visit to their keys. Returns
+/* At the last visit to the keys of n blocks, scales and writes their dk and dv. Returns
  * whether all are finite. */
 static bool
 close_blocks(const backward_work *work, const key_block *blocks, int64_t n)
@@ -98,7 +100,7 @@ close_blocks(const backward_work *work, const key_block *blocks, int64_t n)
     return finite;
 }
 
-/* Writes zeros to the sums of blocks that no query has visited. */
+/* Zeroes the dk and dv of blocks that no query has visited. */
 static void
 clear_fresh(const backward_work *work, const key_block *blocks, int64_t n)
 {
@@ -110,8 +112,8 @@ clear_fresh(const backward_work *work, const key_block *blocks, int64_t n)
     }
 }
 
-/* Computes the blocks of a list for all queries. Returns whether the gradients that are
- * complete are finite. */
+/* Computes the blocks of a list for the queries of one head, several blocks together.
+ * Returns whether all dk and dv that were completed are finite. */
 static bool
 backward_list(backward_work *work, int list, int lists)
 {
@@ -144,8 +146,8 @@ backward_list(backward_work *work, int list, int lists)
     }
 }
 
-/* Where the sums of dq of a part are: with several parts, only those of the first can
- * be in the output. */
+/* Where the dq of a part is summed. If keys are split, only part 0 can use the output;
+ * the other parts use memory of the job. */
 static row_sums
 dq_sums(const attention_back_job *job, const attention_head *h, int64_t chain, int part,
         real *beside)
@@ -165,8 +167,9 @@ dq_sums(const attention_back_job *job, const attention_head *h, int64_t chain, i
                    beside, width);
 }
 
-/* Makes the queries of a head that this segment visits ready. Returns the gradient of
- * its sink if `sinks`, else 0. */
+/* Prepares lse, delta and share of the query tiles of this segment, and zeroes their dq
+ * in phase 0. Returns the tiles' part of the gradient of the sink if `sinks`, else
+ * 0. */
 static double
 open_head(backward_work *work, const attention_back_job *job, bool sinks)
 {
@@ -190,8 +193,8 @@ open_head(backward_work *work, const attention_back_job *job, bool sinks)
     return sink / early_scale(work);
 }
 
-/* Computes one head of q for the keys of a list. Returns whether the gradients that are
- * complete are finite: dq unless it is split, dk and dv at the last visit. */
+/* Computes one query head for the keys of a list. Returns whether the gradients that it
+ * completed are finite: dq if keys are not split, dk and dv at the last visit. */
 static bool
 backward_query_head(backward_work *work, const attention_back_job *job,
                     const attention_back_task *task)
@@ -228,8 +231,8 @@ backward_query_head(backward_work *work, const attention_back_job *job,
     return finite;
 }
 
-/* Where the sums of dk or dv are: in the output, in the job's memory or in the
- * thread's. */
+/* Where dk or dv is summed: in the output, in the job's memory if several tasks take
+ * turns, or in the thread's (`room`). */
 static row_sums
 key_sums(const attention_back_job *job, const tfast_attention_rows *rows, int64_t at,
          int64_t dim, void *shared, int64_t chain, real *room)
@@ -241,8 +244,8 @@ key_sums(const attention_back_job *job, const tfast_attention_rows *rows, int64_
     return sums_of(job->args, rows, at, dim, beside, width);
 }
 
-/* Computes the task's list of blocks of one head of k and v, for the heads of q that
- * share it. Returns whether the gradients that are complete are finite. */
+/* Computes the task's list of blocks of one head of k and v, for all query heads that
+ * share it. Returns whether the gradients that it completed are finite. */
 static bool
 backward_head(const attention_back_job *job, const backward_room *room,
               const attention_back_task *task, int64_t batch, int64_t kv_head,
@@ -283,8 +286,9 @@ backward_head(const attention_back_job *job, const backward_room *room,
     return finite;
 }
 
-/* Computes the task's list of one head of k and v, again with the careful products if a
- * gradient is not finite and some keys may be forbidden. */
+/* backward_head(). If a gradient is not finite and keys may be forbidden, the head is
+ * computed again with multiply_careful(): here, or by attention_backward_split() for
+ * all tasks. */
 static void
 backward_head_checked(const attention_back_job *job, const attention_back_task *task,
                       int64_t batch, int64_t kv_head, attention_ahead *ahead,
@@ -305,8 +309,8 @@ backward_head_checked(const attention_back_job *job, const attention_back_task *
     }
 }
 
-/* Adds the dq of all parts for rows begin .. end - 1 of one head, in order, and writes
- * the sum. Returns whether all are finite. */
+/* Scales and adds the dq of all parts in order, for rows begin .. end - 1 of one head,
+ * and writes the sum. Returns whether all parts are finite. */
 static bool
 join_parts(const attention_back_job *job, const attention_head *h, int64_t chain,
            int64_t begin, int64_t end)

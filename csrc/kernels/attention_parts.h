@@ -1,4 +1,4 @@
-/* Attention: how a call is shared out among threads. */
+/* Attention: how many threads a call uses, and estimates for prefetching. */
 #ifndef ATTENTION_PARTS_H
 #define ATTENTION_PARTS_H
 
@@ -10,15 +10,16 @@
 /* Multiply-adds that are worth another thread: about 20 us. */
 enum { ATTENTION_PART_COST = 1 << 21 };
 
-/* The scratch memory of each thread begins on a page of its own, but not at the same
- * place in the cache as that of the next thread. */
+/* The distance between the scratch memories of two threads: whole pages and 256 bytes,
+ * so that equal parts of them do not share a set of the cache. */
 static size_t
 attention_room_bytes(size_t bytes)
 {
     return (size_t)attention_round_up((int64_t)bytes, 4096) + 256;
 }
 
-/* In double: products of sizes may pass 2^63. */
+/* The number of threads for a call of `tasks` tasks. The work is computed in double,
+ * because the product of sizes may exceed 2^63. */
 static int
 attention_parts(const tfast_attention_args *args, int64_t tasks)
 {
@@ -48,7 +49,8 @@ attention_hint(const tfast_attention_args *args, const tfast_attention_rows *row
     }
 }
 
-/* About how many strips of products a head has. */
+/* About how many register tiles a head has, each of which calls
+ * attention_look_ahead(). */
 static int64_t
 attention_strips(const attention_head *h, bool backward)
 {
@@ -62,7 +64,8 @@ attention_strips(const attention_head *h, bool backward)
     return scores / (PANEL * V_ROWS) + rows / V_ROWS;
 }
 
-/* Whether heads are small, but too many to be in the cache. */
+/* Whether heads are small enough to be prefetched whole, but together too large to be
+ * in the cache. */
 static bool
 attention_is_cold(const tfast_attention_args *args)
 {

@@ -8,11 +8,12 @@
 /* ---- Random words ---------------------------------------------------------------- */
 
 /* The words of Philox (see ../attention_dropout.h) for eight neighbouring pairs of
- * queries at once.
+ * queries at once. A pair is queries i and i + 8. A quad is keys j, j + 1, j + 8, j + 9
+ * (see tfast_attention() in tfast.h).
  *
  * The counter is (pair of queries, quad of keys, head, 0). After two rounds each word
  * depends on the pair alone, on the quad alone, or is the exclusive or of two such
- * numbers, and one product of the third round depends on the pair alone. So these parts
+ * numbers, and one product of the third round depends on the pair alone. These parts
  * are computed once for each pair and each quad, which leaves 15 of 20 products for
  * each combination of a pair and a quad. */
 #define PHILOX_0 0xD2511F53u
@@ -24,8 +25,8 @@ typedef struct {
     uint64_t head; /* the product of the head in the first round */
 } philox_call;
 
-/* The parts of the third round that depend on eight pairs alone. Only the low half of a
- * word of v8 counts. */
+/* The parts of the third round that depend on eight pairs alone. Only the low 32 bits
+ * of each of the eight 64-bit elements of a v8 are used. */
 typedef struct {
     v8 word2;   /* before the exclusive or with the quad's */
     v8 mix0;    /* word 0 after the round: this xor the high half of word 2's product */
@@ -33,6 +34,7 @@ typedef struct {
     v8 product; /* word 3 after the round */
 } philox_pairs;
 
+/* The parts that the second round computes from a quad alone. */
 typedef struct {
     uint32_t word2, word3;
 } philox_quad;
@@ -102,8 +104,8 @@ philox_words(uint32_t to[4][PHILOX_PAIRS], const philox_call *call,
 
 /* ---- A tile ---------------------------------------------------------------------- */
 
-/* Fills a tile with the factors of dropout: 0, or the scale of what is kept. `query`
- * and `key` are multiples of DROPOUT_BLOCK. */
+/* Fills a tile with the dropout factor of each score: 0, or tfast_dropout_scale() if
+ * the score is kept. `query` and `key` are multiples of DROPOUT_BLOCK. */
 static void
 fill_dropout(real *tile, const attention_head *h, int64_t query, int64_t n_q,
              int64_t key, int64_t n_k)
@@ -121,7 +123,7 @@ fill_dropout(real *tile, const attention_head *h, int64_t query, int64_t n_q,
         const philox_pairs pairs = philox_pairs_of(&call, (uint32_t)((query + i) / 2));
 
         for (int64_t quad = 0; quad < quads; quad++) {
-            /* a quad's keys are two and two, half a block apart */
+            /* a quad is two neighbouring keys, and two more half a block later */
             real *to =
                 tile + i +
                 (quad / QUADS * DROPOUT_BLOCK + quad % QUADS * 2) * ATTENTION_QUERIES;

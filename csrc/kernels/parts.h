@@ -1,12 +1,12 @@
-/* How threads share out a list of arrays: the elements, laid end to end with a fixed
- * cost for entering each array, are cut into one contiguous run a thread. All in
- * elements. */
+/* How a list of arrays is shared among threads: the elements, laid end to end with a
+ * fixed cost for starting each array, are cut into one contiguous range for each
+ * thread. Costs, lengths and positions are in elements. */
 #ifndef PARTS_H
 #define PARTS_H
 
 #include "../tfast.h"
 
-/* How many runs a list is worth: one for each thread, but none shorter than `least`. */
+/* The number of ranges: one for each thread, but none of them shorter than `least`. */
 static inline int
 parts_worth(int64_t cost, int64_t least)
 {
@@ -15,14 +15,15 @@ parts_worth(int64_t cost, int64_t least)
     return parts < 1 ? 1 : (int)(parts < threads ? parts : threads);
 }
 
-/* Where run number `part` begins; in 128 bits, since cost * part may pass 2^63. */
+/* Where range number `part` begins; in 128 bits, since cost * part may exceed 2^63. */
 static inline int64_t
 part_begin(int64_t cost, int part, int parts)
 {
     return (int64_t)((__int128)cost * part / parts);
 }
 
-/* Where a cut at `at`, counted from the array's start, falls among its elements. */
+/* Converts a cut at `at`, counted from the array's start, to one of its elements:
+ * rounded down to a multiple of `multiple`, within 0 .. numel. */
 static inline int64_t
 part_cut(int64_t at, int64_t numel, int64_t multiple)
 {

@@ -1,12 +1,12 @@
-/* Tiles: up to TILE elements of any dtype as `real` and back; and single vectors, for
- * loops over dtypes that deserve one. A dtype is converted only here, but for pairs of
- * bfloat16 (attention_tile.h); the kernels decide which dtypes get a loop of their own.
- * tile_read pads the last vector of a tile with zeros. tile_open and tile_close copy
- * nothing where the tile is whole vectors of an array of `real`.
+/* Conversion of arrays of any dtype to `real` and back: tiles of up to TILE elements,
+ * and single vectors, for loops that are specialised by dtype. Kernels convert dtypes
+ * only here, except for pairs of bfloat16 (attention_tile.h). tile_read() pads the last
+ * vector of a tile with zeros. tile_open() and tile_close() copy nothing if the tile is
+ * whole vectors of an array of `real`.
  *
- * The kernels are compiled once for each instruction set and arithmetic type. The file
- * that includes them has included a vocabulary first (csrc/simd/vec_*.h), which says
- * what `real` and its vector `vr` are. */
+ * The kernels are compiled once for each instruction set and arithmetic type. The
+ * including file must first include a vocabulary (csrc/simd/vec_*.h), which defines
+ * `real` and its vector type `vr`. */
 #ifndef TILE_H
 #define TILE_H
 
@@ -109,8 +109,8 @@ tile_write(void *array, const real *tile, tfast_dtype dtype, int64_t first, int 
     }
 }
 
-/* Elements first .. first + n - 1 to read and write: the array's own where they are
- * whole vectors of real, else a copy in `tile`. */
+/* Returns elements first .. first + n - 1 to read and write: in the array itself if
+ * they are whole vectors of `real`, else a copy in `tile`. */
 static inline real *
 tile_open(real *tile, void *array, tfast_dtype dtype, int64_t first, int n)
 {
@@ -121,7 +121,7 @@ tile_open(real *tile, void *array, tfast_dtype dtype, int64_t first, int n)
     return tile;
 }
 
-/* Writes back what tile_open gave, if it was a copy. */
+/* Writes back what tile_open() returned, if it was a copy. */
 static inline void
 tile_close(const real *opened, const real *tile, void *array, tfast_dtype dtype,
            int64_t first, int n)
@@ -133,8 +133,8 @@ tile_close(const real *opened, const real *tile, void *array, tfast_dtype dtype,
 
 /* ---- Vectors --------------------------------------------------------------------- */
 
-/* VR_WIDTH elements from i on. `dtype` is REAL_DTYPE, or for float32 also a half type,
- * and a compile-time constant wherever speed matters. */
+/* Reads VR_WIDTH elements from i on. `dtype` is REAL_DTYPE, or for float32 also a half
+ * type, and should be a compile-time constant where speed matters. */
 static inline __attribute__((always_inline)) vr
 vector_read(const void *array, tfast_dtype dtype, int64_t i)
 {
@@ -167,7 +167,7 @@ vector_write(void *array, tfast_dtype dtype, int64_t i, vr value)
     vr_store((real *)array + i, value);
 }
 
-/* Asks the cache for the element i. */
+/* Prefetches element i. */
 static inline __attribute__((always_inline)) void
 prefetch(const void *array, tfast_dtype dtype, int64_t i)
 {

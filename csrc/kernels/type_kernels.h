@@ -13,7 +13,8 @@ typedef struct {
     void (*adamw_span)(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
                        int64_t first, int64_t n, const tfast_adamw_coef *coef,
                        const tfast_adamw_args *args);
-    /* Sums and rewrites elements first .. end - 1, from chunk number `chunk` on. */
+    /* Sums and rewrites elements first .. end - 1; `chunk` is the index of the first
+     * chunk in job->sums. */
     void (*amp_span)(amp_job *job, const tfast_amp_tensor *tensor, int64_t first,
                      int64_t end, int64_t chunk);
     tfast_status (*attention)(const tfast_attention_args *args);

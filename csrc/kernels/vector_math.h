@@ -13,15 +13,15 @@
 
 static const double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 
-/* 2^(x * unit), where unit is 1 with `in_log2`, else log2 e; the result must be below
- * 2^128 (2^1024). Exactly 0 below half of the smallest normal number and for -infinity;
- * NaN for NaN. Exactly 1 for 0: each tile multiplies the sums so far by it, which must
- * not give early keys more weight. Relative error 2e-7 (float32) or 1e-15 (float64);
- * with a unit of log2 e, which is rounded, up to 5e-8 times |x| more.
+/* 2^x with `in_log2`, else e^x. The result must be below 2^128 (2^1024). It is exactly
+ * 0 if it would be below 2^-126.5 (2^-1022.5), also for -infinity; NaN for NaN; and
+ * exactly 1 for 0, because each tile multiplies the running sums by it, which must not
+ * give early keys more weight. Relative error 2e-7 (float32) or 1e-15 (float64); of
+ * e^x, for which log2 e is rounded, up to 5e-8 times |x| more.
  *
- * With n the integer nearest to x * unit, the result is 2^n * 2^(x * unit - n):
- * adding `magic` leaves n plus the exponent's bias in the lowest bits. The polynomial
- * is minimax in float32 and Taylor's series in float64. */
+ * With y = x * unit, where unit is 1 or log2 e, and n the integer nearest to y, the
+ * result is 2^n * 2^(y - n): adding `magic` leaves n plus the exponent's bias in the
+ * lowest bits. The polynomial is minimax in float32 and Taylor's series in float64. */
 static inline __attribute__((always_inline)) vr
 vector_power(const bool in_log2, vr x)
 {
