@@ -273,8 +273,8 @@ close_general(const backward_work *work, const backward_call *call)
     }
 }
 
-/* Plans what to prefetch while the products of a panel are formed: its part of the
- * gradient of the bias, and the terms of the next panel. */
+/* Plans what to prefetch while the products of a panel are formed: its part of dbias,
+ * and the terms of the next panel. */
 static void
 plan_general(attention_ahead *ahead, const backward_work *work, const score_panel *p,
              int64_t n_k)

@@ -183,7 +183,7 @@ decode_one(const forward_room *room, const tfast_attention_args *args, int64_t b
                v_stride, end - begin, room->out_stride, careful);
 }
 
-/* Whether decode_one can compute a head. */
+/* Whether decode_one() can compute a head. */
 static inline bool
 decode_is_plain(const attention_head *h)
 {

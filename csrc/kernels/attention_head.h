@@ -229,7 +229,7 @@ attention_is_general(const attention_head *h)
 }
 
 /* Scores are base 2 on the fast path and natural on the general path, where a mask may
- * be too large to be multiplied; this is the conversion factor. */
+ * be too large to be multiplied by log2 e; this is the conversion factor. */
 static inline double
 attention_unit(const attention_head *h)
 {

@@ -13,7 +13,7 @@ typedef struct {
     int n;                  /* number of queries */
     int vectors;            /* number of vectors of queries: 1 or 2 */
     int begin, end;         /* keys that at least one query may look at */
-    int from[2], to[2];     /* the same for each vector; with `whole` begin and end */
+    int from[2], to[2];     /* the same for each vector; begin and end if `whole` */
     int all_begin, all_end; /* keys that all queries may look at */
     real lowest[PANEL], highest[PANEL]; /* key bounds of each query, if has_border() */
 } score_panel;

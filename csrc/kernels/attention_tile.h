@@ -242,8 +242,8 @@ multiply(const int rows, const int vectors, const bool pairs, const bool columns
 }
 
 /* The same product, but terms with a[r][k] = 0 are skipped, even if b is NaN or
- * infinite: the weight of a forbidden key is 0. Slow; used only to repeat a computation
- * whose result was not finite. */
+ * infinite: the weight of a forbidden key is 0. Slow; used only in the careful pass,
+ * which repeats a computation whose result was not finite. */
 static inline __attribute__((always_inline)) void
 multiply_careful(const int rows, const int vectors, const bool columns, const real *a,
                  int64_t a_stride, const real *b, int64_t b_stride, int64_t depth,

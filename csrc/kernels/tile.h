@@ -67,8 +67,8 @@ tile_read(real *tile, const void *array, tfast_dtype dtype, int64_t first, int n
     }
 }
 
-/* Writes elements first .. first + n - 1, each rounded once (float64 to a half type by
- * way of float32). */
+/* Writes elements first .. first + n - 1, rounded once; float64 is rounded twice to a
+ * half type, first to float32. */
 static inline void
 tile_write(void *array, const real *tile, tfast_dtype dtype, int64_t first, int n)
 {
