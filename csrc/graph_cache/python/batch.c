@@ -1,10 +1,11 @@
-/* The types GraphSelection and GraphBatch: what batches hold, and one as arrays. */
+/* The types GraphSelection (the contents and array type of batches) and GraphBatch (one
+ * collated batch, with its arrays as attributes). */
 #include "binding.h"
 
 /* ---- GraphSelection -------------------------------------------------------------- */
 
-/* The function from_dlpack of the type's module, as the array API standard has it; NULL
- * with an exception where there is none. */
+/* A new reference to from_dlpack(), which the array API standard requires of the module
+ * that defines an array type. NULL with TypeError if the module has none. */
 static PyObject *
 find_from_dlpack(PyObject *type)
 {
@@ -216,10 +217,10 @@ release_batch(void *batch)
     tfast_graph_batch_release(batch);
 }
 
-/* An array over the batch's memory. A NumPy array holds a reference to this object. An
- * array of DLPack holds one to the core's batch instead, because a thread without the
- * GIL may drop the array. This object keeps no arrays: that would be a reference cycle
- * that the collector cannot see. */
+/* A new array over the batch's memory. A NumPy array holds a reference to the
+ * GraphBatch. A DLPack array holds a reference to the core's batch instead, because its
+ * last release may come from a thread without the GIL. The GraphBatch keeps no
+ * reference to its arrays: the collector could not see the cycle. */
 static PyObject *
 make_array_of(graph_batch *self, const void *data, int dtype, int ndim,
               const int64_t *shape)
@@ -253,7 +254,7 @@ make_array(graph_batch *self, size_t at, int dtype, int ndim, const int64_t *sha
     return make_array_of(self, self->batch->arena + at, dtype, ndim, shape);
 }
 
-/* A list of n that make(self, i) makes. */
+/* A new list of n items; item i is make(self, i). NULL with an exception. */
 static PyObject *
 make_list(graph_batch *self, Py_ssize_t n,
           PyObject *(*make)(graph_batch *self, Py_ssize_t i))
@@ -266,7 +267,7 @@ make_list(graph_batch *self, Py_ssize_t n,
         if (item == NULL) {
             Py_CLEAR(list);
         } else {
-            PyList_SetItem(list, i, item); /* takes it */
+            PyList_SetItem(list, i, item); /* steals the reference */
         }
     }
     return list;
@@ -299,7 +300,7 @@ make_ptr(graph_batch *self, Py_ssize_t i)
     return make_array(self, self->batch->ptr_at[i], PY_INT64, 1, &n);
 }
 
-/* The first n sums of count i. */
+/* The first n prefix sums of count i, from the copy outside the arena. */
 static PyObject *
 make_sums(graph_batch *self, Py_ssize_t i, int64_t n)
 {
@@ -396,7 +397,7 @@ batch_totals(graph_batch *self, void *Py_UNUSED(closure))
         if (total == NULL) {
             Py_CLEAR(totals);
         } else {
-            PyTuple_SetItem(totals, i, total); /* takes it */
+            PyTuple_SetItem(totals, i, total); /* steals the reference */
         }
     }
     return totals;

@@ -10,7 +10,7 @@ typedef struct {
     py_state *state;
     const graph_schema_field *field;
     const tfast_graph_array *array;
-    PyObject *base; /* keeps array->data */
+    PyObject *base; /* borrowed; owns the memory at array->data */
 } entry;
 
 static void
@@ -20,7 +20,7 @@ widen(void *out, int bytes, const tfast_graph_array *array)
                                         array->numel, 0);
 }
 
-/* An array of integers that the file holds in a narrower dtype. */
+/* A new array of the field's dtype; the file stores its integers in a narrower one. */
 static PyObject *
 widened(const entry *e, py_made *made)
 {
@@ -37,7 +37,7 @@ number_of(const entry *e)
 {
     int64_t integer;
     double number;
-    uint8_t truth; /* any byte, where a damaged file is not verified */
+    uint8_t truth; /* not bool: a damaged, unverified file may hold any byte */
 
     switch (e->field->dtype) {
     case GRAPH_BOOL:
@@ -71,7 +71,7 @@ text_of(const tfast_graph_array *array)
     return text;
 }
 
-/* The Python value of a field. */
+/* A new reference to the Python value of a field; NULL with an exception. */
 static PyObject *
 value_of(const entry *e)
 {
@@ -99,7 +99,7 @@ value_of(const entry *e)
     return py_make_numpy(e->state, &made, false, e->base);
 }
 
-enum { LONG_BYTES = 1 << 20 }; /* about 0.1 ms */
+enum { LONG_BYTES = 1 << 20 }; /* reading more takes over about 0.1 ms */
 
 bool
 py_graph_takes_long(const py_graph_cache *cache, int64_t n)
@@ -148,7 +148,7 @@ make_list(py_graph_cache *self, const tfast_graph_array *arrays, PyObject *base)
         if (value == NULL) {
             Py_CLEAR(list);
         } else {
-            PyList_SetItem(list, i, value); /* takes it */
+            PyList_SetItem(list, i, value); /* steals the reference */
         }
     }
     return list;
@@ -249,9 +249,9 @@ enum { VERIFY_SLICE = 64 << 20 }; /* approximate bytes between checks for signal
 
 /* The state of a verify() that runs without the GIL. */
 typedef struct {
-    PyThreadState *thread; /* NULL: it has the GIL */
+    PyThreadState *thread; /* of PyEval_SaveThread(); report_damage() takes the GIL */
     PyObject *damaged;     /* [(index, message)] */
-    bool failed;
+    bool failed;           /* an exception is set; cache_verify() returns with it */
 } report;
 
 static void
@@ -267,13 +267,14 @@ report_damage(void *context, int64_t i, const char *message)
                               PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message),
                                                    "replace"));
     if (row == NULL || PyList_Append(r->damaged, row) < 0) {
-        r->failed = true; /* with an exception that waits for the end */
+        r->failed = true; /* the core goes on to the end of the slice */
     }
     Py_XDECREF(row);
     r->thread = PyEval_SaveThread();
 }
 
-/* One slice. Returns 0, or -1 with an exception. */
+/* Verifies graphs first .. end - 1, without the GIL, then checks for signals. Returns
+ * 0, or -1 with an exception. */
 static int
 verify_slice(py_graph_cache *self, int64_t first, int64_t end, bool values, report *r)
 {
@@ -323,7 +324,8 @@ cache_verify(py_graph_cache *self, PyObject *args, PyObject *kwargs)
             Py_CLEAR(r.damaged);
         }
     }
-    /* The bytes between the graphs belong to no slice: checked with all graphs. */
+    /* A call for no graphs checks the bytes between the records. A single slice of all
+     * graphs has checked them already. */
     if (r.damaged != NULL && (first == end || (first == 0 && end == n && n > slice)) &&
         verify_slice(self, end, end, values != 0, &r) < 0) {
         Py_CLEAR(r.damaged);
@@ -378,7 +380,8 @@ cache_len(py_graph_cache *self)
 
 /* ---- The type -------------------------------------------------------------------- */
 
-/* None: the core decides by the file system. Returns 0 or -1. */
+/* The mode for the argument `pread`: with None the core decides by the file system.
+ * Returns 0, or -1 with an exception. */
 static int
 take_mode(PyObject *pread, int *mode)
 {

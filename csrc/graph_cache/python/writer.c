@@ -1,4 +1,4 @@
-/* The type GraphWriter: graphs from Python into a segment. */
+/* The type GraphWriter: appends graphs from Python to a segment. */
 #include "fields.h"
 
 #include <string.h>
@@ -10,10 +10,10 @@ typedef struct {
     tfast_graph_schema *schema;
     py_graph_fields fields;
     Py_ssize_t n_counts;
-    int64_t *counts;
-    int64_t appended, committed; /* the counts at close() */
-    bool busy;
-    long process; /* the id of the process that made it */
+    int64_t *counts;             /* [n_counts], of one append(); -1: from the shapes */
+    int64_t appended, committed; /* numbers of graphs, once `writer` is NULL */
+    bool busy;                   /* a method runs, perhaps without the GIL */
+    long process;                /* the id of the process that made it */
 } graph_writer;
 
 /* ---- Methods --------------------------------------------------------------------- */
@@ -51,8 +51,8 @@ take_counts(graph_writer *self, PyObject *counts)
     return 0;
 }
 
-/* Refuses a closed writer, a second thread, and a forked child, which has its parent's
- * file open. */
+/* Marks the writer as busy. Returns -1 with an exception if it is closed, if another
+ * thread uses it, or in a forked child, which shares the open file with its parent. */
 static int
 begin(graph_writer *self)
 {
@@ -141,7 +141,8 @@ writer_commit(graph_writer *self, PyObject *Py_UNUSED(unused))
                : PyLong_FromLongLong(tfast_graph_writer_committed(self->writer));
 }
 
-/* Frees the core's writer and keeps its counts. */
+/* Frees the core's writer and keeps the numbers that `appended` and `committed` report.
+ */
 static void
 drop_writer(graph_writer *self)
 {
@@ -178,7 +179,7 @@ static PyObject *
 writer_abandon(graph_writer *self, PyObject *Py_UNUSED(unused))
 {
     if (self->writer != NULL && self->busy) {
-        begin(self); /* which says why not */
+        begin(self); /* fails and sets the exception */
         return NULL;
     }
     if (self->writer != NULL) {
