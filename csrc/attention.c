@@ -1,5 +1,5 @@
-/* Entries of attention: validate sizes, scalars and lengths, then call the backend. The
- * binding has validated the arrays. */
+/* The public functions of attention: validate sizes, scalars and lengths, then call the
+ * backend. The binding has validated the arrays. */
 #include "tfast.h"
 
 #include <math.h>
@@ -35,8 +35,8 @@ check_sizes(const tfast_attention_args *args)
     return TFAST_OK;
 }
 
-/* Kernels add positions and windows, and count the rows of all heads in one int64_t;
- * neither may overflow. */
+/* Kernels compute position + window and batch * heads * rows in int64_t; neither may
+ * overflow. */
 static tfast_status
 check_reach(const tfast_attention_args *args)
 {
@@ -68,7 +68,8 @@ check_reach(const tfast_attention_args *args)
     return TFAST_OK;
 }
 
-/* Scales must fit the kernel's type, with room for a factor of log2(e). */
+/* scale, softcap and their quotient must stay finite in the kernel's arithmetic type
+ * after a multiplication by log2(e), and 1 / softcap must be finite. */
 static tfast_status
 check_scales(const tfast_attention_args *args)
 {
@@ -145,7 +146,7 @@ check_cu_seqlens(const char *name, const int64_t *at, int64_t batch, int64_t tot
     return TFAST_OK;
 }
 
-/* Lengths on a GPU are not checked: reading them would synchronise. */
+/* Lengths on a GPU are not checked: reading them would synchronise the stream. */
 static tfast_status
 check_lengths(const tfast_attention_args *args)
 {
@@ -183,8 +184,8 @@ check_lengths(const tfast_attention_args *args)
     return status;
 }
 
-/* The length of the longest item. On a GPU, where reading the lengths would
- * synchronise, `total`, which no item exceeds. */
+/* The length of the longest item on the CPU. On a GPU reading the lengths would
+ * synchronise; `total` is returned, an upper bound. */
 static int64_t
 longest_item(const tfast_attention_args *args, const int64_t *at, int64_t total)
 {
@@ -199,10 +200,10 @@ longest_item(const tfast_attention_args *args, const int64_t *at, int64_t total)
     return longest;
 }
 
-/* Backends create a task for each block of n_q and n_k rows of each item. With variable
- * lengths n_q and n_k are the caller's max_seqlen, which may be far too large, so they
- * are reduced to the longest item. A dimension of dbias keeps its size, because all of
- * dbias is written. */
+/* Backends create tasks for n_q and n_k rows of each item. With variable lengths n_q
+ * and n_k are the caller's max_seqlen, which may be far larger than any item, so they
+ * are reduced to longest_item(). If dbias has a query or key dimension, n_q or n_k is
+ * its size and is kept, because all of dbias must be written. */
 static void
 tighten(tfast_attention_args *args)
 {
@@ -255,8 +256,8 @@ tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool b
                               : status;
 }
 
-/* Between a caller's tfast_attention_scratch() and its call, another thread may have
- * forced a backend that needs scratch where the first did not. */
+/* Fails if the backend needs scratch and got none: after tfast_attention_scratch()
+ * another thread may have forced another backend. */
 static tfast_status
 check_scratch(const tfast_backend *backend, const tfast_attention_args *args,
               bool backward)
@@ -300,7 +301,8 @@ tfast_attention(const tfast_attention_args *args)
     return status == TFAST_OK ? backend->attention(&own) : status;
 }
 
-/* Runs without query rows, too: dk, dv and dbias are then zeroed. */
+/* Unlike the forward pass, this calls the backend even if there are no query rows: dk,
+ * dv and dbias must then be set to 0. */
 tfast_status
 tfast_attention_backward(const tfast_attention_args *args)
 {

@@ -1,4 +1,5 @@
-/* The table of backends: which exist, which can run here, which is in use. */
+/* The table of backends: which exist, which can run on this machine, which is in use.
+ */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE /* dladdr */
 #endif
@@ -19,11 +20,12 @@ const tfast_graph_kernels *tfast_graph_kernels_avx2(void);
 const tfast_graph_kernels *tfast_graph_kernels_avx512(void);
 #endif
 
-/* A backend that lives in a library of its own, opened when it is first asked for. */
+/* A backend in a shared library of its own, which is opened at its first use. */
 typedef struct {
     const char *name;
-    const char *environment; /* the variable that names the file */
-    const char *file;        /* beside this module; NULL: only by the variable */
+    const char *environment; /* the environment variable with the library's path */
+    const char *file;        /* default file name, in the folder of this module; NULL:
+                                no default */
     pthread_once_t once;
     void (*open)(void);
     const tfast_backend *backend; /* NULL: `reason` says why */
@@ -41,7 +43,7 @@ static library cuda = {"cuda",
                        open_cuda,
                        NULL,
                        ""};
-/* For tests: never chosen, only named. */
+/* Backends for tests: used only if forced by name. */
 static library wide = {
     "wide", "TRAINFAST_WIDE_LIBRARY", NULL, PTHREAD_ONCE_INIT, open_wide, NULL, ""};
 static library simt = {
@@ -60,12 +62,13 @@ static const struct {
 };
 enum { N_CPU = sizeof cpu_sets / sizeof *cpu_sets };
 
-/* Other threads' calls read these while one forces a backend. */
+/* Atomic, because other threads may read them while one thread forces a backend. */
 static const tfast_backend *_Atomic chosen_cpu; /* for arrays on the CPU */
 static const tfast_graph_kernels *_Atomic chosen_graph_kernels;
 static _Atomic bool cuda_allowed = true; /* false: a CPU backend is forced */
 
-/* The path of the library's file: the environment's, or beside this module. */
+/* The path of the library: from its environment variable, else in the folder of this
+ * module. False if there is neither or `path` is too short. */
 static bool
 library_path(const library *l, char *path, size_t bytes)
 {
@@ -136,7 +139,8 @@ open_simt(void)
     open_library(&simt);
 }
 
-/* The library's backend if it can run here; otherwise NULL and why. */
+/* The library's backend if it can run here, with *why NULL; else NULL, with the reason
+ * in *why. */
 static const tfast_backend *
 library_backend(library *l, const char **why)
 {
@@ -145,13 +149,13 @@ library_backend(library *l, const char **why)
     return *why == NULL ? l->backend : NULL;
 }
 
-/* The number of the best instruction set that can run here. */
+/* The index in cpu_sets of the best instruction set that can run here. */
 static int
 best_cpu(void)
 {
     int i = 0;
 
-    while (cpu_sets[i].backend->unusable() != NULL) { /* scalar always ends this */
+    while (cpu_sets[i].backend->unusable() != NULL) { /* scalar is always usable */
         i++;
     }
     return i;
@@ -168,8 +172,8 @@ cpu_by_name(const char *name)
     return NULL;
 }
 
-/* Arrays on the CPU go to `backend`; NULL: to the best one. The graph cache takes the
- * kernels of the same instruction set; a library's backend has none of its own. */
+/* Selects `backend` for arrays on the CPU, NULL: the best. The graph cache uses the
+ * kernels of the same instruction set, or the best if `backend` is a library's. */
 static void
 choose_cpu(const tfast_backend *backend)
 {

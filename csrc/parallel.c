@@ -1,11 +1,11 @@
 /* Threads: the OpenMP runtime that the process has loaded, otherwise a pool of our own.
  *
- * Beside torch only torch's runtime is used: its idle workers spin, and waking a second
- * pool while they do costs forty times as much as entering torch's.
+ * In a process with torch only torch's runtime is used: its idle workers spin, and
+ * waking a second pool on the same CPUs costs forty times as much as an OpenMP region.
  *
- * After a fork the parent's OpenMP pool is unusable (libgomp waits for ever for threads
- * that do not exist). The child reads only the thread count from an inherited runtime
- * and runs on a pool of its own. */
+ * After a fork the parent's OpenMP pool is unusable: libgomp would wait for ever for
+ * threads that do not exist in the child. The child therefore reads only the thread
+ * count from an inherited runtime, and starts a pool of our own. */
 #ifndef _GNU_SOURCE
 #    define _GNU_SOURCE /* clock_gettime and pthreads under -std=c11 */
 #endif
@@ -19,7 +19,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* How long a thread spins before it sleeps: about the cost of waking it. */
+/* How long a thread spins before it sleeps: about as long as waking it takes. */
 enum { SPIN_NANOSECONDS = 50000 };
 
 typedef void (*part_function)(void *context, int part, int parts);
@@ -38,8 +38,8 @@ clamp_threads(long threads)
                                          : (int)threads;
 }
 
-/* Read at the first use, because a launcher or data loader may set limits after it has
- * loaded this library. 0: not read yet. */
+/* The limits are read at the first use, not when the library is loaded, because a
+ * launcher or data loader may set them in between. 0: not read yet. */
 static atomic_int cached_cpus, cached_threads;
 
 static int
@@ -53,8 +53,8 @@ own_cpus(void)
     return cpus;
 }
 
-/* OMP_NUM_THREADS if it is set. It may list a number for each nesting level; only the
- * first counts, because nested calls run serially. */
+/* OMP_NUM_THREADS if it is set, else the usable CPUs. The variable may list a number
+ * for each nesting level; only the first is used, because nested calls run serially. */
 static int
 own_threads(void)
 {
@@ -70,10 +70,10 @@ own_threads(void)
 
 /* ---- Our pool ---------------------------------------------------------------- */
 
-/* The gate is one atomic word, so that entering, leaving and closing are ordered. Its
- * fields, from the top: the region's number, whether the region is open, how many more
- * workers may enter, whether the caller sleeps until all have left, and how many
- * workers are inside. */
+/* The gate is one atomic word, so that entering, leaving and closing a region are
+ * totally ordered. Its fields, from the top bit: the region's number, whether the
+ * region is open, how many more workers may enter (seats), whether the caller sleeps
+ * until all workers have left, and how many workers are inside. */
 enum { REGION_SHIFT = 32, SEAT_SHIFT = 16 };
 #define GATE_REGION ((uint64_t)UINT32_MAX << REGION_SHIFT)
 #define GATE_OPEN ((uint64_t)1 << 31)
@@ -86,9 +86,10 @@ static struct {
     _Alignas(64) _Atomic uint64_t gate;
     _Alignas(64) atomic_uint next; /* the first part that no thread has taken */
     _Alignas(64) atomic_bool busy; /* held by the caller whose region runs */
-    atomic_bool spin;              /* every thread has a CPU of its own */
+    atomic_bool spin;              /* waiting threads may spin: each has its own CPU */
     atomic_int sleepers;           /* workers that wait for `wake`, or are about to */
-    /* The caller writes these four while no worker is inside; workers inside read. */
+    /* The caller writes these four while no worker is inside the region; workers read
+     * them only inside. */
     int workers;
     int parts;
     part_function body;
@@ -116,8 +117,8 @@ pause_processor(void)
 #endif
 }
 
-/* Spins until (gate & mask) != value, for SPIN_NANOSECONDS at most. Returns false if
- * the two are still equal. */
+/* Waits until (gate & mask) != value: spins for SPIN_NANOSECONDS at most, or not at all
+ * unless pool.spin is set. Returns false if the two are still equal. */
 static bool
 spin_while(uint64_t mask, uint64_t value)
 {
@@ -195,7 +196,7 @@ pool_worker(void *unused)
     return unused;
 }
 
-/* Starts workers until there are `wanted`, or until the system refuses. Workers block
+/* Starts workers until `wanted` run, or until pthread_create() fails. Workers block
  * every signal, so that Ctrl-C reaches a Python thread. They are never joined and end
  * with the process. */
 static void
@@ -225,9 +226,9 @@ pool_open(int seats)
     int sleepers = atomic_load(&pool.sleepers);
     if (sleepers == 0)
         return;
-    /* A worker that saw the old gate holds the lock until it waits, so taking the lock
-     * once makes sure that it waits. Signal after unlocking: woken workers then do not
-     * queue up for the lock. */
+    /* A worker that has seen the old gate holds the lock until it is in
+     * pthread_cond_wait(), so locking once ensures that the signal reaches it.
+     * Signalling after the unlock keeps woken workers from queuing up for the lock. */
     pthread_mutex_lock(&pool.lock);
     pthread_mutex_unlock(&pool.lock);
     if (sleepers <= seats)
@@ -237,8 +238,8 @@ pool_open(int seats)
             pthread_cond_signal(&pool.wake);
 }
 
-/* Called when every part has been taken. Waits for the workers inside; workers that
- * still sleep have no part and are not waited for. */
+/* Called when every part has been taken. Waits for the workers inside the region, but
+ * not for workers that never entered it. */
 static void
 pool_close(void)
 {
@@ -282,7 +283,8 @@ after_fork_in_parent(void)
     tfast_openmp_after_fork(false);
 }
 
-/* The child has no workers, and a worker of the parent may have held the lock. */
+/* Resets the pool: the child has no workers, and one of the parent's threads may have
+ * held the lock. */
 static void
 after_fork_in_child(void)
 {
@@ -324,8 +326,8 @@ openmp_member(void *data)
         region->body(region->context, part, region->parts);
 }
 
-/* The last arguments 0 mean the default team size. With a smaller team libgomp would
- * end the surplus threads, and torch's next region would start them again. */
+/* Third argument 0 of GOMP_parallel: the default team size. For a smaller team libgomp
+ * would end the surplus threads, and torch's next region would start them again. */
 static void
 openmp_run(const tfast_openmp *openmp, int parts, part_function body, void *context)
 {

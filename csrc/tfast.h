@@ -1,5 +1,5 @@
-/* The contract of the trainfast core: what a caller may pass, what it gets back, who
- * owns what. C11, no Python, no CUDA headers. Read top to bottom, it is the manual.
+/* The public interface of the trainfast core: arguments, results and ownership. C11, no
+ * Python, no CUDA headers.
  *
  * Conventions
  *   Order of parameters: outputs, in-outs, inputs, sizes, scalars, stream.
@@ -7,7 +7,7 @@
  *   The caller owns every array and keeps it alive until the call returns (CPU) or
  *   until the work it enqueued on `stream` has run (CUDA).
  *   A function that can fail returns tfast_status and validates before it writes: on
- *   any status but TFAST_OK no array has changed. Inner loops cannot fail.
+ *   any status but TFAST_OK no array has changed. Kernels have no error path.
  */
 #ifndef TFAST_H
 #define TFAST_H
@@ -27,12 +27,12 @@ extern "C" {
 typedef enum {
     TFAST_OK = 0,
     TFAST_EINVAL,       /* ValueError: a value or shape breaks a rule */
-    TFAST_ETYPE,        /* TypeError: not the kind of object that is wanted */
-    TFAST_EUNSUPPORTED, /* NotImplementedError: right, but nothing here computes it */
+    TFAST_ETYPE,        /* TypeError: an object of the wrong type */
+    TFAST_EUNSUPPORTED, /* NotImplementedError: valid, but no backend implements it */
     TFAST_ENOMEM,       /* MemoryError */
     TFAST_EIO,          /* OSError */
-    TFAST_ECUDA,        /* RuntimeError: the CUDA runtime said no */
-    TFAST_EINTR         /* a signal's handler has raised its exception: see io.h */
+    TFAST_ECUDA,        /* RuntimeError: a CUDA call failed */
+    TFAST_EINTR         /* a Python signal handler has raised: see graph_cache/io.h */
 } tfast_status;
 
 #define TFAST_MESSAGE_BYTES 512
@@ -43,8 +43,8 @@ typedef enum {
 #    define TFAST_PRINTF(at, first)
 #endif
 
-/* Sets this thread's message and returns `status`, so that a fault is reported where it
- * is found: return tfast_fail(TFAST_EINVAL, "lr must be finite and >= 0, got %g", lr).
+/* Sets this thread's error message and returns `status`:
+ * return tfast_fail(TFAST_EINVAL, "lr must be finite and >= 0, got %g", lr).
  * Messages read "*argument* must *rule*, got *value*". */
 tfast_status tfast_fail(tfast_status status, const char *format, ...)
     TFAST_PRINTF(2, 3);
@@ -72,7 +72,7 @@ tfast_dtype_size(tfast_dtype dtype)
 /* "float32" and so on. */
 const char *tfast_dtype_name(tfast_dtype dtype);
 
-enum { TFAST_CPU = 1, TFAST_CUDA = 2 }; /* DLPack's numbers */
+enum { TFAST_CPU = 1, TFAST_CUDA = 2 }; /* DLPack's device types */
 
 typedef struct {
     int32_t type;  /* TFAST_CPU or TFAST_CUDA */
@@ -81,40 +81,40 @@ typedef struct {
 
 /* ---- Workspace ------------------------------------------------------------------- */
 
-/* What one optimizer keeps between its steps so that a warm step allocates nothing: a
- * CUDA backend hangs its device-resident table here. `backend` and `data` are the
- * backend's own; zero-initialised means empty. One workspace must not be used by two
- * threads at once, nor on two streams whose work is not ordered. */
+/* Memory that one optimizer keeps between its steps, so that a warm step allocates
+ * nothing; the CUDA backend keeps its table of tensors on the device here. Both
+ * fields belong to the backend; zero-initialised means empty. A workspace must not be
+ * used by two threads at once, nor on two streams whose work is not ordered. */
 typedef struct {
     const struct tfast_backend *backend;
     void *data;
 } tfast_workspace;
 
-/* Gives back what a workspace holds; afterwards it is empty. Captured CUDA graphs that
- * used it must not be replayed any more. */
+/* Frees the memory of a workspace, which is empty afterwards. CUDA graphs captured with
+ * this workspace must not be replayed any more. */
 void tfast_workspace_clear(tfast_workspace *workspace);
 
 /* ---- AdamW ----------------------------------------------------------------------- */
 
-/* One parameter tensor with its gradient and state. All arrays hold `numel` elements,
- * dense and in the same dimension order, aligned to their element size; none but the
- * gradient may be shared with another slot, nor it where it is written. */
+/* One parameter tensor with its gradient and optimizer state. All arrays hold `numel`
+ * elements, dense and in the same dimension order, aligned to their element size. Slots
+ * must not share arrays, except gradients that the call does not write. */
 typedef struct {
     void *param;
     void *grad; /* written only with write_back_grads or zero_grad */
     void *exp_avg;
     void *exp_avg_sq;
     void *max_exp_avg_sq; /* NULL without amsgrad */
-    float *step; /* steps done so far, advanced by the call; NULL: args->step */
+    float *step;          /* steps done so far; the call adds 1; NULL: use args->step */
     int64_t numel;
-    uint8_t param_dtype; /* tfast_dtype each, free of one another */
+    uint8_t param_dtype; /* a tfast_dtype; the three dtypes are independent */
     uint8_t grad_dtype;
     uint8_t state_dtype; /* of exp_avg, exp_avg_sq and max_exp_avg_sq */
 } tfast_adamw_slot;
 
-/* What else the step writes for one slot, in its own pass over the elements. Arrays as
- * in the slot; NULL where not wanted. With float32 master weights the master is the
- * slot's param, and the parameter that the model reads is the copy. */
+/* Optional outputs for one slot, written in the same pass over the elements. The rules
+ * for the slot's arrays apply; NULL: not wanted. With float32 master weights, the
+ * slot's param is the master and `copy` is the parameter that the model reads. */
 typedef struct {
     void *ema;  /* ema <- ema + (1 - ema_decay) * (param - ema), with the new param */
     void *copy; /* the new param, rounded to copy_dtype */
@@ -125,27 +125,29 @@ typedef struct {
 /* One optimizer step over a list of slots on one device. */
 typedef struct {
     const tfast_adamw_slot *slots;
-    const tfast_adamw_extra *extras; /* NULL, or one for each slot */
+    const tfast_adamw_extra *extras; /* [n_slots], or NULL */
     int64_t n_slots;
     tfast_device device;
     tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises, and
-                                   refuses a stream that captures) */
-    int64_t step;        /* this step's number, from 1, for slots without a counter */
+                                   fails on a capturing stream) */
+    int64_t step;        /* >= 1: the number of this step, for slots with step NULL */
     double lr;           /* finite, >= 0; ignored with lr_device */
     double beta1;        /* in [0, 1) */
     double beta2;        /* in [0, 1) */
     double eps;          /* finite, >= 0 */
     double weight_decay; /* finite, >= 0 */
-    double ema_decay;    /* in [0, 1); used where there is an ema */
+    double ema_decay;    /* in [0, 1); used for slots with an ema */
     bool maximize;
     bool decoupled_weight_decay; /* AdamW; false adds weight_decay * param to the
                                     gradient */
     bool write_back_grads;       /* store grad * clip_coef / grad_scale in grad */
-    bool zero_grad;              /* store 0 in grad, also where the step is skipped;
+    bool zero_grad;              /* store 0 in grad, even if found_inf skips the step;
                                     excludes write_back_grads */
-    const float *lr_device;  /* these four: NULL, or one number on the slots' device */
+    /* NULL, or the address of one number on the slots' device: */
+    const float *lr_device;  /* replaces lr */
     const float *grad_scale; /* gradients are divided by it; NULL: 1 */
-    const float *found_inf; /* any non-zero value: nothing changes, counters included */
+    const float *found_inf;  /* non-zero skips the step: parameters, state and counters
+                                keep their values */
     const double *clip_coef; /* gradients are multiplied by it; NULL: 1 */
     void *stream;            /* cudaStream_t; ignored on the CPU */
 } tfast_adamw_args;
@@ -159,18 +161,17 @@ typedef struct {
  *   v <- beta2 * v + (1 - beta2) * g^2
  *   p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
  *
- * and with amsgrad the running maximum of v in place of v in the last line.
- * Coefficients are formed in double and rounded once. Arithmetic is float32, or float64
- * where the parameter or its state is; every store rounds to nearest even, and the last
- * line uses m and v, and what extras hold uses p, as they were before that rounding.
- * Same inputs give the same bits on every backend. */
+ * With amsgrad the last line uses the running maximum of v. Coefficients are computed
+ * in double and rounded once. Arithmetic is float64 if the parameter or its state is
+ * float64, else float32. Stores round to nearest even; the last line uses m and v, and
+ * the extras use p, before that rounding. The same inputs give the same bits on every
+ * backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
 
-/* What tfast_adamw() does before it writes, for a caller with several lists, all of
- * which must be ready before the first is stepped: checks the arguments, and takes the
- * memory that the step will need into the workspace. tfast_adamw() with the same
- * arguments, addresses included, then takes none. Without a workspace it only checks.
- */
+/* For a caller that steps several lists of slots and must not fail after the first:
+ * validates the arguments and allocates the workspace memory of the step. A later
+ * tfast_adamw() with the same arguments, addresses included, allocates nothing. With
+ * workspace NULL the function only validates. */
 tfast_status tfast_adamw_prepare(const tfast_adamw_args *args);
 
 /* ---- AMP: passes over gradients, and the loss scale ------------------------------ */
@@ -184,27 +185,27 @@ typedef struct {
 
 typedef enum {
     TFAST_AMP_READ = 0, /* leave the elements as they are */
-    TFAST_AMP_MULTIPLY, /* by factor / grad_scale; not written where that is 1 */
-    TFAST_AMP_CLAMP     /* to [-clip_value, clip_value]; NaN stays */
+    TFAST_AMP_MULTIPLY, /* by factor / grad_scale; if that is 1, nothing is written */
+    TFAST_AMP_CLAMP     /* to [-clip_value, clip_value]; NaN stays NaN */
 } tfast_amp_rewrite;
 
-/* One pass over a list of tensors on one device, which reads each element once: looks
- * for infinities and NaNs, sums up the norm, and rewrites. A result that is NULL is not
- * wanted; with none of the first four only the rewriting is done. */
+/* One pass over a list of tensors on one device, which reads each element once: checks
+ * for infinities and NaNs, computes the norm of all elements, and rewrites them. A
+ * result that is NULL is not computed; without any result the call only rewrites. */
 typedef struct {
     const tfast_amp_tensor *tensors;
     int64_t n_tensors;
     tfast_device device;
     tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises, and
-                                   refuses a stream that captures) */
-    float *found_inf;  /* the results are on the tensors' device. 1 where an element, as
-                         it was read, is not finite, else 0 */
-    float *total_norm; /* of all elements / grad_scale, before factor */
-    double *total_norm_f64; /* the same; its presence forms clip_coef in float64 */
+                                   fails on a capturing stream) */
+    /* Four results on the tensors' device, each NULL or the address of one number: */
+    float *found_inf;       /* 1 if an element was infinite or NaN when read, else 0 */
+    float *total_norm;      /* of all elements / grad_scale, without factor */
+    double *total_norm_f64; /* the same; if wanted, clip_coef is computed in float64 */
     double *clip_coef;      /* min(1, max_norm / (total norm + 1e-6)) */
-    double norm_type; /* p, any but 0 and NaN: (sum |x|^p)^(1/p); infinity: the largest,
+    double norm_type; /* p, not 0 or NaN: (sum |x|^p)^(1/p); infinity: the largest |x|,
                          -infinity: the smallest |x| */
-    double max_norm;  /* any number */
+    double max_norm;  /* for clip_coef; any number */
     double clip_value;
     tfast_amp_rewrite rewrite;
     const float *grad_scale; /* on the tensors' device; NULL: 1 */
@@ -212,11 +213,11 @@ typedef struct {
     void *stream;
 } tfast_amp_grads_args;
 
-/* Norms as torch.nn.utils.get_total_norm gives them, clipping as clip_grad_norm_. The
- * 2-norm is summed up in an order that depends only on the tensors' sizes (see
- * amp_sum.h), in float32 inside fixed chunks and float64 between them, so that the
- * same inputs give the same bits for any number of threads and on every backend; so
- * does every norm but those whose p needs pow(). */
+/* Norms as in torch.nn.utils.get_total_norm, clipping as in clip_grad_norm_. Sums are
+ * added in an order that depends only on the tensors' sizes (see amp_sum.h), in float32
+ * inside fixed chunks and float64 between them. The same inputs therefore give the same
+ * bits for any number of threads and on every backend, except for a p that needs pow().
+ */
 tfast_status tfast_amp_grads(const tfast_amp_grads_args *args);
 
 enum { TFAST_AMP_MAX_FOUND = 16 };
@@ -224,100 +225,105 @@ enum { TFAST_AMP_MAX_FOUND = 16 };
 /* The loss scale at the end of an iteration. All pointers are on `device`. */
 typedef struct {
     float *scale;
-    int32_t *growth_tracker;     /* steps since the scale or this last changed */
-    int32_t *hysteresis_tracker; /* overflows until the scale backs off; NULL: 1 */
-    const float *found_infs[TFAST_AMP_MAX_FOUND]; /* any non-zero value: an overflow */
+    int32_t *growth_tracker;     /* steps since the last overflow or growth */
+    int32_t *hysteresis_tracker; /* overflows until the scale backs off (0 acts as 1);
+                                    NULL: every overflow backs off */
+    const float *found_infs[TFAST_AMP_MAX_FOUND]; /* non-zero: an overflow */
     int32_t n_found_infs;                         /* 1 .. TFAST_AMP_MAX_FOUND */
     int32_t growth_interval;
-    int32_t hysteresis; /* >= 1: what hysteresis_tracker is set to */
+    int32_t hysteresis; /* >= 1: the value that a step without overflow gives
+                           hysteresis_tracker */
     double growth_factor;
     double backoff_factor;
-    double min_scale; /* what backing off stops at; 0: nothing */
-    double max_scale; /* what growing stops at; infinity: float32's range */
+    double min_scale; /* lower bound of backing off; 0: none */
+    double max_scale; /* upper bound of growing; infinity: float32's range */
     tfast_device device;
     void *stream;
 } tfast_amp_update_args;
 
 /* The rule of torch.amp.GradScaler.update(), with bounds and hysteresis:
  *
- *   overflow:  with hysteresis_tracker - 1 still > 0 only the growth tracker becomes 0;
- *              else scale <- max(scale * backoff_factor, min_scale), tracker <- 0
- *   otherwise: the hysteresis tracker is set back, and after growth_interval steps
- *              scale <- min(scale * growth_factor, max_scale), tracker <- 0
+ *   overflow:  growth_tracker <- 0 and hysteresis_tracker <- hysteresis_tracker - 1, at
+ *              least 0; at 0 scale <- max(scale * backoff_factor, min_scale)
+ *   otherwise: hysteresis_tracker <- hysteresis; after growth_interval such steps
+ *              scale <- min(scale * growth_factor, max_scale), growth_tracker <- 0
  *
- * Products are formed in double and rounded to float32; one that is not finite leaves
- * the scale. A scale already beyond a bound is not moved by that bound alone. */
+ * Products are computed in double and rounded to float32; if a product is not finite,
+ * the scale is kept. Backing off never raises the scale, and growing never lowers it,
+ * even if the scale is already beyond a bound. */
 tfast_status tfast_amp_update(const tfast_amp_update_args *args);
 
 /* ---- Attention ------------------------------------------------------------------- */
 
-/* Rows of one tensor, of one dtype with all others of the call. Element d of row n of
- * head h of batch item b is data[b * batch + h * head + n * row + d]. */
+/* One tensor of args->dtype. Element d of row n of head h of batch item b is
+ * data[b * batch + h * head + n * row + d]. */
 typedef struct {
     void *data;
     int64_t batch, head, row; /* in elements, >= 0 */
 } tfast_attention_rows;
 
-enum { TFAST_BOOL = TFAST_N_DTYPES }; /* one byte, 0 or 1; only for masks */
+enum { TFAST_BOOL = TFAST_N_DTYPES }; /* a dtype of masks only: one byte, 0 or 1 */
 
-/* An array that broadcasts to the scores, [batch, head, query, key]. */
+/* A mask or bias, broadcast to the scores [batch, head, query, key]. */
 typedef struct {
     const void *data;  /* NULL: none */
-    int64_t stride[4]; /* in elements; 0 where it is broadcast */
+    int64_t stride[4]; /* in elements; 0 in a broadcast dimension */
     uint8_t dtype;     /* tfast_dtype, or TFAST_BOOL: 0 forbids the key */
 } tfast_attention_term;
 
-/* softmax(q k^T) v, one head of q at a time, and what it takes to go back. With
- * variable lengths (cu_seqlens) batch strides of q, k, v, out and their gradients are
- * ignored: the rows of item b are cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of all. */
+/* Scaled dot-product attention, forward and backward. With variable lengths the batch
+ * strides of q, k, v, out and their gradients are ignored: batch item b has the rows
+ * cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of the packed tensor. */
 typedef struct {
     tfast_attention_rows q, k, v;
     tfast_attention_rows out; /* forward writes it, backward reads it */
-    void *lse;                /* [batch, heads, n_q] or [heads, total]: the logarithm of
-                                 each row's sum, -infinity for a row without a key.
-                                 float32, or float64 where dtype is. NULL: not
-                                 wanted by the forward */
-    int64_t lse_batch, lse_head; /* its strides; the row's is 1 */
+    void *lse;                /* [batch, heads, n_q] or [heads, total_q]: log-sum-exp of
+                                 each row of scores, -infinity for a row without an
+                                 allowed key. float64 if dtype is, else float32. NULL:
+                                 not wanted (forward only) */
+    int64_t lse_batch, lse_head; /* strides of lse; its rows have stride 1 */
 
     int64_t batch, heads, kv_heads; /* heads is a multiple of kv_heads */
-    int64_t n_q, n_k; /* with cu_seqlens: no item has more rows; as loose as the caller
-                         likes, a backend gets the longest item on the CPU, on a GPU
-                         at most total_q and total_k */
-    int64_t dim, dim_v;                         /* 1 .. TFAST_ATTENTION_MAX_DIM */
-    const int64_t *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1]; both or none */
-    int64_t total_q, total_k; /* with cu_seqlens: rows there are; those past the last
-                                 item are not touched */
-    const int64_t *kv_lens;   /* [batch], at most the item's keys: those past it are
-                                 forbidden; NULL: none */
+    int64_t n_q, n_k;   /* with cu_seqlens: upper bounds of an item's rows. The entry
+                         reduces them before it calls the backend: to the longest item
+                         on the CPU, to at most total_q and total_k on a GPU */
+    int64_t dim, dim_v; /* 1 .. TFAST_ATTENTION_MAX_DIM */
+    const int64_t *cu_seqlens_q, *cu_seqlens_k; /* [batch + 1]; both or neither */
+    int64_t total_q, total_k; /* with cu_seqlens: rows of the packed tensors; rows past
+                                 the last item are neither read nor written */
+    const int64_t *kv_lens;   /* [batch]: how many of the item's keys are allowed, at
+                                 most all; NULL: all */
 
     tfast_attention_term mask; /* bool, or added to the scores */
     tfast_attention_term bias; /* added to the scores; may have a gradient */
     const void *alibi_slopes;  /* [batch or 1, heads], of lse's dtype; NULL: none */
-    int64_t alibi_batch;       /* heads, or 0 where all items share them */
-    const void *sinks;         /* [heads], of lse's dtype: a score without a value */
+    int64_t alibi_batch;       /* batch stride: heads, or 0 if items share slopes */
+    const void *sinks;         /* [heads], of lse's dtype: one more score in each row's
+                                  softmax, without a value; NULL: none */
     bool is_causal;            /* keys past the query's diagonal are forbidden */
     bool bottom_right; /* the diagonal is key = query + n_k - n_q, not key = query */
-    int64_t window_left, window_right; /* keys at most so far from the diagonal;
-                                          negative: any */
-    double scale;           /* of a size up to 1e37, or 1e300 where dtype is float64 */
+    int64_t window_left, window_right; /* largest distance of a key from the diagonal;
+                                          negative: unlimited */
+    double scale;           /* |scale| <= 1e37, or 1e300 if dtype is float64 */
     double softcap;         /* scores become softcap * tanh(score / softcap); 0: off;
-                               otherwise it, and what scale is of it, in that range */
-    double dropout_p;       /* in [0, 1) */
-    int64_t seed;           /* of the dropout */
-    const int64_t *seed_at; /* on the device, in place of seed; NULL: none */
+                               else softcap, 1 / softcap and |scale| / softcap must be
+                               within the bound of scale */
+    double dropout_p;       /* in [0, 65535 / 65536] */
+    int64_t seed;           /* of dropout */
+    const int64_t *seed_at; /* on the device, replaces seed; NULL: use seed */
 
     /* Backward only. A gradient with data NULL is not wanted. */
     tfast_attention_rows dout;
     const void *dlse; /* strides and dtype of lse; NULL: 0 */
     tfast_attention_rows dq, dk, dv;
-    void *dbias;             /* of lse's dtype; written, not added to */
-    int64_t dbias_stride[4]; /* 0 where the bias is broadcast: summed over it */
-    void *dalibi;            /* as alibi_slopes */
-    void *dsinks;            /* as sinks */
+    void *dbias;             /* of lse's dtype; overwritten, not accumulated */
+    int64_t dbias_stride[4]; /* 0: sum the gradient over this broadcast dimension */
+    void *dalibi;            /* shape and dtype of alibi_slopes */
+    void *dsinks;            /* shape and dtype of sinks */
 
-    void *scratch; /* on the device, for this call alone: what tfast_attention_scratch()
-                      says, its contents of no matter; NULL where that is nothing */
-    int64_t scratch_bytes; /* that it has */
+    void *scratch; /* uninitialised memory on the device that no concurrent call uses,
+                      of the size that tfast_attention_scratch() returns; NULL if 0 */
+    int64_t scratch_bytes; /* size of `scratch` */
 
     uint8_t dtype; /* of q, k, v, out, dout, dq, dk, dv */
     tfast_device device;
@@ -334,34 +340,34 @@ enum { TFAST_ATTENTION_MAX_DIM = 256 };
  *   l   = sum_j exp(s_j) + exp(sink)              lse_i = log(l)
  *   out_i = sum_j keep_ij / (1 - dropout_p) * exp(s_j) / l * v_j
  *
- * where shift is 0, or with bottom_right n_k - n_q, of the item's own lengths (kv_lens,
- * cu_seqlens). Causal allows j <= i + shift, the window i + shift - window_left <= j <=
- * i + shift + window_right. A row without an allowed key has output 0, gradient 0 and
- * lse -infinity. Keys with a score, mask or bias of -infinity are forbidden; NaN or
- * infinity in a key or value reaches only queries that may look at it. Arithmetic is
- * float32 (float64 where dtype is), but for the weights and gradients of scores that
- * tensor cores, or a CPU's AVX512_BF16, multiply, which are of dtype; same inputs give
- * the same bits for any number of threads.
+ * where shift is 0, or with bottom_right n_k - n_q, with the item's own lengths
+ * (kv_lens, cu_seqlens). Causal allows j <= i + shift; the window allows i + shift -
+ * window_left <= j <= i + shift + window_right. A row without an allowed key has output
+ * 0, gradient 0 and lse -infinity. A score, mask or bias of -infinity forbids the key.
+ * NaN or infinity in a key or value affects only queries for which the key is allowed.
+ * Arithmetic is float32, or float64 if dtype is; but the probabilities and gradients of
+ * scores that tensor cores or AVX512_BF16 multiply are rounded to dtype. The same
+ * inputs give the same bits for any number of threads.
  *
- * Dropout drops element (b, h, i, j) where a 16-bit number is below
- * round(dropout_p * 65536): with r = i / 16 * 8 + i % 8 and c = j / 16 * 4 + j % 8 / 2,
- * of Philox4x32-10's words for counter (r, c, b * heads + h, 0) and key (seed's low 32
- * bits, its high ones), word i / 8 % 2 * 2 + j / 8 % 2, its high half for odd j. (Which
- * is how a tensor core's accumulator lies in threads.) The others are multiplied by
- * 65536 / (65536 - that number).
+ * Dropout drops element (b, h, i, j) if its 16-bit random number is below
+ * t = round(dropout_p * 65536), and multiplies the others by 65536 / (65536 - t). The
+ * random number is a half of word i / 8 % 2 * 2 + j / 8 % 2 of Philox4x32-10 with
+ * counter (i / 16 * 8 + i % 8, j / 16 * 4 + j % 8 / 2, b * heads + h, 0) and key (low
+ * 32 bits of seed, high 32 bits): the high half for odd j, else the low half. One
+ * counter serves the 8 elements that a GPU thread holds in two m16n8 accumulators.
  *
  * The algorithm: Dao, arXiv:2307.08691. */
 tfast_status tfast_attention(const tfast_attention_args *args);
 tfast_status tfast_attention_backward(const tfast_attention_args *args);
 
-/* The bytes that `scratch` must have for the call, 0 for none, aligned to
- * TFAST_SCRATCH_ALIGNMENT. They depend on the arguments' sizes and options, not on what
- * lies on the device. */
+/* Sets *bytes to the size that `scratch` must have for the call (0: none), aligned to
+ * TFAST_SCRATCH_ALIGNMENT. The size depends on the sizes and options in `args`, not on
+ * the contents of arrays. */
 enum { TFAST_SCRATCH_ALIGNMENT = 16 };
 tfast_status tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args,
                                      bool backward);
 
-/* ---- Products of matrices -------------------------------------------------------- */
+/* ---- Matrix product -------------------------------------------------------------- */
 
 typedef struct {
     void *out;       /* [m, n], written */
@@ -374,25 +380,25 @@ typedef struct {
     void *stream;
 } tfast_gemm_args;
 
-/* out = a b, accumulated in float32, by cuBLAS: its rate is the roof that `bench` and
- * `diagnose` compare a card with. CUDA arrays only. The first call opens cuBLAS (the
- * copy that the process has loaded, otherwise an installed one), and the first call on
- * a device creates a handle, which allocates: it must not happen during a capture. */
+/* out = a b by cuBLAS, accumulated in float32, on CUDA arrays only. `bench` and
+ * `diagnose` use its FLOP/s as the practical peak of a GPU. The first call opens cuBLAS
+ * (the copy that the process has loaded, otherwise an installed one). The first call on
+ * a device creates a handle, which allocates, so it must not be captured. */
 tfast_status tfast_gemm(const tfast_gemm_args *args);
 
 /* ---- Backends -------------------------------------------------------------------- */
 
-/* Changes whenever a struct in this file does: a CUDA library of another version is
- * refused. */
+/* Raise it whenever a struct in this file changes: a backend library that was built
+ * with another value is refused. */
 #define TFAST_ABI 8
 
-/* What a backend offers: one function an operation, NULL where it has none. Entries
- * validate before they call, so a backend may trust its arguments. */
+/* A backend: one function for each operation, NULL if it lacks the operation. The
+ * tfast_ functions validate the arguments before they call a backend. */
 typedef struct tfast_backend {
     uint32_t abi;                  /* TFAST_ABI */
     const char *name;              /* "avx2" */
     int32_t device;                /* TFAST_CPU or TFAST_CUDA */
-    const char *(*unusable)(void); /* NULL where it can run here, otherwise why not */
+    const char *(*unusable)(void); /* NULL if it can run here, else the reason */
     void (*workspace_clear)(void *data);
     tfast_status (*adamw)(const tfast_adamw_args *args);
     tfast_status (*adamw_prepare)(const tfast_adamw_args *args); /* NULL: needs none */
@@ -405,42 +411,42 @@ typedef struct tfast_backend {
     tfast_status (*gemm)(const tfast_gemm_args *args);
 } tfast_backend;
 
-/* The one symbol that a library with a backend exports: the CUDA library, and `simt`
- * and `wide` of the tests. It calls `fail` to set a message, and returns NULL unless
- * `abi` is its own TFAST_ABI. */
+/* The one symbol that a backend library exports (the CUDA library; `simt` and `wide` of
+ * the tests). The function returns its backend, or NULL unless `abi` is the TFAST_ABI
+ * that the library was built with. The library sets error messages through `fail`. */
 typedef tfast_status (*tfast_fail_function)(tfast_status, const char *, ...);
 typedef const tfast_backend *(*tfast_library_open_function)(uint32_t abi,
                                                             tfast_fail_function fail);
 #define TFAST_LIBRARY_OPEN "tfast_library_open"
 
-/* Makes the choice for the CPU: the best usable backend, or the one that the
- * environment variable TRAINFAST_BACKEND names. Called once, when the module is loaded.
- */
+/* Selects the CPU backend: the best usable backend, or the backend that the environment
+ * variable TRAINFAST_BACKEND names. Called once, when the module is loaded. */
 tfast_status tfast_backend_init(void);
 
-/* The backend for arrays on this kind of device, or NULL with the message set. The
- * first call for TFAST_CUDA opens the CUDA library. */
+/* The backend for arrays on this type of device (TFAST_CPU or TFAST_CUDA), or NULL with
+ * the message set. The first call for TFAST_CUDA opens the CUDA library. */
 const tfast_backend *tfast_backend_for(int32_t device_type);
 
-/* The graph cache's kernels for this CPU's best instruction set, or for the one whose
- * backend is forced. Never NULL. */
+/* The graph cache's kernels for this CPU's best instruction set, or for the instruction
+ * set that is forced as backend. Never NULL. */
 const tfast_graph_kernels *tfast_graph_kernels_in_use(void);
 
-/* Forces one backend by name, for tests and bug reports; NULL goes back to the best. An
- * unknown or unusable name fails and changes nothing. */
+/* Forces one backend by name, for tests and bug reports; NULL selects the best again.
+ * An unknown or unusable name fails and changes nothing. */
 tfast_status tfast_backend_use(const char *name);
 
-/* The i-th backend's name, best first, with why it cannot run here (NULL if it can) and
- * whether it is the one in use. False past the end. Opens the CUDA library. */
+/* The name of the i-th backend, best first, the reason why it cannot run here (NULL if
+ * it can), and whether it is in use. False if there is no i-th backend. Opens the
+ * backend's library if it has one. */
 bool tfast_backend_describe(int i, const char **name, const char **unusable,
                             bool *in_use);
 
 /* ---- Threads --------------------------------------------------------------------- */
 
-/* Runs body(context, part, parts) once for each part of 0..parts-1, on up to that many
- * threads, and returns when all are done. Enters the OpenMP runtime that the process
- * (torch) has already loaded, otherwise an own pool; a forked child gets a pool of its
- * own. */
+/* Runs body(context, part, parts) once for each part in 0 .. parts - 1, on up to
+ * `parts` threads, and returns when all parts are done. Uses the OpenMP runtime that
+ * the process (torch) has loaded, otherwise, and in a forked child, a pool of our own.
+ */
 void tfast_parallel(int parts, void (*body)(void *context, int part, int parts),
                     void *context);
 

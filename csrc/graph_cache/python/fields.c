@@ -1,9 +1,10 @@
-/* The fields of a graph, converted from Python values to what the core appends. */
+/* Converts the fields of a graph from Python values to tfast_graph_value, for appends.
+ */
 #include "fields.h"
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-static const int64_t no_dims[1] = {0};
+static const int64_t no_dims[1] = {0}; /* shape and strides of scalars */
 
 static int
 take_number(py_graph_field *at, tfast_graph_value *value)
@@ -119,8 +120,7 @@ take_value(py_state *state, py_graph_field *at, tfast_graph_value *value)
     return take_array(state, at, value);
 }
 
-/* The value of a key, a new reference; NULL without an exception where there is none.
- */
+/* A new reference to graph[key]; NULL without an exception if there is no such key. */
 static PyObject *
 look_up(PyObject *graph, PyObject *key)
 {
@@ -137,7 +137,7 @@ look_up(PyObject *graph, PyObject *key)
     return value;
 }
 
-/* Sets a ValueError that names the graph's keys that are not in the schema. */
+/* Returns -1 with a ValueError that names the graph's keys that the schema lacks. */
 static int
 unknown_keys(const py_graph_fields *self, PyObject *graph)
 {
@@ -194,7 +194,7 @@ py_graph_fields_take(py_graph_fields *self, py_state *state, PyObject *graph)
         }
     }
     size = PyDict_Check(graph) ? PyDict_Size(graph) : PyObject_Size(graph);
-    if (size < 0) { /* a mapping without a length */
+    if (size < 0) { /* no len(): the search for unknown keys is skipped */
         PyErr_Clear();
         return 0;
     }
@@ -248,7 +248,7 @@ py_graph_fields_init(py_graph_fields *self, const tfast_graph_schema *schema,
         goto fail;
     }
     while (self->n < n) {
-        const Py_ssize_t i = self->n++; /* counted first, so that it is freed */
+        const Py_ssize_t i = self->n++; /* counted before it can fail, to be freed */
 
         if (take_key(&self->each[i], &schema->fields[i], PyList_GetItem(list, i)) < 0) {
             goto fail;

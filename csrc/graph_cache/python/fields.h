@@ -1,18 +1,19 @@
-/* The fields of a graph, converted from Python values to what the core appends. */
+/* Converts the fields of a graph from Python values to tfast_graph_value, for appends.
+ */
 #ifndef PY_GRAPH_FIELDS_H
 #define PY_GRAPH_FIELDS_H
 
 #include "binding.h"
 
-/* One field: its key in a graph, and during an append its value. */
+/* One field: its key, and during an append its value in that graph. */
 typedef struct {
     const graph_schema_field *field;
     PyObject *key;
     PyObject *text;   /* "graph['x']", for messages */
-    const char *name; /* the UTF-8 of `text` */
-    PyObject *object; /* a reference during an append */
-    py_array array;
-    union {
+    const char *name; /* `text` in UTF-8, owned by it */
+    PyObject *object; /* the value; a reference during an append */
+    py_array array; /* borrowed from `object`; its buffer has a str's shape, strides */
+    union {         /* the value of a Python bool, int or float */
         bool truth;
         int64_t integer;
         double number;
@@ -22,11 +23,11 @@ typedef struct {
 typedef struct {
     Py_ssize_t n;
     py_graph_field *each;
-    tfast_graph_value *values; /* for the core */
+    tfast_graph_value *values; /* [n], for tfast_graph_writer_append() */
 } py_graph_fields;
 
-/* Initialises zeroed fields for a schema, which must outlive them. keys: one for each
- * field. Returns 0, or -1 with an exception. */
+/* Initialises zeroed fields for a schema, which must outlive them. keys: a sequence
+ * with the key of each field. Returns 0, or -1 with an exception. */
 int py_graph_fields_init(py_graph_fields *fields, const tfast_graph_schema *schema,
                          PyObject *keys);
 int py_graph_fields_traverse(py_graph_fields *fields, visitproc visit, void *arg);

@@ -1,13 +1,13 @@
-/* The type GraphOrder: the batches of an epoch, as numbers of graphs. */
+/* The type GraphOrder: iterates over the batches of an epoch, as graph indices. */
 #include "binding.h"
 
 #include <string.h>
 
 typedef struct {
     PyObject_HEAD
-    tfast_graph_order order; /* its arrays are this object's */
-    int64_t position;
-    int64_t *next; /* room for a batch */
+    tfast_graph_order order; /* its pointers refer to the members below */
+    int64_t position;        /* of the next batch, for tfast_graph_order_next() */
+    int64_t *next;           /* buffer for the indices of one batch */
     py_int64s subset, budgets;
     py_int64s sizes[TFAST_GRAPH_MAX_BUDGETS];
     const int64_t *size_data[TFAST_GRAPH_MAX_BUDGETS];
@@ -15,6 +15,7 @@ typedef struct {
 
 /* ---- Arguments ------------------------------------------------------------------- */
 
+/* The constructor's arguments as parsed; objects are borrowed. */
 typedef struct {
     long long n, rank, world_size, batch_size;
     PyObject *subset, *seed, *epoch, *sizes, *budgets;
@@ -46,7 +47,7 @@ take_subset(graph_order *self, py_state *state, const given *g)
     return 0;
 }
 
-/* Every graph of the order must have a size. */
+/* Refuses `sizes` that is too short for the largest graph index of the order. */
 static int
 check_sizes(const graph_order *self, const py_int64s *sizes)
 {
@@ -104,7 +105,8 @@ fail:
     return -1;
 }
 
-/* Reports now what the core would refuse with the first batch. */
+/* Lets the core validate the arguments now, so that the constructor raises and not the
+ * first batch. */
 static int
 check(const graph_order *self)
 {
@@ -112,7 +114,7 @@ check(const graph_order *self)
     tfast_status status;
     int64_t n;
 
-    order.n_budgets = 0; /* batches by budget are planned when they are asked for */
+    order.n_budgets = 0; /* with budgets the call would plan the whole epoch */
     status = tfast_graph_order_batches(&order, &n);
     if (status != TFAST_OK) {
         py_result(status);
@@ -198,7 +200,7 @@ order_next(graph_order *self)
         return py_result(status);
     }
     if (n == 0) {
-        return NULL; /* without an exception: the end */
+        return NULL; /* NULL without an exception ends the iteration */
     }
     indices = py_new_numpy(py_graph_state((PyObject *)self), &made);
     if (indices != NULL) {
