@@ -1,5 +1,5 @@
-/* Entry of AdamW: validates scalars and steps, then calls the backend. The binding has
- * validated the arrays. */
+/* The public functions of AdamW: validate scalars and steps, then call the backend. The
+ * binding has validated the arrays. */
 #include "tfast.h"
 
 #include <math.h>
@@ -37,8 +37,8 @@ check_scalars(const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
-/* Steps must fit int64_t, because beta^step is formed by squaring. Steps on a GPU are
- * not read: that would synchronise. */
+/* Steps must fit int64_t, in which tfast_power() takes them. Steps on a GPU are not
+ * checked: reading them would synchronise the stream. */
 static tfast_status
 check_steps(const tfast_adamw_args *args)
 {
@@ -64,7 +64,7 @@ check(const tfast_adamw_args *args, const tfast_backend **backend)
 {
     tfast_status status;
 
-    *backend = tfast_backend_for(args->device.type); /* NULL: it has set a message */
+    *backend = tfast_backend_for(args->device.type); /* NULL: the message is set */
     status = check_scalars(args);
     if (status == TFAST_OK) {
         status = check_steps(args);

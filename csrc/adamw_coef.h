@@ -1,5 +1,5 @@
-/* The scalars of one AdamW step, formed in double. The CPU kernels and cuda/adamw.cu
- * share this file, so that both round the same numbers; both are compiled without
+/* The coefficients of one AdamW step, computed in double. The CPU kernels and
+ * cuda/adamw.cu share this file and get the same bits; both are compiled without
  * contraction of a * b + c (-ffp-contract=off, -fmad=false). */
 #ifndef TFAST_ADAMW_COEF_H
 #define TFAST_ADAMW_COEF_H
@@ -14,13 +14,13 @@
 #    define TFAST_HOST_DEVICE
 #endif
 
-/* Each is rounded to the kernel's type once, where it is used. */
+/* A kernel rounds each coefficient once to its arithmetic type. */
 typedef struct {
     double unscale; /* gradient *= unscale; clip_coef / grad_scale */
-    double sign;    /* -1 with maximize, else 1 */
+    double sign;    /* gradient *= sign; -1 with maximize, else 1 */
     double l2;      /* gradient += l2 * param; 0 with decoupled weight decay */
     double decay;   /* param *= decay */
-    double beta1;   /* as given: selects one of two forms of the same sum */
+    double beta1;   /* if <= 0.5, exp_avg = g - beta1 * (g - exp_avg) */
     double rest1;   /* 1 - beta1 */
     double beta2;
     double rest2;         /* 1 - beta2 */

@@ -1,5 +1,5 @@
-/* Entries of AMP: validate scalars, then call the backend. The binding has validated
- * the arrays. */
+/* The public functions of AMP: validate scalars, then call the backend. The binding has
+ * validated the arrays. */
 #include "tfast.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* The update of the loss scale at the end of an iteration; the rule stands at
+/* Updates the loss scale at the end of an iteration, by the rule that is documented at
  * tfast_amp_update() in tfast.h. Shared by the CPU kernels and cuda/amp.cu. */
 #ifndef TFAST_AMP_SCALE_H
 #define TFAST_AMP_SCALE_H
@@ -32,8 +32,8 @@ tfast_amp_grown(float scale, double growth_factor, double max_scale)
     return next > scale ? next : scale;
 }
 
-/* Runs in one thread. If growth_interval was reduced below the tracker, the scale grows
- * at once. */
+/* Not thread-safe: one thread runs it. If growth_tracker has already passed a reduced
+ * growth_interval, the scale grows at this step. */
 TFAST_AMP_BOTH static inline void
 tfast_amp_update_scale(const tfast_amp_update_args *args)
 {

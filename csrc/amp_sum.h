@@ -13,7 +13,7 @@
  * adds lane l + 64, then l + 32, ... 16, 8, 4, 2, 1, in the same type. The chunk's sum
  * is the last lane converted to float64. If it is not finite, the chunk is summed again
  * in the same order in float64, where squares of float32 and half types cannot
- * overflow; if that sum is not finite either, an element is not finite.
+ * overflow, and each element is checked for infinity and NaN.
  *
  * Over the chunks, in float64: sum k of TFAST_AMP_SUMS adds those of the chunks k, k +
  * SUMS, ... in order, starting at 0; then the sums are halved as the lanes are: k adds
@@ -35,8 +35,8 @@
 
 enum { TFAST_AMP_CHUNK = 8192, TFAST_AMP_LANES = 128, TFAST_AMP_SUMS = 256 };
 
-/* From the sum of |x|^p (the extreme |x| for p = +-infinity) to the norm of the
- * elements / scale. */
+/* The norm of the elements / scale, from the sum of |x|^p over all elements (for p =
+ * +-infinity the largest or smallest |x|). */
 TFAST_AMP_BOTH static inline double
 tfast_amp_norm(double sum, double norm_type, double scale)
 {
@@ -49,8 +49,8 @@ tfast_amp_norm(double sum, double norm_type, double scale)
     return pow(sum, 1 / norm_type) / scale;
 }
 
-/* As torch's clip_grad_norm_: max_norm / (norm + 1e-6), which torch computes as a
- * float32 reciprocal and a product, and at most 1; NaN stays NaN. */
+/* min(1, max_norm / (norm + 1e-6)) as in clip_grad_norm_, which multiplies by a float32
+ * reciprocal instead of dividing. NaN stays NaN. */
 TFAST_AMP_BOTH static inline double
 tfast_amp_clip_coef(double norm, double max_norm, bool in_float64)
 {
@@ -60,9 +60,8 @@ tfast_amp_clip_coef(double norm, double max_norm, bool in_float64)
     return coef > 1 ? 1 : coef;
 }
 
-/* The multiplier of all elements, formed in double and rounded once to the kernel's
- * type where it is used. With only a factor, or only a scale, it is torch's
- * multiplier. */
+/* The multiplier of all elements, in double; the kernel rounds it once to its type. If
+ * only one of factor and scale is given, this is the multiplier that torch uses. */
 TFAST_AMP_BOTH static inline double
 tfast_amp_multiplier(double factor, double scale)
 {

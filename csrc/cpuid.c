@@ -40,10 +40,10 @@ tfast_cpu_features(void)
     const uint32_t pclmul = 1u << 1, vpclmul = 1u << 10;
     const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
     const uint32_t bmi = 1u << 3, avx2 = 1u << 5;
-    const uint32_t bf16 = 1u << 5; /* of leaf 7, part 1 */
+    const uint32_t bf16 = 1u << 5; /* in eax of leaf 7, subleaf 1 */
     const uint32_t avx512f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;
-    const uint32_t ymm = 0x06; /* xmm and the upper halves of ymm */
-    const uint32_t zmm = 0xe6; /* and masks, upper halves of zmm, zmm16 to zmm31 */
+    const uint32_t ymm = 0x06; /* xmm, upper halves of ymm */
+    const uint32_t zmm = 0xe6; /* the same, masks, upper halves of zmm, zmm16 to 31 */
 
     if (cpuid(0, 0).eax < 7 ||
         !has_all(cpuid(1, 0).ecx, pclmul | fma | osxsave | avx | f16c))

@@ -57,9 +57,9 @@ tighter(int a, int b)
     return !a ? b : !b ? a : a < b ? a : b;
 }
 
-/* The smallest limit of the groups from mount/group up to `mount`. In a container the
- * group's path may be the host's and not exist here; `mount` itself is then the
- * container's group. */
+/* The smallest limit of the control groups from mount/group up to `mount`. In a
+ * container `group` may be a path of the host that does not exist here; `mount` itself
+ * is then the container's group. */
 static int
 least_quota(const char *mount, const char *group, bool unified)
 {
@@ -86,9 +86,9 @@ names_cpu(char *controllers)
     return false;
 }
 
-/* The limit set by control groups of either version, or 0. Each line of the file `list`
- * is "number:controllers:/group"; in version 2 the controllers are empty (cgroups(7)).
- */
+/* The CPU limit set by control groups of either version, or 0. Each line of the file
+ * `list` is "number:controllers:/group"; version 2 leaves the controllers empty
+ * (cgroups(7)). */
 static int
 cgroup_cpus(const char *list, const char *mount)
 {

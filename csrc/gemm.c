@@ -1,4 +1,4 @@
-/* Entry of the matrix product: validates, then calls the backend. */
+/* The public function of the matrix product: validates, then calls the backend. */
 #include "tfast.h"
 
 tfast_status

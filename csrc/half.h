@@ -1,6 +1,6 @@
-/* float16 and bfloat16 to and from float32, one element, exact and rounded to nearest
- * even. The vector forms in simd/ and the device forms in cuda/ give the same bits
- * (NaNs stay NaN, their payload is free). */
+/* Converts one float16 or bfloat16 to float32 (exact) and back (rounded to nearest
+ * even). The vector versions in simd/ and the device versions in cuda/ give the same
+ * bits, except for the payload of NaNs. */
 #ifndef TFAST_HALF_H
 #define TFAST_HALF_H
 
@@ -49,7 +49,7 @@ tfast_from_f16(uint16_t half)
     if (magnitude >= 0x7C00) { /* infinity or NaN: the exponent becomes all ones */
         return tfast_float_from_bits(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
     }
-    /* Reading the bits as a float32 is 2^112 too small, for subnormals as well. */
+    /* The bits, read as float32, are the value * 2^-112, also for subnormals. */
     return tfast_float_from_bits(
         sign |
         tfast_bits_from_float(tfast_float_from_bits(magnitude << 13) * 0x1p112f));
@@ -69,7 +69,7 @@ tfast_to_f16(float value)
         return (uint16_t)(sign | 0x7C00);
     }
     if (magnitude <
-        0x38800000) { /* below 2^-14: 0.5 + x has a float16 subnormal's ulp */
+        0x38800000) { /* < 2^-14: the ulp of 0.5 + x is that of float16 subnormals */
         const float shifted = tfast_float_from_bits(magnitude) + 0.5f;
         return (uint16_t)(sign | (tfast_bits_from_float(shifted) - 0x3F000000));
     }

@@ -1,4 +1,4 @@
-/* What is looked at before a shared library is opened, here and in cuda/. */
+/* Checks a shared library's file before dlopen(), for backend.c and cuda/. */
 #ifndef TFAST_LIBRARY_H
 #define TFAST_LIBRARY_H
 
@@ -9,8 +9,8 @@
 #if defined(__linux__)
 #    include <link.h>
 
-/* Whether a file holds all that its ELF header says is to be mapped. The loader does
- * not look: it maps what is missing and dies of SIGBUS. */
+/* Whether the file holds all bytes of its ELF segments. dlopen() does not check: it
+ * maps a truncated file, and the process dies of SIGBUS. */
 static inline bool
 tfast_is_whole(FILE *file)
 {
@@ -37,7 +37,8 @@ tfast_is_whole(FILE *file)
     return true;
 }
 
-/* False for a file that is there but not whole; a missing one the loader names. */
+/* False if the file exists but is truncated or no ELF file. True for a missing file:
+ * dlopen() reports it. */
 static inline bool
 tfast_may_open(const char *path)
 {

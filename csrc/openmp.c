@@ -17,20 +17,21 @@
 
 enum { MAX_PATH = 4096 };
 
-/* The runtime that torch calls, and the runtime found before torch was loaded. Each is
- * filled once, under `lock`, and then published through `current`. */
+/* `torchs`: the runtime that torch calls. `others`: the runtime found before torch was
+ * loaded. Each is filled once, under `lock`, and then published through `current`. */
 static struct slot {
     tfast_openmp openmp;
     char name[MAX_PATH + 16];
 } torchs, others;
 static tfast_openmp *_Atomic current;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static atomic_ullong searched; /* libraries loaded so far at the last search */
+static atomic_ullong searched; /* the loader's count of loaded libraries (dlpi_adds) at
+                                  the last search */
 
 struct search {
-    unsigned long long loads;
-    char torch[MAX_PATH];
-    char openmp[MAX_PATH]; /* the runtime that was loaded first */
+    unsigned long long loads; /* dlpi_adds */
+    char torch[MAX_PATH];     /* path of libtorch_cpu; empty: not loaded */
+    char openmp[MAX_PATH];    /* the runtime that was loaded first */
 };
 
 static bool
@@ -45,8 +46,8 @@ is_openmp(const char *file)
     return false;
 }
 
-/* dl_iterate_phdr() callback. It holds the loader's lock, so this only copies paths and
- * opens nothing. */
+/* A dl_iterate_phdr() callback, which runs under the loader's lock: it only copies
+ * paths and opens nothing. */
 static int
 visit_library(struct dl_phdr_info *info, size_t size, void *data)
 {
@@ -73,8 +74,8 @@ visit_count(struct dl_phdr_info *info, size_t size, void *data)
     return 1; /* stop: every entry has the same count */
 }
 
-/* Resolves a slot's entries in the library at `path`; false if one is missing. The
- * handle is never closed, so the library stays loaded. */
+/* Resolves a slot's functions in the loaded library at `path`; false if one is missing.
+ * The handle is never closed, so that the library stays loaded. */
 static bool
 fill(struct slot *slot, const char *path)
 {
@@ -93,10 +94,10 @@ fill(struct slot *slot, const char *path)
            openmp->team_size && openmp->in_parallel;
 }
 
-/* Fills `torchs` with the OpenMP runtime that torch calls; false if there is none. It
- * can be another than the runtime in torch's own folder: LD_PRELOAD=libiomp5.so, for
- * one, takes precedence. So GOMP_parallel is resolved as the loader resolved it for
- * torch: first in the global scope, then in torch's dependencies. */
+/* Fills `torchs` with the OpenMP runtime that torch calls; false if there is none. This
+ * need not be the runtime in torch's folder: a library in LD_PRELOAD takes precedence.
+ * Therefore GOMP_parallel is resolved as the loader resolved it for torch: first in the
+ * global scope, then in torch's dependencies. */
 static bool
 fill_as_torch(const char *torch_path)
 {
@@ -109,8 +110,9 @@ fill_as_torch(const char *torch_path)
         entry = dlsym(torch, "GOMP_parallel");
     if (!entry || !dladdr(entry, &from) || !fill(&torchs, from.dli_fname))
         return false;
-    /* OpenMP keeps a thread count for each thread, and torch sets it in the thread's
-     * first parallel operation. at::get_num_threads() sets it before it reads it. */
+    /* OpenMP has a thread count for each calling thread, which torch sets only in that
+     * thread's first parallel operation. at::get_num_threads() sets, then returns it.
+     */
     void *count = dlsym(torch, "_ZN2at15get_num_threadsEv");
     if (count)
         *(void **)&torchs.openmp.max_threads = count;
@@ -131,8 +133,8 @@ search_libraries(void)
     atomic_store(&searched, search.loads);
 }
 
-/* torch may be imported after this library. Until torch's runtime is known, every call
- * checks whether more libraries have been loaded. */
+/* torch may be imported after this library. Until torch's runtime is found, every call
+ * checks whether libraries have been loaded since the last search. */
 const tfast_openmp *
 tfast_openmp_find(void)
 {

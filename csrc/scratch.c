@@ -1,4 +1,4 @@
-/* One block is kept between calls. Concurrent calls allocate blocks of their own. */
+/* One free block is kept between calls; a concurrent call allocates another one. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE /* madvise */
 #endif
@@ -13,10 +13,10 @@
 
 enum { ALIGNMENT = 64, KEPT_BYTES = 64 << 20, LARGE_PAGE = 2 << 20 };
 
-/* Lies just before the memory that the caller gets. */
+/* Stands directly before the memory that the caller gets. */
 typedef union {
-    size_t bytes;
-    char room[ALIGNMENT];
+    size_t bytes;         /* size of that memory */
+    char room[ALIGNMENT]; /* pads the header, so that the memory behind is aligned */
 } header;
 
 static _Atomic(header *) kept;
@@ -62,7 +62,7 @@ tfast_hint_large_pages(void *data, size_t bytes)
     const uintptr_t last = end / LARGE_PAGE * LARGE_PAGE;
 
     if (bytes >= 2 * (size_t)LARGE_PAGE && first < last) {
-        madvise((void *)first, last - first, MADV_HUGEPAGE); /* only a hint */
+        madvise((void *)first, last - first, MADV_HUGEPAGE); /* failure is harmless */
     }
 #else
     (void)data;

@@ -1,5 +1,5 @@
-/* Temporary memory of a call, kept for the next call: page faults of fresh memory would
- * cost more than a small problem itself. */
+/* Temporary memory of a call, kept for the next call, because the page faults of fresh
+ * memory would take longer than a small problem. */
 #ifndef TFAST_SCRATCH_H
 #define TFAST_SCRATCH_H
 
@@ -11,9 +11,9 @@ void *tfast_scratch_take(size_t bytes);
 /* Returns memory from tfast_scratch_take(); NULL is allowed. */
 void tfast_scratch_give(void *scratch);
 
-/* Asks the system for large pages (MADV_HUGEPAGE) for an array that is about to be
- * written for the first time; with 4 KB pages its page faults take half of the time of
- * a small attention head. Does nothing for less than 4 MB or without large pages. */
+/* Requests large pages (MADV_HUGEPAGE) for an array that is about to be written for the
+ * first time, because page faults of 4 KB each are slow. Does nothing for less than 4
+ * MB or on systems without large pages. */
 void tfast_hint_large_pages(void *data, size_t bytes);
 
 #endif

@@ -1,4 +1,4 @@
-/* Status messages, and names for what tfast.h numbers. */
+/* The error message of each thread, and names of dtypes. */
 #include "tfast.h"
 
 #include <stdarg.h>

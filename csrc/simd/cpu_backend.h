@@ -1,13 +1,14 @@
-/* The backend of one instruction set, from its tables for float32 and float64. The file
- * that includes this one defines the two functions that are declared here. */
+/* The backend of one instruction set, from its kernel tables for float32 and float64.
+ * The including file (SET.c) must define kernels_for() and unusable(). */
 #ifndef CPU_BACKEND_H
 #define CPU_BACKEND_H
 
 #include "../kernels/type_kernels.h"
 
-/* The kernels for float64, or for float32 and the half types. */
+/* The kernels with float64 arithmetic, or those with float32 arithmetic, which also
+ * serve float16 and bfloat16. */
 static const tfast_type_kernels *kernels_for(bool is_float64);
-/* NULL where this CPU has the instruction set, else why not. */
+/* NULL if this CPU has the instruction set, else the reason why it cannot be used. */
 static const char *unusable(void);
 
 #include "../kernels/adamw_step.h"

@@ -1,5 +1,6 @@
-/* crc32c. Its register is held inverted between calls, as is usual. In the register, as
- * in the message, the lowest bit has the highest power of x. */
+/* CRC-32C (Castagnoli). As usual, callers hold the complement of the CRC register, and
+ * bits are reflected: the lowest bit of a byte, word or the register is the coefficient
+ * of the highest power of x. */
 #ifndef CRC32C_H
 #define CRC32C_H
 
@@ -30,8 +31,10 @@ crc_byte(uint64_t crc, const uint8_t *p)
 
 #else
 
-/* Without an instruction: what byte b does k bytes before the end of a word is
- * crc_table[7 - k][b]. A table's entries are sums of those of single bits. */
+/* Without a CRC instruction (slicing by 8): crc_table[k][b] is what byte b contributes
+ * to the register if k bytes of the 8-byte word follow it. An entry is the exclusive or
+ * of the entries of its bits; the macros expand them from the entries of 1, 2 .. 128.
+ */
 #    define CRC_1(x) x
 #    define CRC_2(x, a) CRC_1(x), CRC_1((x) ^ a)
 #    define CRC_4(x, a, b) CRC_2(x, a), CRC_2((x) ^ b, a)
@@ -90,9 +93,9 @@ crc_byte(uint64_t crc, const uint8_t *p)
 
 typedef long long crc_pair __attribute__((vector_size(16)));
 
-/* What has to go into the register's next word so that it becomes crc * x^n, where
- * power is x^(n - 33): the product of reflected numbers is off by one, and the word
- * itself counts for 32. */
+/* The word to xor into the next 8 bytes of the message so that they add crc * x^n to
+ * the register, for power = x^(n - 33): a product of reflected numbers has an extra
+ * factor x, and the crc32 instruction multiplies its word by x^32. */
 static inline uint64_t
 crc_times(uint64_t crc, uint64_t power)
 {
@@ -101,8 +104,10 @@ crc_times(uint64_t crc, uint64_t power)
     return (uint64_t)__builtin_ia32_pclmulqdq128(a, b, 0)[0];
 }
 
-/* Three blocks of `words` words at once, because an instruction takes three cycles to
- * end but only one to begin. */
+/* Three adjacent blocks of `words` words at once: three independent chains hide the
+ * latency of the crc32 instruction (3 cycles, one may start per cycle). `one_block` and
+ * `two_blocks` are the powers (see crc_times()) that move a CRC one or two blocks on.
+ */
 static inline uint64_t
 crc_three(uint64_t crc, const uint8_t *p, int words, uint64_t one_block,
           uint64_t two_blocks)
@@ -125,11 +130,12 @@ crc_three(uint64_t crc, const uint8_t *p, int words, uint64_t one_block,
 
 enum { CRC_LEAST_WORDS = 8, CRC_MOST_WORDS = 256 };
 
-/* Whole blocks, large ones first; *bytes becomes what is left. */
+/* Processes triples of blocks, large ones first; advances *p, and sets *bytes to the
+ * rest. */
 static inline uint64_t
 crc_blocks(uint64_t crc, const uint8_t **p, size_t *bytes)
 {
-    /* x^(64 * words - 33) for 8, 16, ... words */
+    /* x^(64 * words - 33) for 8, 16 .. 512 words; powers[5] is that of 256 */
     static const uint32_t powers[] = {0x9e4addf8, 0x0d3b6092, 0xb9e02b86, 0xdd7e3b0c,
                                       0x170076fa, 0xa51b6135, 0x82f89c77};
     int i = 5;

@@ -1,7 +1,7 @@
-/* crc32c of long messages by folding: 64 bytes of the message are replaced by what they
- * are worth some blocks later (Gopal and others, "Fast CRC computation for generic
- * polynomials using PCLMULQDQ", 2009). AVX-512 processors that multiply four pairs at
- * once (VPCLMULQDQ) read 256 bytes in about ten cycles. */
+/* CRC-32C of long messages by folding: a block of 64 bytes is multiplied by the power
+ * of x that moves it some blocks ahead, and xored into the block there (Gopal and
+ * others, "Fast CRC computation for generic polynomials using PCLMULQDQ", 2009).
+ * VPCLMULQDQ multiplies four pairs at once: 256 bytes take about ten cycles. */
 #ifndef CRC_AVX512_H
 #define CRC_AVX512_H
 
@@ -15,9 +15,10 @@
 
 #define CRC_TARGET __attribute__((target("vpclmulqdq,pclmul")))
 
-enum { CRC_LEAST_FOLDED = 256 };
+enum { CRC_LEAST_FOLDED = 256 }; /* bytes */
 
-/* x^(n + 63) and x^(n - 1), for a block's earlier and later half, to move it n bits. */
+/* CRC_n: x^(n + 63) and x^(n - 1), the factors for the earlier and the later 64 bits of
+ * 128 bits that are moved n bits ahead. */
 #define CRC_2048 0xe9a5d8be00000000, 0x1426a81500000000
 #define CRC_1536 0x7ccbbbf200000000, 0x31c9460800000000
 #define CRC_1024 0x6577b24500000000, 0x7417153f00000000
@@ -32,7 +33,7 @@ crc_powers(uint64_t early, uint64_t late)
     return _mm512_broadcast_i32x4(_mm_set_epi64x((long long)late, (long long)early));
 }
 
-/* Each quarter of x moved to where `next` is, and added. */
+/* Moves each 128-bit quarter of x ahead to the position of `next`, and xors it in. */
 CRC_TARGET static inline __m512i
 crc_move(__m512i x, __m512i powers, __m512i next)
 {
@@ -42,7 +43,7 @@ crc_move(__m512i x, __m512i powers, __m512i next)
     return _mm512_ternarylogic_epi64(early, late, next, 0x96); /* exclusive or */
 }
 
-/* A register that stands for the block: its quarters moved to the last one. */
+/* The CRC register after the block x: folds its quarters into the last one. */
 CRC_TARGET static inline uint64_t
 crc_reduce(__m512i x)
 {
@@ -58,7 +59,8 @@ crc_reduce(__m512i x)
     return _mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(quarter, 1));
 }
 
-/* Takes all whole blocks of 64 bytes, at least CRC_LEAST_FOLDED bytes. */
+/* Processes all whole blocks of 64 bytes; *bytes must be at least CRC_LEAST_FOLDED.
+ * Advances *data, and sets *bytes to the rest. */
 CRC_TARGET static uint64_t
 crc_fold_blocks(uint64_t crc, const uint8_t **data, size_t *bytes)
 {
@@ -87,7 +89,7 @@ crc_fold_blocks(uint64_t crc, const uint8_t **data, size_t *bytes)
     return crc_reduce(x3);
 }
 
-/* CPUID is slow, most of all in a virtual machine: it is asked once. */
+/* Caches the answer, because CPUID is slow, most of all in a virtual machine. */
 static inline bool
 crc_can_fold(void)
 {

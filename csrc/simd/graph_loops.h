@@ -1,7 +1,7 @@
-/* The graph cache's loops (see graph_kernels.h): plain loops, one for each pair of
- * input and output type, which the compiler vectorises for each instruction set.
- * Additions wrap, so the unsigned output type also serves the signed type of the same
- * width. */
+/* The graph cache's kernels (see graph_kernels.h): a plain loop for each pair of input
+ * and output type, which the compiler vectorises for each instruction set. Additions
+ * wrap, so loops with an unsigned output type also serve the signed type of that width.
+ */
 #ifndef GRAPH_LOOPS_H
 #define GRAPH_LOOPS_H
 
@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-/* GRAPH_AS_U8 of graph_cache/format.h, which u16 .. i32 follow. */
+/* Equals GRAPH_AS_U8 of graph_cache/format.h; u16, u32, i8, i16, i32 follow it. */
 enum { GRAPH_KERNEL_U8 = 2 };
 
 #define GRAPH_WIDEN(name, to, from)                                                    \
@@ -39,10 +39,10 @@ GRAPH_WIDEN(graph_add_8, uint64_t, uint64_t)
 
 #if defined(__AVX512F__)
 
-/* Widening to 64 bits, the usual case of indices, eight elements at a time. gcc alone
- * would take as many as fill a vector of the narrow type and do the rest, most of a
- * small graph, one by one. The last eight elements may overlap the eight before them
- * and are computed twice. */
+/* Widens to 64 bits, the usual case of indices, eight elements at a time. gcc would
+ * vectorise by full vectors of the narrow type and leave the rest, most of a small
+ * graph, to a scalar loop. The last eight elements may overlap the previous eight, and
+ * are then written twice. */
 #    define GRAPH_WIDEN_TO_8(name, from)                                               \
         static void name(void *restrict out, const void *restrict in, int64_t n,       \
                          int64_t add)                                                  \
@@ -79,7 +79,7 @@ GRAPH_WIDEN_TO_8(graph_widen_i32_to_8, int32_t)
 typedef void graph_widen_function(void *restrict, const void *restrict, int64_t,
                                   int64_t);
 
-/* log2 of 1, 2, 4, 8. */
+/* log2(bytes) for 1, 2, 4 and 8: the column of the tables below. */
 static inline int
 graph_size_class(int bytes)
 {
@@ -138,9 +138,9 @@ GRAPH_RANGE(graph_range_i64, int64_t)
 
 #if defined(__AVX2__)
 
-/* Of 32 .. 512 bytes, the indices of a small graph: the compiler's loop above spends
- * three quarters of its time on what is left of a vector. Here the last vector overlaps
- * the one before, which changes nothing. */
+/* Range of 32 .. 512 values, the indices of a small graph. graph_range_u8() would spend
+ * most of its time in the scalar loop after the last full vector. Here the last vector
+ * overlaps the previous one instead, which does not change a minimum or maximum. */
 static void
 graph_range_u8_short(const void *in, int64_t n, int64_t *low, int64_t *high)
 {
@@ -189,7 +189,7 @@ graph_range(const void *in, int bytes, int is_signed, int64_t n, int64_t *low,
         return;
     }
     functions[is_signed != 0][graph_size_class(bytes)](in, n, low, high);
-    if (!is_signed) { /* above INT64_MAX they have become negative */
+    if (!is_signed) { /* values above INT64_MAX were cast to negative numbers */
         *low = *low < 0 ? INT64_MAX : *low;
         *high = *high < 0 ? INT64_MAX : *high;
     }

@@ -1,4 +1,5 @@
-/* The arithmetic type of the kernels that are included next: float32. */
+/* `real`, the arithmetic type of the kernels in csrc/kernels/, is float32 in this unit.
+ */
 #ifndef REAL_F32_H
 #define REAL_F32_H
 

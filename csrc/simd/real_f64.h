@@ -1,4 +1,5 @@
-/* The arithmetic type of the kernels that are included next: float64. */
+/* `real`, the arithmetic type of the kernels in csrc/kernels/, is float64 in this unit.
+ */
 #ifndef REAL_F64_H
 #define REAL_F64_H
 

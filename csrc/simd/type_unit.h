@@ -1,4 +1,5 @@
-/* The table of one instruction set and arithmetic type. Included after a vocabulary. */
+/* The kernel table of one instruction set and arithmetic type. Include it after a
+ * vector vocabulary, vec_SET_f32.h or vec_SET_f64.h, which the kernels use. */
 #ifndef TYPE_UNIT_H
 #define TYPE_UNIT_H
 

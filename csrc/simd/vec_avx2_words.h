@@ -1,4 +1,4 @@
-/* Words of dropout (see vec_scalar_words.h) on AVX2, FMA and F16C. */
+/* Eight 64-bit words (see vec_scalar_words.h) on AVX2, FMA and F16C. */
 // clang-format off
 #ifndef VEC_AVX2_WORDS_H
 #define VEC_AVX2_WORDS_H
@@ -6,7 +6,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-/* Pairs 0 1 4 5 and 2 3 6 7, so that one shuffle brings them in order. */
+/* a holds words 0 1 4 5 and b words 2 3 6 7, so that v8_store() needs one shuffle. */
 typedef struct { __m256i a, b; } v8;
 static inline v8 v8_set1(uint32_t x) { return (v8){_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)}; }
 static inline v8 v8_count(uint32_t x)

@@ -1,7 +1,7 @@
 /* The vector vocabulary (see vec_scalar_f32.h) on AVX-512 F, BW, DQ and VL: 16 float32.
- * AVX512-BF16 serves only products of pairs, for its conversion flushes subnormals to
- * zero. It is written as assembly, so that no function needs another instruction set
- * than the rest. */
+ * AVX512_BF16 is used only for products of pairs, because its conversion flushes
+ * subnormals to zero. Its instructions are inline assembly, so that this unit needs no
+ * compiler flag for an instruction set that not every AVX-512 processor has. */
 // clang-format off
 #ifndef VEC_AVX512_F32_H
 #define VEC_AVX512_F32_H
@@ -17,7 +17,7 @@
 
 #define VR_WIDTH 16
 #define V_ROWS 12
-#if __GNUC__ >= 10 || defined(__clang__) /* older ones come with older assemblers */
+#if __GNUC__ >= 10 || defined(__clang__) /* assemblers of older gcc lack AVX512_BF16 */
 #define V_PAIRS 1
 #else
 #define V_PAIRS 0
@@ -44,7 +44,7 @@ static inline vr vr_pow2(vr a)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
 }
-/* By 4 x 4 inside the 128-bit quarters, then the quarters among themselves. */
+/* Transposes 4 x 4 blocks inside the 128-bit quarters, then permutes the quarters. */
 static inline void vr_transpose(vr *r)
 {
     vr pair[16], quad[16], half[16];
@@ -94,7 +94,7 @@ static inline void vr_store_bf16(uint16_t *p, vr a)
     const __m512i half = _mm512_mask_set1_epi32(rounded, nan, 0x7FC0);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
 }
-/* CPUID is slow, most of all in a virtual machine: it is asked once. */
+/* Caches the answer, because CPUID is slow, most of all in a virtual machine. */
 static inline bool v_has_pairs(void)
 {
     static _Atomic(int) known;

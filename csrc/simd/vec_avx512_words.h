@@ -1,4 +1,4 @@
-/* Words of dropout (see vec_scalar_words.h) on AVX-512 F, BW, DQ and VL. */
+/* Eight 64-bit words (see vec_scalar_words.h) on AVX-512 F, BW, DQ and VL. */
 // clang-format off
 #ifndef VEC_AVX512_WORDS_H
 #define VEC_AVX512_WORDS_H

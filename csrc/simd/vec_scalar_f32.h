@@ -1,18 +1,21 @@
-/* The vector vocabulary on one lane, float32: what every other instruction set must
- * equal. vec_SET_f32.h and vec_SET_f64.h define the same names for the two arithmetic
- * types, vec_SET_words.h those for the words of dropout.
+/* The vector vocabulary on one lane of float32: the reference for every other
+ * instruction set. vec_SET_f32.h and vec_SET_f64.h define the same names for the two
+ * arithmetic types, vec_SET_words.h the 64-bit integers for the random numbers of
+ * dropout.
  *
- * vr is a vector of VR_WIDTH `real`; loads and stores need no alignment. vr_max(a, b) is
- * a > b ? a : b and vr_min(a, b) a < b ? a : b, so b where either is NaN. vr_madd is
- * a * b + c, fused where that is cheap. vr_if_less(a, b, x, y) is a < b ? x : y.
- * vr_pow2(a) shifts the lowest bits of a to the exponent's place. vr_transpose() takes as
- * many rows as there are lanes. vr_sum adds up the lanes. V_ROWS by two vectors are the
- * accumulators that the registers hold beside two factors and a broadcast.
+ * vr is a vector of VR_WIDTH `real`; loads and stores need no alignment. vr_max(a, b)
+ * is a > b ? a : b and vr_min(a, b) is a < b ? a : b, so b if either is NaN. vr_fma is
+ * a fused multiply-add. vr_madd is a * b + c, fused only if the set has FMA.
+ * vr_if_less(a, b, x, y) is a < b ? x : y. vr_pow2(a) shifts the lowest bits of a into
+ * the exponent field. vr_transpose() transposes VR_WIDTH vectors in place. vr_sum adds
+ * the lanes. V_ROWS: registers suffice for V_ROWS x 2 vectors of accumulators of a
+ * matrix product, beside two factors and a broadcast.
  *
- * Where V_PAIRS is 1, a lane may hold a pair of bfloat16, the first in its low half:
- * vr_pair(a, b) rounds a and b, vr_store_pairs rounds and stores neighbours, and
- * vr_dot(a, b, c) is c + the second product + the first. All may take subnormals for 0.
- * v_has_pairs() is whether the processor has these instructions. */
+ * V_PAIRS is 1 where a lane may hold a pair of bfloat16, the first in its low half:
+ * vr_pair(a, b) rounds lanes of a and b to pairs, vr_store_pairs rounds neighbouring
+ * lanes to pairs and stores them, and vr_dot(a, b, c) is c + the product of the second
+ * elements + that of the first. All three may flush subnormals to 0. v_has_pairs() is
+ * whether the processor has these instructions. */
 // clang-format off
 #ifndef VEC_SCALAR_F32_H
 #define VEC_SCALAR_F32_H

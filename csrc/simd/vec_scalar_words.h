@@ -1,5 +1,6 @@
-/* Eight words of 64 bits: v8_count(x) is x, x + 1 .. x + 7, v8_mul(a, x) multiplies the
- * low halves, v8_high moves the high halves down, v8_store stores the low halves. */
+/* v8: eight 64-bit words, for Philox (kernels/dropout.h). v8_count(x) is x, x + 1 ..
+ * x + 7. v8_mul(a, x) is the 64-bit product of each low half of a and x. v8_high moves
+ * the high halves into the low halves. v8_store stores the low halves as uint32_t. */
 // clang-format off
 #ifndef VEC_SCALAR_WORDS_H
 #define VEC_SCALAR_WORDS_H

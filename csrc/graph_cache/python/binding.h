@@ -1,4 +1,4 @@
-/* The graph cache's binding: the Python types and what their files share. */
+/* The graph cache's Python binding: the structs of its types, and shared functions. */
 #ifndef PY_GRAPH_H
 #define PY_GRAPH_H
 
@@ -9,23 +9,25 @@
 typedef struct {
     PyObject_HEAD
     tfast_graph_cache *cache; /* a reference; never NULL in a complete object */
-    bool pread;
+    bool pread;               /* files are read graph by graph, not mapped */
 } py_graph_cache;
 
-/* The kind of arrays that batches have. */
+/* The arrays of batches: NumPy arrays, DLPack capsules, or objects of array_type. */
 typedef enum { PY_AS_NUMPY, PY_AS_CAPSULE, PY_AS_OBJECT } py_graph_as;
 
 typedef struct {
     PyObject_HEAD
-    py_graph_cache *cache;                  /* a reference */
-    PyObject *array_type;                   /* a reference, or NULL */
-    const struct dlpack_exchange *exchange; /* of array_type, for PY_AS_OBJECT */
-    PyObject *from_dlpack; /* a reference: converts a capsule where exchange is NULL */
+    py_graph_cache *cache; /* a reference */
+    PyObject *array_type;  /* a reference, or NULL */
+    const struct dlpack_exchange
+        *exchange; /* array_type's DLPack exchange API or NULL */
+    PyObject
+        *from_dlpack; /* a reference; converts capsules if there is no exchange API */
     py_graph_as as;
-    tfast_graph_selection selection; /* its arrays are this object's */
+    tfast_graph_selection selection; /* its pointers refer to the arrays below */
     uint16_t *fields, *batch_of;
     int64_t *totals;
-    uint8_t *dtypes; /* per selected field: its dtype, as in py_array */
+    uint8_t *dtypes; /* dtype of each selected field, numbered as in py_array */
 } py_graph_selection;
 
 typedef struct {
@@ -37,15 +39,18 @@ typedef struct {
 extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection_spec,
     py_graph_batch_spec, py_graph_prefetch_spec, py_graph_order_spec;
 
-/* Makes the types above and adds them to the module; from now on a signal ends a wait
- * for a lock of the cache. Returns 0 or -1 with an exception. */
+/* Creates the types above and adds them to the module. Also lets a Python signal
+ * handler that raises end a wait for a lock of a cache. Returns 0, or -1 with an
+ * exception. */
 int py_graph_add_types(PyObject *module, py_state *state);
 
-/* True where reading n graphs takes long enough to release the GIL. Releasing it for
- * microseconds is costly: a waiting thread keeps it for milliseconds. */
+/* Whether reading n graphs takes long enough to release the GIL. Releasing the GIL for
+ * microseconds does not pay: a thread that waits for it then keeps it for milliseconds.
+ */
 bool py_graph_takes_long(const py_graph_cache *cache, int64_t n);
 
-/* A zeroed object of a type, tracked by the garbage collector. */
+/* A new zeroed object of the type, tracked by the garbage collector; NULL with an
+ * exception. */
 PyObject *py_graph_alloc(PyTypeObject *type);
 
 /* Frees the object itself: the last step of a dealloc. */
@@ -54,8 +59,8 @@ void py_graph_free(PyObject *self);
 /* The module's state, from an object of one of its types. */
 py_state *py_graph_state(PyObject *self);
 
-/* GRAPH_... of a py_array's dtype, and the inverse, which is uint8 for strings and
- * bytes. */
+/* The GRAPH_... dtype for a dtype of py_array, and the inverse, which returns uint8 for
+ * GRAPH_STRING and GRAPH_BYTES. */
 int py_graph_dtype(int dtype);
 int py_dtype_of_graph(int graph_dtype);
 
@@ -65,18 +70,20 @@ typedef struct {
     int64_t n;
 } py_int64s;
 
-/* Takes an array of int64 on the CPU with one dimension, or a sequence of integers.
- * Returns 0, or -1 with TypeError, ValueError or MemoryError. */
+/* Copies a one-dimensional int64 array on the CPU, or a sequence of integers. `name` is
+ * for messages. Returns 0, or -1 with TypeError, ValueError or MemoryError. */
 int py_take_int64s(py_state *state, PyObject *object, const char *name, py_int64s *out);
 
-/* Takes a sequence of integers in 0 .. end - 1 as uint16; the caller frees *out. */
+/* Copies a sequence of integers in 0 .. end - 1; the caller frees *out with
+ * PyMem_Free(). Returns 0, or -1 with an exception. */
 int py_take_uint16s(PyObject *object, const char *name, int64_t end, uint16_t **out,
                     int *n);
 
-/* The object as one of the types above, or NULL with TypeError. Borrowed. */
+/* Casts `object`, which stays borrowed, to the struct of type number PY_GRAPH_...; NULL
+ * with TypeError if it has another type. */
 void *py_graph_object(py_state *state, PyObject *object, int type, const char *name);
 
-/* A GraphBatch. It takes over the caller's reference to `batch`, also on failure. */
+/* A new GraphBatch. Steals the caller's reference to `batch`, even on failure. */
 PyObject *py_graph_batch_new(py_graph_selection *selection, tfast_graph_batch *batch);
 
 /* Functions of the module. */

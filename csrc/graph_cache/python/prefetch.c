@@ -1,4 +1,4 @@
-/* The type GraphPrefetch: batches that native threads collate ahead. */
+/* The type GraphPrefetch: native threads collate batches before they are needed. */
 #include "binding.h"
 
 typedef struct {
@@ -6,15 +6,15 @@ typedef struct {
     py_graph_selection *selection; /* a reference */
     tfast_graph_prefetch *prefetch;
     tfast_graph_batch
-        *first; /* a reference: the batch that was asked for last, or NULL */
-    int64_t first_number;
-    int64_t last_number; /* of a batch that was submitted */
-    int64_t largest;     /* number of graphs that was submitted */
-    bool busy;
+        *first; /* a reference to the batch that next() returned last, or NULL */
+    int64_t first_number; /* the caller's number of `first` */
+    int64_t last_number;  /* the last number that was submitted; -1: none */
+    int64_t largest;      /* most graphs in a submitted batch */
+    bool busy;            /* a method runs, perhaps without the GIL */
 } graph_prefetch;
 
-/* Seconds: how long a small batch is waited for with the GIL, and how long without it
- * between two checks for signals. */
+/* In seconds: SHORT is how long next() waits for a small batch with the GIL held, SLICE
+ * how long it then waits without the GIL between two checks for signals. */
 static const double SHORT = 0.0002, SLICE = 0.05;
 
 /* Marks the object as in use by this thread. Returns 0, or -1 with RuntimeError. */
@@ -62,9 +62,9 @@ done:
     return result;
 }
 
-/* Waits until self->first is the next batch. Returns 0, or -1 with an exception: the
- * batch's own, or that of a signal's handler, after which the batch can be waited for
- * again. */
+/* Waits for the next batch and stores it in self->first. Returns 0, or -1 with an
+ * exception: the error of the batch, or that of a signal handler; in the latter case a
+ * further call waits for the same batch. */
 static int
 wait_for_next(graph_prefetch *self)
 {
@@ -169,7 +169,8 @@ prefetch_dealloc(graph_prefetch *self)
     PyObject_GC_UnTrack(self);
     tfast_graph_batch_release(self->first);
     if (self->prefetch != NULL) {
-        tfast_graph_prefetch_free(self->prefetch); /* its threads need no GIL */
+        tfast_graph_prefetch_free(self->prefetch); /* joins threads; they never take the
+                                                      GIL */
     }
     Py_XDECREF((PyObject *)self->selection);
     py_graph_free((PyObject *)self);

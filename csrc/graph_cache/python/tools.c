@@ -61,7 +61,8 @@ py_graph_build_begin(PyObject *Py_UNUSED(module), PyObject *args)
     return py_result(status);
 }
 
-/* The core takes unsigned numbers. Returns 0, or -1 with ValueError. */
+/* Refuses negative numbers, because the core reads uint64_t. Returns 0, or -1 with
+ * ValueError. */
 static int
 check_order(const py_int64s *order)
 {
@@ -106,9 +107,9 @@ done:
 
 /* The state of a repair that runs without the GIL. */
 typedef struct {
-    PyThreadState *thread;
-    PyObject *line;
-    bool failed;
+    PyThreadState *thread; /* of PyEval_SaveThread(); say_line() takes the GIL */
+    PyObject *line;        /* called with each line of the report; borrowed */
+    bool failed;           /* an exception is set; py_graph_repair() returns with it */
 } listener;
 
 static void
@@ -118,7 +119,7 @@ say_line(void *context, const char *text)
     PyObject *string, *said = NULL;
 
     PyEval_RestoreThread(l->thread);
-    if (!l->failed && !PyErr_Occurred()) { /* otherwise the repair ends with that */
+    if (!l->failed && !PyErr_Occurred()) { /* no calls while an exception is set */
         string = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
         if (string != NULL) {
             said = PyObject_CallFunctionObjArgs(l->line, string, NULL);

@@ -1,4 +1,4 @@
-/* What the types share: dtypes, integers from Python, making and freeing objects. */
+/* Helpers of the graph cache's types: dtypes, integers from Python, allocation. */
 #include "../io.h"
 #include "binding.h"
 
@@ -40,12 +40,12 @@ py_dtype_of_graph(int graph_dtype)
             return i;
         }
     }
-    return PY_UINT8; /* the bytes of strings */
+    return PY_UINT8; /* GRAPH_STRING, GRAPH_BYTES */
 }
 
 /* ---- Integers from Python -------------------------------------------------------- */
 
-/* From an array of one dimension, with any stride. */
+/* Copies an int64 array with one dimension and any stride. */
 static int
 copy_array(const py_array *array, py_argument argument, py_int64s *out)
 {
@@ -72,7 +72,7 @@ copy_array(const py_array *array, py_argument argument, py_int64s *out)
     return 0;
 }
 
-/* One integer; -1 with an exception that names it. */
+/* Converts one integer. Returns 0, or -1 with an exception that names the argument. */
 static int
 take_integer(PyObject *object, py_argument argument, int64_t *value)
 {
@@ -146,7 +146,7 @@ py_take_int64s(py_state *state, PyObject *object, const char *name, py_int64s *o
         !PyErr_ExceptionMatches(PyExc_TypeError)) {
         return -1;
     }
-    PyErr_Clear(); /* other integers, one by one */
+    PyErr_Clear(); /* not an int64 array: convert element by element */
     return copy_sequence(object, name, out);
 }
 
