@@ -9,15 +9,15 @@
  * Inside a chunk, lane l of TFAST_AMP_LANES adds the terms of the chunk's elements
  * l, l + LANES, l + 2 * LANES ... in this order, starting at 0: fma(x, x, sum) for the
  * 2-norm, sum + |x| for the 1-norm, in float32 (float64 for float64 tensors). Elements
- * past the end of a tensor count as 0. Then lanes are halved until one is left: lane l
+ * past the end of a tensor count as 0. Then the lanes are reduced by halves: lane l
  * adds lane l + 64, then l + 32, ... 16, 8, 4, 2, 1, in the same type. The chunk's sum
- * is the last lane converted to float64. If it is not finite, the chunk is summed again
+ * is lane 0 converted to float64. If it is not finite, the chunk is summed again
  * in the same order in float64, where squares of float32 and half types cannot
  * overflow, and each element is checked for infinity and NaN.
  *
- * Over the chunks, in float64: sum k of TFAST_AMP_SUMS adds those of the chunks k, k +
- * SUMS, ... in order, starting at 0; then the sums are halved as the lanes are: k adds
- * k + 128, 64, ... 1.
+ * Over the chunks, in float64: accumulator k of TFAST_AMP_SUMS adds the sums of chunks
+ * k, k + SUMS, ... in this order, starting at 0. Then the accumulators are reduced by
+ * halves: accumulator k adds k + 128, then k + 64, ... 1.
  *
  * For the largest and the smallest |x| the order does not matter; NaN propagates. */
 #ifndef TFAST_AMP_SUM_H

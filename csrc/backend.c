@@ -1,5 +1,4 @@
-/* The table of backends: which exist, which can run on this machine, which is in use.
- */
+/* The table of backends: which exist, which can run here, and which is in use. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE /* dladdr */
 #endif

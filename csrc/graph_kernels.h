@@ -1,4 +1,4 @@
-/* The graph cache's inner loops, compiled once for each instruction set; the results are
+/* The graph cache's inner loops, compiled once for each instruction set. All sets give
  * the same bits. */
 #ifndef TFAST_GRAPH_KERNELS_H
 #define TFAST_GRAPH_KERNELS_H

@@ -1,5 +1,4 @@
-/* `real`, the arithmetic type of the kernels in csrc/kernels/, is float32 in this unit.
- */
+/* `real`, the arithmetic type of the kernels that are included next: float32. */
 #ifndef REAL_F32_H
 #define REAL_F32_H
 

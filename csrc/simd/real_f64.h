@@ -1,5 +1,4 @@
-/* `real`, the arithmetic type of the kernels in csrc/kernels/, is float64 in this unit.
- */
+/* `real`, the arithmetic type of the kernels that are included next: float64. */
 #ifndef REAL_F64_H
 #define REAL_F64_H
 

@@ -17,12 +17,10 @@ typedef enum { PY_AS_NUMPY, PY_AS_CAPSULE, PY_AS_OBJECT } py_graph_as;
 
 typedef struct {
     PyObject_HEAD
-    py_graph_cache *cache; /* a reference */
-    PyObject *array_type;  /* a reference, or NULL */
-    const struct dlpack_exchange
-        *exchange; /* array_type's DLPack exchange API or NULL */
-    PyObject
-        *from_dlpack; /* a reference; converts capsules if there is no exchange API */
+    py_graph_cache *cache;                  /* a reference */
+    PyObject *array_type;                   /* a reference, or NULL */
+    const struct dlpack_exchange *exchange; /* array_type's exchange API, or NULL */
+    PyObject *from_dlpack; /* a reference; converts capsules where exchange is NULL */
     py_graph_as as;
     tfast_graph_selection selection; /* its pointers refer to the arrays below */
     uint16_t *fields, *batch_of;
@@ -44,9 +42,9 @@ extern PyType_Spec py_graph_writer_spec, py_graph_cache_spec, py_graph_selection
  * exception. */
 int py_graph_add_types(PyObject *module, py_state *state);
 
-/* Whether reading n graphs takes long enough to release the GIL. Releasing the GIL for
- * microseconds does not pay: a thread that waits for it then keeps it for milliseconds.
- */
+/* Whether reading n graphs takes long enough to release the GIL. Releasing it for
+ * microseconds is a loss: a thread that waits for the GIL then keeps it for
+ * milliseconds. */
 bool py_graph_takes_long(const py_graph_cache *cache, int64_t n);
 
 /* A new zeroed object of the type, tracked by the garbage collector; NULL with an

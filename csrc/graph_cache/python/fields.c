@@ -1,5 +1,4 @@
-/* Converts the fields of a graph from Python values to tfast_graph_value, for appends.
- */
+/* Converts a graph's fields from Python values to tfast_graph_value, for an append. */
 #include "fields.h"
 
 /* ---- Values ---------------------------------------------------------------------- */

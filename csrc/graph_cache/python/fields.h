@@ -1,5 +1,4 @@
-/* Converts the fields of a graph from Python values to tfast_graph_value, for appends.
- */
+/* Converts a graph's fields from Python values to tfast_graph_value, for an append. */
 #ifndef PY_GRAPH_FIELDS_H
 #define PY_GRAPH_FIELDS_H
 
@@ -10,7 +9,7 @@ typedef struct {
     const graph_schema_field *field;
     PyObject *key;
     PyObject *text;   /* "graph['x']", for messages */
-    const char *name; /* `text` in UTF-8, owned by it */
+    const char *name; /* `text` in UTF-8, owned by `text` */
     PyObject *object; /* the value; a reference during an append */
     py_array array; /* borrowed from `object`; its buffer has a str's shape, strides */
     union {         /* the value of a Python bool, int or float */

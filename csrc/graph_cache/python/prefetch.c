@@ -5,12 +5,11 @@ typedef struct {
     PyObject_HEAD
     py_graph_selection *selection; /* a reference */
     tfast_graph_prefetch *prefetch;
-    tfast_graph_batch
-        *first; /* a reference to the batch that next() returned last, or NULL */
-    int64_t first_number; /* the caller's number of `first` */
-    int64_t last_number;  /* the last number that was submitted; -1: none */
-    int64_t largest;      /* most graphs in a submitted batch */
-    bool busy;            /* a method runs, perhaps without the GIL */
+    tfast_graph_batch *first; /* a reference: what next() returned last; or NULL */
+    int64_t first_number;     /* the caller's number of `first` */
+    int64_t last_number;      /* the last number that was submitted; -1: none */
+    int64_t largest;          /* most graphs in a submitted batch */
+    bool busy;                /* a method runs, perhaps without the GIL */
 } graph_prefetch;
 
 /* In seconds: SHORT is how long next() waits for a small batch with the GIL held, SLICE
@@ -169,8 +168,7 @@ prefetch_dealloc(graph_prefetch *self)
     PyObject_GC_UnTrack(self);
     tfast_graph_batch_release(self->first);
     if (self->prefetch != NULL) {
-        tfast_graph_prefetch_free(self->prefetch); /* joins threads; they never take the
-                                                      GIL */
+        tfast_graph_prefetch_free(self->prefetch); /* its threads never take the GIL */
     }
     Py_XDECREF((PyObject *)self->selection);
     py_graph_free((PyObject *)self);

@@ -141,7 +141,7 @@ writer_commit(graph_writer *self, PyObject *Py_UNUSED(unused))
                : PyLong_FromLongLong(tfast_graph_writer_committed(self->writer));
 }
 
-/* Frees the core's writer and keeps the numbers that `appended` and `committed` report.
+/* Frees the core's writer; keeps what the attributes `appended` and `committed` report.
  */
 static void
 drop_writer(graph_writer *self)
