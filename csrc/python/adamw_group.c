@@ -1,22 +1,24 @@
-/* _core.adamw_groups: the AdamW step on torch param groups, with no lists made, and the
- * pass over their gradients before it. */
+/* _core.adamw_groups: the AdamW step on all torch param groups of an optimizer, after
+ * an optional pass over their gradients (pass 1: infinities, norm). Reads gradients and
+ * state from the tensors and the state dict, so that Python builds no lists. */
 #include "adamw_call.h"
 
 #include <string.h>
 
-/* The step of one optimizer: all of its groups, and what they share. */
+/* One step of an optimizer: its groups and the arguments that they share. Objects are
+ * borrowed from the caller. */
 typedef struct step {
-    PyObject *all; /* the optimizer's state dict */
-    PyObject *bump, *relayout;
+    PyObject *all;             /* the optimizer's state dict */
+    PyObject *bump, *relayout; /* callables: see bump_versions() and py_table */
     py_adamw_group *groups;
     Py_ssize_t n;
-    bool only_prepare;              /* do all that may fail, and step with nothing */
-    bool measure_inf, measure_norm; /* the pass over gradients writes them */
-    bool wide; /* a float64 is among the tensors, so norm and clip_coef are float64's */
+    bool only_prepare;              /* check and allocate, but step no group */
+    bool measure_inf, measure_norm; /* pass 1 writes found_inf, the norms */
+    bool wide; /* a tensor is float64: form norm and clip_coef in float64 */
     double max_norm;
     void *stream;
     tfast_amp_grads_args grads;
-    float *grad_scale, *found_inf, *total_norm; /* addresses of the arrays so named */
+    float *grad_scale, *found_inf, *total_norm; /* data of the arrays */
     double *total_norm_f64, *clip_coef;
     py_call call;
 } step;
@@ -81,7 +83,7 @@ static const py_operation operation = {.name = "adamw_groups",
                                        .needs = ((uint64_t)1 << GRAD_SCALE) - 1 -
                                                 ((uint64_t)1 << RELAYOUT)};
 
-/* The parameters of the group's rows: a new reference. */
+/* A list of the parameters that have rows, that is, gradients. A new reference. */
 static PyObject *
 stepped(const py_adamw_group *group)
 {
@@ -101,7 +103,7 @@ stepped(const py_adamw_group *group)
     return params;
 }
 
-/* Tells autograd which tensors the group's step wrote. */
+/* Calls bump(tensors written by the step), which increments autograd's versions. */
 static int
 bump_versions(PyObject *bump, const py_adamw_group *group)
 {
@@ -119,7 +121,7 @@ bump_versions(PyObject *bump, const py_adamw_group *group)
 
 /* ---- All groups ------------------------------------------------------------------ */
 
-/* Parses a tuple of the arguments in py_adamw_group_tuple's order. */
+/* Parses a group: a tuple of arguments in the order of py_adamw_group_tuple. */
 static int
 parse_group(py_state *state, PyObject *tuple, py_adamw_group *group)
 {
@@ -149,8 +151,9 @@ parse_group(py_state *state, PyObject *tuple, py_adamw_group *group)
     return group->params == NULL ? -1 : 0;
 }
 
-/* Adds all parameters. Returns 0, -1 or 1, as py_adamw_add_group(). On any but 0 the
- * calls that began still have to be ended. */
+/* Adds and prepares the rows of all groups. Returns 0, -1 or 1 as py_adamw_add_group(),
+ * 1 also where two groups are on different devices. The caller ends the calls that have
+ * begun (call.workspace is not NULL), whatever the result. */
 static int
 add_groups(py_state *state, step *step)
 {
@@ -187,8 +190,8 @@ add_groups(py_state *state, step *step)
     return 0;
 }
 
-/* Refuses a gradient that two groups share and one of them writes: the second would
- * find it zeroed or unscaled. */
+/* Refuses a gradient that two groups share if a group writes its gradients: the second
+ * group would read it zeroed or already unscaled. Skipped if no address has changed. */
 static int
 check_shared_grads(const py_state *state, const step *step)
 {
@@ -218,7 +221,7 @@ check_shared_grads(const py_state *state, const step *step)
     return status;
 }
 
-/* Fills the arguments of the pass over all gradients. */
+/* Fills the arguments of pass 1 over the gradients of all groups, `rows` in total. */
 static int
 prepare_pass(step *step, Py_ssize_t rows)
 {
@@ -251,8 +254,8 @@ prepare_pass(step *step, Py_ssize_t rows)
     return 0;
 }
 
-/* Both passes, without the interpreter's lock. All that may be refused, or find no
- * memory, comes before the first group is stepped. */
+/* Runs pass 1 and the steps; called without the GIL. Everything that can be refused or
+ * can lack memory happens before the first group is stepped. */
 static tfast_status
 run_passes(step *step)
 {
@@ -267,7 +270,7 @@ run_passes(step *step)
         args->clip_coef = step->clip_coef;
         args->stream = step->stream;
         if (args->n_slots > 0 && (step->n > 1 || passes || step->only_prepare)) {
-            status = tfast_adamw_prepare(args); /* else the call does it */
+            status = tfast_adamw_prepare(args); /* else tfast_adamw() does it */
         }
     }
     if (step->only_prepare) {
@@ -284,7 +287,7 @@ run_passes(step *step)
     return status;
 }
 
-/* Whether a float64 is among a group's parameters or gradients. */
+/* Whether some parameter or gradient of the group is float64. */
 static bool
 has_float64(const py_adamw_group *group)
 {
@@ -299,7 +302,7 @@ has_float64(const py_adamw_group *group)
     return found;
 }
 
-/* Marks what the pass over gradients writes. */
+/* A bit for each shared scalar that pass 1 writes. */
 static uint64_t
 written_scalars(const step *step)
 {
@@ -310,7 +313,7 @@ written_scalars(const step *step)
            (step->measure_norm ? norms : 0);
 }
 
-/* Steps what add_groups() has added. */
+/* Steps the rows of add_groups(). Returns (number of rows, whether any is float64). */
 static PyObject *
 run_groups(step *step)
 {
@@ -367,7 +370,8 @@ step_groups(step *step)
         Py_CLEAR(step->groups[g].written);
         if (call->workspace != NULL) {
             if (status != 0 || result == NULL) {
-                call->workspace->table.n_checked = 0; /* not against other groups */
+                /* or the next call could skip check_shared_grads() */
+                call->workspace->table.n_checked = 0;
             }
             py_adamw_end(call);
         }
@@ -376,7 +380,7 @@ step_groups(step *step)
     return result;
 }
 
-/* Parses all groups; what it has made is the caller's to free. */
+/* Parses all groups. Even on failure the caller frees step->groups and their params. */
 static int
 parse_groups(step *step, PyObject *list)
 {

@@ -118,7 +118,7 @@ py_is_dense(const py_array *array)
     if (c_order || array->numel == 0) {
         return true;
     }
-    /* Any order: find the dimension of each next stride. */
+    /* Any other order: each next stride must be the extent of the dimensions so far. */
     for (expected = 1; expected < array->numel;) {
         int d = 0;
         while (d < array->ndim &&
@@ -170,12 +170,12 @@ py_shape_text(int ndim, const int64_t *shape, char *text, size_t bytes)
 
 /* ---- Overlap: two strided arrays ------------------------------------------------- */
 
-/* An array's dimensions of more than one element, in bytes; strides are not negative.
- */
+/* The dimensions of a strided array that have more than one element. Everything is in
+ * bytes. Strides are made positive, because `first` is the lowest address. */
 typedef struct {
-    uintptr_t first, size; /* size: of an element */
+    uintptr_t first, size; /* size: of one element */
     int ndim;
-    uintptr_t strides[PY_MAX_DIMS], steps[PY_MAX_DIMS]; /* steps: elements - 1 */
+    uintptr_t strides[PY_MAX_DIMS], steps[PY_MAX_DIMS]; /* steps: shape - 1 */
 } pattern;
 
 static void
@@ -197,7 +197,8 @@ find_pattern(const py_span *span, pattern *found)
     }
 }
 
-/* The bytes of each `period` that an array covers, from its first byte on. */
+/* The bytes that an array spans from its first one on, modulo `period`. A dimension
+ * whose stride is a multiple of the period keeps the residue: it adds nothing. */
 static uintptr_t
 width_in(const pattern *array, uintptr_t period)
 {
@@ -211,7 +212,7 @@ width_in(const pattern *array, uintptr_t period)
     return width;
 }
 
-/* Whether both arrays cover different bytes of every period. */
+/* Whether the bytes of the two arrays are disjoint modulo `period`. */
 static bool
 are_apart_in(const pattern *a, const pattern *b, uintptr_t period)
 {
@@ -221,7 +222,8 @@ are_apart_in(const pattern *a, const pattern *b, uintptr_t period)
     return ahead >= width_a && ahead + width_b <= period;
 }
 
-/* Whether two spans that overlap share an element. */
+/* Whether two spans whose address ranges overlap share an element. They do not if they
+ * are disjoint modulo a stride of either; if no stride proves that, assume they do. */
 static bool
 share_elements(const py_span *one, const py_span *other)
 {
@@ -245,8 +247,8 @@ share_elements(const py_span *one, const py_span *other)
     return true;
 }
 
-/* Whether two indices may mean one element: each stride must reach past all that the
- * smaller strides cover. */
+/* Whether two indices may address the same element. They cannot if each stride is at
+ * least the extent that the dimensions with smaller strides cover. */
 static bool
 shares_with_itself(const py_span *span)
 {
@@ -269,7 +271,7 @@ shares_with_itself(const py_span *span)
     return false;
 }
 
-/* ---- Overlap: all arrays of a call------------------------------------------------ */
+/* ---- Overlap: all arrays of a call ----------------------------------------------- */
 
 py_span
 py_span_of(const py_array *array, py_argument argument, bool written)
@@ -309,7 +311,7 @@ argument_of(const py_span *span)
     return (py_argument){span->name, span->index};
 }
 
-/* Names the written span first, and of two the one that was given later. */
+/* The message begins with the written span; if both are, with the one given later. */
 static int
 overlap_error(PyObject *error, const py_span *one, const py_span *other)
 {
@@ -331,7 +333,7 @@ overlap_error(PyObject *error, const py_span *one, const py_span *other)
                              (int)one->group, text, (int)other->group);
 }
 
-/* By insertion where there are few spans: qsort() takes longer than a small call. */
+/* Insertion sort for few spans: there qsort() would take longer than a small call. */
 static void
 sort_spans(py_span *spans, Py_ssize_t n)
 {
@@ -350,7 +352,7 @@ sort_spans(py_span *spans, Py_ssize_t n)
     }
 }
 
-/* Fills in what the search needs; spans are in order of `first`. */
+/* Sets next_written of spans that are sorted by `first`. */
 static void
 link_written(py_span *spans, Py_ssize_t n)
 {
@@ -383,6 +385,8 @@ py_check_spans(PyObject *error, py_span *spans, Py_ssize_t n)
     }
     sort_spans(spans, n);
     link_written(spans, n);
+    /* Compare each span with later ones that begin inside it: a written span with all
+     * of them, another only with the written ones. */
     for (Py_ssize_t i = 0; i < n; i++) {
         const py_span *span = &spans[i];
         Py_ssize_t j = span->written ? i + 1 : span->next_written;

@@ -1,4 +1,4 @@
-/* From the arrays of an attention call to the args of the core. */
+/* Checks the arrays of an attention call and fills the core's args struct. */
 #include "attention.h"
 
 #include <stdio.h>
@@ -34,8 +34,8 @@ check_shape(const py_attention_call *a, int p, int ndim, const int64_t *want)
     return shape_error(a, p, PyExc_ValueError, rule);
 }
 
-/* Strides for the kernels. A dimension of size 1 may have any stride, which they must
- * not see: it becomes 0. */
+/* Fills the address and the strides for the kernels. A dimension of size 1 may have any
+ * stride, even a negative one; the kernels get 0 for it. */
 static int
 fill_rows(const py_attention_call *a, int p, tfast_attention_rows *rows)
 {
@@ -62,7 +62,7 @@ fill_rows(const py_attention_call *a, int p, tfast_attention_rows *rows)
     return 0;
 }
 
-/* q, k or v, of which only the number of dimensions is known. */
+/* Takes q, k or v; only their number of dimensions is checked here. */
 static int
 take_input(const py_attention_call *a, int p, tfast_attention_rows *rows)
 {
@@ -78,7 +78,7 @@ take_input(const py_attention_call *a, int p, tfast_attention_rows *rows)
     return fill_rows(a, p, rows);
 }
 
-/* An array whose shape is that of q or k, but for the last dimension. */
+/* Takes an optional array of the shape of `like`, with `dim` as its last dimension. */
 static int
 take_like(const py_attention_call *a, int p, int like, int64_t dim,
           tfast_attention_rows *rows)
@@ -163,7 +163,7 @@ take_inputs(py_attention_call *a)
 
 /* ---- Lengths --------------------------------------------------------------------- */
 
-/* Checks a dense array of n lengths. */
+/* Checks that cu_seqlens or kv_lens is a dense vector of n elements. */
 static int
 check_lengths(const py_attention_call *a, int p, int64_t n)
 {
@@ -176,9 +176,10 @@ check_lengths(const py_attention_call *a, int p, int64_t n)
     return 0;
 }
 
-/* Leaves the longest item in *longest unless the caller knows it, which it must where
- * the lengths are on a GPU. The core checks the lengths: here they only must not
- * overflow. */
+/* Sets *longest to the rows of the longest item, or checks the caller's value if it is
+ * not 0. On a GPU the offsets cannot be read here, so the caller must pass it. The core
+ * validates the offsets later; until then the difference of any two must not overflow,
+ * hence unsigned. */
 static int
 find_longest(const py_array *cu_seqlens, const char *name, int64_t *longest)
 {
@@ -238,7 +239,8 @@ take_lengths(py_attention_call *a)
     return 0;
 }
 
-/* A window that ends past every key is none. */
+/* Returns -1, no limit, for a window wide enough to reach every key from every query.
+ * The comparison with n_q + n_k is written so that it cannot overflow. */
 static int64_t
 shorten_window(const tfast_attention_args *args, int64_t window)
 {
@@ -251,7 +253,8 @@ shorten_window(const tfast_attention_args *args, int64_t window)
 
 /* ---- Options and their gradients ------------------------------------------------- */
 
-/* Strides with which an array broadcasts to the scores. */
+/* Fills the strides with which an array broadcasts to [batch, heads, n_q, n_k]: 0 for
+ * a missing dimension and for one of size 1. */
 static int
 broadcast(const py_attention_call *a, int p, int64_t stride[4])
 {
@@ -279,7 +282,7 @@ broadcast(const py_attention_call *a, int p, int64_t stride[4])
     return 0;
 }
 
-/* The mask or the bias. */
+/* Takes the mask or the bias. */
 static int
 take_term(const py_attention_call *a, int p, tfast_attention_term *term)
 {
@@ -293,8 +296,8 @@ take_term(const py_attention_call *a, int p, tfast_attention_term *term)
     return broadcast(a, p, term->stride);
 }
 
-/* A dense array [heads], or [batch or 1, heads] of ALiBi slopes; *batch is its stride.
- */
+/* Takes sinks, dense [heads], or ALiBi slopes, dense [heads] or [batch or 1, heads].
+ * *batch is the batch stride in elements, 0 where all items share the values. */
 static int
 take_per_head(const py_attention_call *a, int p, const void **data, int64_t *batch)
 {
@@ -345,7 +348,7 @@ take_options(py_attention_call *a)
     return take_per_head(a, SINKS, &args->sinks, &unused);
 }
 
-/* The gradient of an option needs the option, and has its shape. */
+/* A gradient of an option requires that option and must have its shape. */
 static int
 check_option_gradient(const py_attention_call *a, int p, int option)
 {
@@ -377,7 +380,7 @@ take_option_gradients(py_attention_call *a)
         if (broadcast(a, DBIAS, args->dbias_stride) < 0) {
             return -1;
         }
-        /* without elements it may have strides of 0, as if it were broadcast */
+        /* strides of an empty array may be 0, which the core takes for broadcast */
         args->dbias = dbias->numel == 0 ? NULL : dbias->data;
     }
     if ((dalibi != NULL && !py_same_layout(dalibi, a->call.found[ALIBI_SLOPES])) ||
@@ -393,7 +396,7 @@ take_option_gradients(py_attention_call *a)
 
 /* ---- Results --------------------------------------------------------------------- */
 
-/* lse or its gradient: [batch, heads, n_q], or [heads, total_q] with cu_seqlens. */
+/* Checks lse or dlse: [batch, heads, n_q], or [heads, total_q] with cu_seqlens. */
 static int
 check_lse(const py_attention_call *a, int p)
 {
@@ -462,7 +465,7 @@ take_results(py_attention_call *a)
     return take_option_gradients(a);
 }
 
-/* A straight line: sizes come first, since all else is checked against them. */
+/* take_inputs() comes first: it sets the sizes that the others check against. */
 int
 py_attention_take_arrays(py_attention_call *a)
 {

@@ -8,7 +8,8 @@
 /* ---- Types ----------------------------------------------------------------------- */
 
 /* False for subclasses of torch.Tensor other than Parameter: they inherit Tensor's
- * DLPack export, but its memory does not hold their values (fake, distributed, masked).
+ * DLPack export, but the exported memory need not hold their values (fake, distributed
+ * and masked tensors).
  * Sets *is_torch to whether the type is torch.Tensor or any subclass of it. */
 static bool
 is_plain_type(PyTypeObject *type, bool *is_torch)
@@ -33,11 +34,12 @@ is_plain_type(PyTypeObject *type, bool *is_torch)
             py_type_text_is(type, "__module__", "torch.nn.parameter", false));
 }
 
-/* ---- Views that are computed when they are read ---------------------------------- */
+/* ---- Lazy views: torch's conjugate and negative bits ----------------------------- */
 
-/* Torch's conj() and the imaginary part of what it gives are such, and the exchange API
- * does not say so. They are complex, or floats whose strides are twice those of complex
- * numbers; of single floats, whose strides say nothing, only PY_ANY_DTYPE asks. */
+/* Whether a torch tensor may have the conjugate or the negative bit set, which neither
+ * the exchange API nor data_ptr() shows. x.conj() is complex; x.conj().imag is a float
+ * view of complex memory, so its strides are even. The strides of a single float tell
+ * nothing: it counts only with PY_ANY_DTYPE. See also is_negated() in table.c. */
 static bool
 may_be_lazy(const py_array *array, int how)
 {
@@ -56,7 +58,7 @@ may_be_lazy(const py_array *array, int how)
     return array->numel > 1 || (how & PY_ANY_DTYPE) != 0;
 }
 
-/* What a method answers; false where there is none. */
+/* Calls a method that returns a bool; false if the object has no such method. */
 static bool
 says(PyObject *object, const char *method)
 {
@@ -68,7 +70,9 @@ says(PyObject *object, const char *method)
     return yes;
 }
 
-/* Returns 0, -1, or 1 where another way has to say what the object is. */
+/* Borrows by the exchange API or, with `exchange` NULL, by torch's attributes; resolves
+ * lazy views for PY_ANY_DTYPE and refuses them otherwise. Returns 0, -1 with an
+ * exception, or 1 without one if the attributes do not describe the tensor. */
 static int
 borrow_fast(const py_state *state, const dlpack_exchange *exchange, PyObject *object,
             py_argument argument, int how, py_array *array)
@@ -95,7 +99,7 @@ borrow_fast(const py_state *state, const dlpack_exchange *exchange, PyObject *ob
                : borrow_fast(state, exchange, array->owner, argument, how, array);
 }
 
-/* Remembers how arrays of a type are borrowed. */
+/* Makes py_borrow() call borrow_fast() for this type from now on. */
 static void
 remember(py_state *state, PyTypeObject *type, const dlpack_exchange *exchange)
 {
@@ -117,9 +121,10 @@ is_remembered(const py_state *state, const PyTypeObject *type)
     return found;
 }
 
-/* ---- All of them ----------------------------------------------------------------- */
+/* ---- Any array ------------------------------------------------------------------- */
 
-/* The first array of a type: find out how it exports, and remember the fast way. */
+/* Borrows an array whose type borrow_fast() does not know: tries the producers in turn,
+ * and remembers a type that has the exchange API or is torch's. */
 static int
 borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
                py_array *array)
@@ -185,8 +190,9 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
                              "must be an array (NumPy, torch, DLPack or a buffer)");
 }
 
-/* Whether a torch tensor's storage was resized to nothing, as sharding libraries free
- * memory. Torch's own kernels read it all the same, so they must not be tried. */
+/* Whether a torch tensor's storage was resized to 0 bytes, which is how sharding
+ * libraries free memory. check_data() raises ValueError for it: NotImplementedError
+ * would make callers fall back on torch, whose kernels dereference the null pointer. */
 static bool
 is_freed(PyObject *object)
 {
@@ -201,7 +207,7 @@ is_freed(PyObject *object)
     return freed;
 }
 
-/* In bytes; powers of two. */
+/* Alignment of an element in bytes, a power of two. */
 static const uint8_t alignments[PY_N_DTYPES] = {
     [TFAST_F32] = 4,        [TFAST_F64] = 8,      [TFAST_F16] = 2,
     [TFAST_BF16] = 2,       [TFAST_BOOL] = 1,     [PY_INT64] = 8,
@@ -286,7 +292,7 @@ py_release(py_array *array)
     Py_CLEAR(array->owner);
 }
 
-/* ---- What the rules of parameters say -------------------------------------------- */
+/* ---- Checks of one array: device, dtype ------------------------------------------ */
 
 static const char *
 device_text(tfast_device device, char *text, size_t bytes)
@@ -327,7 +333,7 @@ py_check_scalar(const py_array *array, py_argument argument, int dtype)
         py_dtype_name(dtype), (long long)array->numel, py_dtype_name(array->dtype));
 }
 
-/* The dtype that the rule asks for; -1: py_borrow() has checked it. */
+/* The dtype that a rule requires; -1: py_borrow() has already checked the dtype. */
 static int
 wanted_dtype(const py_call *call, int rule)
 {
@@ -364,7 +370,7 @@ check_dtype(const py_call *call, const py_parameter *parameter, const py_array *
 
 /* ---- The arrays of a call -------------------------------------------------------- */
 
-/* Borrows the next array of the call. */
+/* Borrows `object` into the next of call->arrays, and checks its device and dtype. */
 static const py_array *
 borrow_next(py_call *call, const py_parameter *parameter, bool written,
             PyObject *object, Py_ssize_t index)

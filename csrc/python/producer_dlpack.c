@@ -1,4 +1,4 @@
-/* Arrays that export DLPack. With dlpack.h the only file that knows it. */
+/* Borrows arrays that export DLPack, and makes arrays that Python imports by DLPack. */
 #include "made.h"
 #include "producers.h"
 
@@ -39,7 +39,7 @@ static const struct {
     [PY_FLOAT8_E5M2] = {DLPACK_FLOAT8_E5M2, 8},
 };
 
-/* The dtype, or -1 where it is none of ours. */
+/* The dtype as py_array has it, or -1 if it is unsupported. */
 static int
 dlpack_dtype(const dlpack_tensor *view)
 {
@@ -52,6 +52,7 @@ dlpack_dtype(const dlpack_tensor *view)
     return -1;
 }
 
+/* Fills a py_array from a DLPack tensor. Returns 0, or -1 with an exception. */
 static int
 from_dlpack(const dlpack_tensor *view, py_argument argument, int how, py_array *array)
 {
@@ -90,8 +91,8 @@ from_dlpack(const dlpack_tensor *view, py_argument argument, int how, py_array *
     return 0;
 }
 
-/* Turns the exception that a producer raised for an array it cannot export into ours,
- * with its reason inside. Errors that are not about the array pass. */
+/* Replaces the exception of a producer that cannot export an array by
+ * NotImplementedError with the producer's reason. Other exceptions stay. Returns -1. */
 static int
 cannot_export(py_argument argument)
 {
@@ -112,7 +113,7 @@ cannot_export(py_argument argument)
         PyErr_Clear();
         reason = "the producer gave no reason";
     }
-    line = strcspn(reason, "\n"); /* torch adds a page of stack */
+    line = strcspn(reason, "\n"); /* torch appends a stack trace */
     py_argument_error(PyExc_NotImplementedError, argument,
                       "must be a dense array that DLPack can export: %.*s",
                       (int)(line < 200 ? line : 200), reason);
@@ -137,8 +138,7 @@ find_exchange(PyTypeObject *type)
     while (exchange != NULL && exchange->version.major != 1) {
         exchange = exchange->previous;
     }
-    /* The struct is the producer's and lives as long as its library; the type keeps it.
-     */
+    /* The producer owns the struct, which lives as long as the type. */
     Py_XDECREF(capsule);
     return exchange;
 }
@@ -171,7 +171,8 @@ py_borrow_view(const dlpack_exchange *exchange, PyObject *object, py_argument ar
     return from_dlpack(&view, argument, how, array);
 }
 
-/* Asks for a versioned tensor first; producers before DLPack 1.0 take no arguments. */
+/* Calls __dlpack__() for a versioned tensor, and without arguments if the producer is
+ * older than DLPack 1.0 and refuses them. Returns a new reference. */
 static PyObject *
 call_dlpack(PyObject *object)
 {
@@ -192,15 +193,16 @@ call_dlpack(PyObject *object)
     return capsule;
 }
 
-/* The capsule is not consumed: while we hold it the tensor lives, and its own
- * destructor frees it afterwards. */
+/* The capsule is not consumed (renamed): the tensor lives while array->owner holds the
+ * capsule, whose destructor frees it. A write to a copied tensor would be lost, so it
+ * counts as read-only. */
 int
 py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *array)
 {
     const bool jax = py_type_text_is(Py_TYPE(object), "__module__", "jax", true);
     PyObject *capsule = call_dlpack(object);
     const dlpack_tensor *view;
-    bool read_only = jax; /* immutable, whatever the capsule says */
+    bool read_only = jax; /* immutable, even without the flag */
 
     if (capsule == NULL) {
         return cannot_export(argument);
@@ -227,15 +229,15 @@ py_borrow_capsule(PyObject *object, py_argument argument, int how, py_array *arr
     return from_dlpack(view, argument, how, array);
 }
 
-/* ---- Arrays made here ------------------------------------------------------------ */
+/* ---- Arrays made for Python ------------------------------------------------------ */
 
-/* One block: what the consumer sees, what we need to end it, shape and strides. */
+/* A tensor made for a consumer, in one block. delete_made() needs `managed` first. */
 typedef struct {
     dlpack_versioned managed;
-    dlpack_managed unversioned; /* the same tensor, for consumers from before 1.0 */
+    dlpack_managed unversioned; /* the same tensor for DLPack before 1.0 */
     void (*release)(void *context);
-    void *allocated; /* this block, or NULL: the context's */
-    int64_t dims[];
+    void *allocated; /* this block if malloc() made it; NULL: the caller's `note` */
+    int64_t dims[];  /* shape, then strides */
 } made_tensor;
 
 static void
@@ -291,7 +293,7 @@ delete_unversioned(dlpack_managed *managed)
     delete_made(managed->context);
 }
 
-/* Of a capsule that nobody has consumed: consumers rename those that they take. */
+/* Capsule destructor. A consumer renames its capsule and then owns the tensor. */
 static void
 free_capsule(PyObject *capsule)
 {

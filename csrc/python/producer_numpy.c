@@ -1,14 +1,14 @@
-/* NumPy arrays, and objects with the buffer protocol. The only file that knows NumPy.
- */
+/* Borrows NumPy arrays and objects with the buffer protocol, and makes NumPy arrays.
+ * The only file that uses NumPy's C API. */
 #include "made.h"
 #include "producers.h"
 
-#include <stdio.h> /* NumPy names FILE */
+#include <stdio.h> /* NumPy's headers use FILE */
 #include <string.h>
 
 #include <numpy/arrayobject.h>
 
-/* Loads NumPy's C API once NumPy has been imported by somebody. */
+/* Loads NumPy's C API if the process has imported NumPy; never imports it itself. */
 static bool
 load_numpy(py_state *state)
 {
@@ -34,10 +34,10 @@ py_is_numpy(py_state *state, PyObject *object)
     return load_numpy(state) && PyArray_Check(object);
 }
 
-/* ml_dtypes registers these at run time, under numbers of their own. */
+/* Dtypes that ml_dtypes registers at run time; their type numbers vary by process. */
 static const struct {
     const char *name;
-    int dtype, plain; /* `plain` holds the same bits where ml_dtypes is missing */
+    int dtype, plain; /* plain: holds the bits if ml_dtypes is missing */
 } user_dtypes[] = {
     {"bfloat16", TFAST_BF16, NPY_UINT16},
     {"float8_e4m3fn", PY_FLOAT8_E4M3FN, NPY_UINT8},
@@ -46,6 +46,7 @@ static const struct {
 
 enum { N_USER_DTYPES = sizeof user_dtypes / sizeof *user_dtypes };
 
+/* The dtype of a user-defined NumPy dtype, or -1; remembers its type number. */
 static int
 user_dtype(py_state *state, const PyArray_Descr *descr)
 {
@@ -61,7 +62,7 @@ user_dtype(py_state *state, const PyArray_Descr *descr)
     return -1;
 }
 
-/* By dtype; 0 (NPY_BOOL) for those of ml_dtypes. */
+/* NumPy's type numbers by dtype; not set for the dtypes of ml_dtypes. */
 static const int numpy_numbers[PY_N_DTYPES] = {
     [TFAST_F32] = NPY_FLOAT,     [TFAST_F64] = NPY_DOUBLE,
     [TFAST_F16] = NPY_HALF,      [TFAST_BOOL] = NPY_BOOL,
@@ -72,7 +73,7 @@ static const int numpy_numbers[PY_N_DTYPES] = {
     [PY_COMPLEX64] = NPY_CFLOAT, [PY_COMPLEX128] = NPY_CDOUBLE,
 };
 
-/* The dtype, or -1 where it is none of ours. */
+/* The dtype as py_array has it, or -1 if it is unsupported. */
 static int
 numpy_dtype(py_state *state, PyArrayObject *array)
 {
@@ -105,7 +106,8 @@ numpy_dtype(py_state *state, PyArrayObject *array)
     return -1;
 }
 
-/* Shape, strides and data; -1 where a stride is not of whole elements, with it. */
+/* Fills data, shape and strides. Returns 0, or -1 if a stride is not a multiple of the
+ * element size; *stride is then that stride in bytes. */
 static int
 take_layout(PyArrayObject *numpy, py_array *array, npy_intp *stride)
 {
@@ -131,7 +133,7 @@ take_layout(PyArrayObject *numpy, py_array *array, npy_intp *stride)
     return 0;
 }
 
-/* A copy in native byte order and C order becomes the owner. */
+/* Borrows a copy in native byte order and C order, which array->owner holds. */
 static int
 borrow_copy(PyObject *object, py_array *array)
 {
@@ -199,7 +201,7 @@ py_borrow_numpy_scalar(py_state *state, PyObject *object, py_argument argument, 
     if (status == 0) {
         status = py_borrow_numpy(state, owner, argument, how, array);
         if (array->owner == NULL) {
-            array->owner = owner; /* else a copy of it */
+            array->owner = owner; /* otherwise a copy owns the data */
         } else {
             Py_DECREF(owner);
         }
@@ -218,7 +220,7 @@ free_buffer(PyObject *capsule)
     PyMem_Free(buffer);
 }
 
-/* Takes the buffer and leaves it in array->owner. */
+/* Requests the object's buffer. A capsule in array->owner releases it. */
 static Py_buffer *
 take_buffer(PyObject *object, py_argument argument, int how, py_array *array)
 {
@@ -237,7 +239,7 @@ take_buffer(PyObject *object, py_argument argument, int how, py_array *array)
             py_argument_error(PyExc_ValueError, argument,
                               "must be a writable, strided buffer");
         } else if (PyErr_ExceptionMatches(PyExc_ValueError)) {
-            PyErr_Clear(); /* of a released memoryview, a closed mmap */
+            PyErr_Clear(); /* raised by a released memoryview or a closed mmap */
             py_argument_error(PyExc_ValueError, argument,
                               "must have data, got a buffer that was released");
         }
@@ -252,7 +254,7 @@ take_buffer(PyObject *object, py_argument argument, int how, py_array *array)
     return buffer;
 }
 
-/* An integer's dtype by its size in bytes, or -1. */
+/* The integer dtype of `size` bytes, or -1. */
 static int
 integer_dtype(int64_t size, bool is_signed)
 {
@@ -265,7 +267,7 @@ integer_dtype(int64_t size, bool is_signed)
     return -1;
 }
 
-/* The dtype of a native element, or -1 where it is none of ours. */
+/* The dtype of a struct format in native byte order, or -1 if it is unsupported. */
 static int
 buffer_dtype(const char *format, int64_t size)
 {
@@ -303,7 +305,7 @@ py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *arra
         return -1;
     }
     format = buffer->format == NULL ? "B" : buffer->format;
-    format += *format == '@' || *format == '='; /* native order */
+    format += *format == '@' || *format == '='; /* both: native byte order */
     array->dtype = buffer_dtype(format, buffer->itemsize);
     if (array->dtype < 0) {
         return py_dtype_error(argument, how, "buffer format '%.20s'", format);
@@ -314,8 +316,8 @@ py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *arra
     array->ndim = buffer->ndim;
     array->shape = array->buffer;
     array->strides = array->buffer + PY_MAX_DIMS;
-    for (int d = 0; d < buffer->ndim;
-         d++) { /* at most 64 dimensions, by the protocol */
+    /* The protocol allows at most 64 dimensions, PY_MAX_DIMS. */
+    for (int d = 0; d < buffer->ndim; d++) {
         array->buffer[d] = buffer->shape[d];
         array->buffer[PY_MAX_DIMS + d] = buffer->strides[d] / buffer->itemsize;
         if (buffer->strides[d] % buffer->itemsize != 0 && buffer->shape[d] > 1) {
@@ -328,9 +330,9 @@ py_borrow_buffer(PyObject *object, py_argument argument, int how, py_array *arra
     return 0;
 }
 
-/* ---- Arrays made here ------------------------------------------------------------ */
+/* ---- Arrays made for Python ------------------------------------------------------ */
 
-/* Borrowed; kept for the next time. */
+/* NumPy's descriptor of user_dtypes[which]. Borrowed: the module's state keeps it. */
 static PyArray_Descr *
 user_descr(py_state *state, int which)
 {
@@ -344,7 +346,7 @@ user_descr(py_state *state, int which)
         if (type != NULL) {
             state->numpy_descrs[which] = (PyObject *)PyArray_DescrFromTypeObject(type);
         }
-        if (state->numpy_descrs[which] == NULL) { /* the bits, then */
+        if (state->numpy_descrs[which] == NULL) { /* no ml_dtypes */
             PyErr_Clear();
             state->numpy_descrs[which] =
                 (PyObject *)PyArray_DescrFromType(user_dtypes[which].plain);
@@ -355,7 +357,7 @@ user_descr(py_state *state, int which)
     return (PyArray_Descr *)state->numpy_descrs[which];
 }
 
-/* A new reference. */
+/* NumPy's descriptor of a dtype, a new reference. */
 static PyArray_Descr *
 descr_of(py_state *state, int dtype)
 {
@@ -370,7 +372,7 @@ descr_of(py_state *state, int dtype)
     return PyArray_DescrFromType(numpy_numbers[dtype]);
 }
 
-/* NumPy, imported if nobody has. */
+/* Imports NumPy if necessary. Returns 0, or -1 with an exception. */
 static int
 need_numpy(py_state *state)
 {
@@ -388,7 +390,8 @@ need_numpy(py_state *state)
     return 0;
 }
 
-/* Without data NumPy takes memory, and any flag then means Fortran's order. */
+/* An array over made->data. If that is NULL, NumPy allocates memory; `flags` must then
+ * be 0, because any other value would select Fortran order. */
 static PyObject *
 make_array(py_state *state, const py_made *made, int flags)
 {
