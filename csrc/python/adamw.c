@@ -1,4 +1,4 @@
-/* A call of the AdamW step, and _core.adamw: lists of any arrays. */
+/* _core.adamw: the AdamW step on lists of arrays; and what all AdamW calls share. */
 #include "adamw_call.h"
 
 #define OUTPUT(NAME) .name = NAME, .kind = PY_ARRAY, .written = true
@@ -16,8 +16,8 @@
         [EMA] = {OUTPUT("emas")}, [COPY] = {OUTPUT(COPIES)},                           \
     }
 
-/* With master weights these are the params of the step, and the parameters its copies.
- */
+/* columns[1] is for master weights: the step updates the master weights (PARAM) and
+ * writes the model's parameters as their copies (COPY). */
 static const py_parameter columns[2][N_COLUMNS] = {COLUMNS("params", "copies"),
                                                    COLUMNS("master_params", "params")};
 
@@ -148,7 +148,7 @@ fill_extras(py_workspace *workspace)
     }
 }
 
-/* lr may be an array of one float32 where the parameters are. */
+/* Borrows lr if it is an array: one float32 on the device of the parameters. */
 static int
 take_lr(py_adamw_call *call, py_state *state)
 {
@@ -217,7 +217,8 @@ py_adamw_end(py_adamw_call *call)
 
 /* ---- Lists ----------------------------------------------------------------------- */
 
-/* A list or tuple of the wanted length as a list. Returns a new reference. */
+/* A new list of the sequence's items; refuses one array, and a length other than `want`
+ * unless that is negative. */
 static PyObject *
 as_list(PyObject *object, const char *name, Py_ssize_t want)
 {
@@ -237,7 +238,7 @@ as_list(PyObject *object, const char *name, Py_ssize_t want)
     return list;
 }
 
-/* Makes lists of the columns that are given; `step` may be a number. */
+/* Copies each given column to a new list. Column STEP may be an integer: then *step. */
 static int
 take_lists(PyObject *const *objects, PyObject **lists, int64_t *step)
 {
@@ -275,7 +276,7 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
         for (int c = 0; c < N_COLUMNS; c++) {
             objects[c] = lists[c] == NULL ? NULL : PyList_GetItem(lists[c], i);
             if ((c == EMA || c == COPY) && objects[c] == Py_None) {
-                objects[c] = NULL; /* not wanted for this parameter */
+                objects[c] = NULL; /* none for this parameter */
             }
         }
         status = py_table_add(state, table, objects, i);
@@ -290,7 +291,7 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
     return 0;
 }
 
-/* Borrows the scalars and runs the step on the rows that were added. */
+/* Borrows the scalars and runs the step on the rows of add_lists(). */
 static PyObject *
 run_lists(py_adamw_call *adamw, py_call *call)
 {

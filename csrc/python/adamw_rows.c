@@ -1,10 +1,10 @@
-/* Finds the gradient and the state of each parameter of a group. Every address is read
- * from its tensor in this call. With many small tensors this takes most of a step. */
+/* Finds the gradient and the state of each parameter of a param group and adds them to
+ * the table. With many small tensors this takes most of a step's time. */
 #include "adamw_call.h"
 
-/* The parameter's state dict. Both dicts were made in the order of the parameters, so
- * it is one of the next entries; asking by key would call the tensor's __hash__.
- * Borrowed; NULL without an exception where there is none. */
+/* The parameter's state dict: borrowed, or NULL, without an exception if it has none.
+ * `all` was filled in the order of the parameters, so the entry is usually one of the
+ * next after *position; a lookup by key would call the tensor's __hash__. */
 static PyObject *
 state_of(PyObject *all, PyObject *param, Py_ssize_t *position)
 {
@@ -20,7 +20,8 @@ state_of(PyObject *all, PyObject *param, Py_ssize_t *position)
     return PyDict_GetItemWithError(all, param);
 }
 
-/* Where in the optimizer's state a group's first parameter stands, for state_of(). */
+/* The position for PyDict_Next() at which it yields a group's first parameter; 0 if the
+ * parameter has no entry. `guess`: the position in the previous call. */
 static Py_ssize_t
 find_position(PyObject *all, PyObject *param, Py_ssize_t guess)
 {
@@ -38,12 +39,13 @@ find_position(PyObject *all, PyObject *param, Py_ssize_t guess)
     return 0;
 }
 
-/* The state arrays of one parameter. Returns 0, 1 if some are missing, or -1. */
+/* Stores the state arrays of one parameter in objects[column]. Returns 0, 1 if one is
+ * missing, or -1 with an exception. */
 static int
 take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
            PyObject **objects)
 {
-    /* in the order in which they are made, so that walking the dict finds them all */
+    /* in the order of insertion, so that PyDict_Next() meets each without a lookup */
     const struct {
         int column;
         bool wanted;
@@ -75,7 +77,7 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
         if (value != NULL) {
             objects[entries[i].column] = value;
         } else if (entries[i].column == PARAM) {
-            objects[COPY] = NULL; /* the parameter is its own master, see add_param() */
+            objects[COPY] = NULL; /* no master: the step updates the parameter itself */
         } else {
             return 1;
         }
@@ -83,8 +85,8 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
     return 0;
 }
 
-/* Adds one parameter that has a gradient. Returns 0, 1 if its state must be made or it
- * is on another device than those before, or -1 with an exception. */
+/* Adds one parameter that has a gradient as a row. Returns 0, 1 if its state must be
+ * made or it is on another device than the rows before, or -1 with an exception. */
 static int
 add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t place,
           PyObject *param, PyObject *grad)
@@ -111,15 +113,16 @@ add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t plac
     return status;
 }
 
-/* How to read `grad` of objects of one type: by what `type.grad` is, as a plain read
- * does, but looked up once a group. */
+/* Reads the attribute `grad` of objects of one type. A plain attribute read would look
+ * up the descriptor type.grad for each object; this looks it up once a group. */
 typedef struct {
     PyTypeObject *type;
     PyObject *descriptor;
-    descrgetfunc get; /* NULL: by a plain read */
+    descrgetfunc get; /* NULL: use a plain read */
 } grad_reader;
 
-/* The descriptor is a new reference, or NULL where the type has none. */
+/* reader.descriptor is a new reference, or NULL if the type has none. The shortcut
+ * needs a C-level property and a type that does not override attribute access. */
 static grad_reader
 find_reader(const py_state *state, PyObject *param)
 {
@@ -135,7 +138,7 @@ find_reader(const py_state *state, PyObject *param)
     return reader;
 }
 
-/* Reads param.grad, which the table then holds; NULL for None. Returns 0 or -1. */
+/* Reads param.grad into *grad (NULL for None); the table holds it. Returns 0 or -1. */
 static int
 read_grad(py_state *state, const grad_reader *reader, py_table *table, PyObject *param,
           PyObject **grad)
@@ -192,7 +195,7 @@ py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all)
         return 0;
     }
     if (group->call.args.write_back_grads || group->call.args.zero_grad) {
-        /* here, where the cache has them: to read .grad again would cost as much */
+        /* Collected in the loop that reads .grad: a second loop would cost as much. */
         group->written = PyList_New(0);
         if (group->written == NULL) {
             return -1;

@@ -19,7 +19,7 @@ py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table, int column)
     return tensors;
 }
 
-/* A copy of a list: code that runs while its arrays are borrowed cannot change it. */
+/* A copy of a list, which Python code that runs during the borrowing cannot change. */
 static PyObject *
 copy_of(PyObject *list)
 {
@@ -118,7 +118,7 @@ add_grads(py_state *state, py_table *table, PyObject *list)
     return status < 0 ? -1 : py_table_check(state, table);
 }
 
-/* Fills in the tensors; scalars must be where the tensors are. */
+/* Borrows the gradients, then the scalars, which must be on the same device. */
 static int
 take_grads(py_call *call, py_workspace *workspace, PyObject *list,
            tfast_amp_grads_args *args)
@@ -221,6 +221,7 @@ static const py_operation update = {.name = "amp_update",
                                     .n_order = 3,
                                     .all = true};
 
+/* Borrows the list found_infs. Returns 0, or -1 with an exception. */
 static int
 take_founds(py_call *call, PyObject *list, tfast_amp_update_args *args)
 {

@@ -17,8 +17,8 @@ static const py_parameter parameters[N_PARAMETERS] = {
     [Q] = {ARRAY("q", PY_FLOATS), .required = true},
     [K] = {ARRAY("k", PY_FIRSTS), .required = true},
     [V] = {ARRAY("v", PY_FIRSTS), .required = true},
-    [OUT] = {ARRAY("out", PY_FIRSTS)},       /* written by the forward pass, */
-    [LSE] = {ARRAY("lse", PY_ACCUMULATORS)}, /* and so is this */
+    [OUT] = {ARRAY("out", PY_FIRSTS)},       /* out and lse: written only by */
+    [LSE] = {ARRAY("lse", PY_ACCUMULATORS)}, /* the forward pass */
     [DOUT] = {ARRAY("dout", PY_FIRSTS)},
     [DLSE] = {ARRAY("dlse", PY_ACCUMULATORS)},
     [DQ] = {OUTPUT("dq", PY_FIRSTS)},
@@ -71,6 +71,7 @@ static const py_operation backward = {.name = "attention_backward",
 
 /* ---- The call -------------------------------------------------------------------- */
 
+/* Checks which arrays are given together, and chooses the order of dimensions. */
 static int
 check_given(py_attention_call *a)
 {
@@ -117,7 +118,7 @@ take_scratch(py_attention_call *a)
     return 0;
 }
 
-/* Borrows, checks and runs a call that is parsed. */
+/* Borrows and checks the arrays of a parsed call, and runs it. */
 static PyObject *
 run(py_attention_call *a)
 {
@@ -136,7 +137,7 @@ run(py_attention_call *a)
     return ready ? py_result(status) : NULL;
 }
 
-/* A call without arguments; scale is refused unless it is given. */
+/* Sets the defaults. scale has none: the core refuses NaN, so it must be given. */
 static void
 begin(py_attention_call *a, PyObject *module, bool is_backward)
 {

@@ -51,7 +51,7 @@ check_matrix(const py_array *array, const char *name, int64_t rows, int64_t colu
     return 0;
 }
 
-/* Fills the struct from the arrays. Sizes are those of a and of b's columns. */
+/* Fills the struct from the arrays: a is (m, k), b is (k, n), out must be (m, n). */
 static int
 take_matrices(const py_call *call, tfast_gemm_args *args)
 {

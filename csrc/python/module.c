@@ -202,7 +202,7 @@ module_clear(PyObject *module)
     py_state *state = PyModule_GetState(module);
 
     while (state->n_fast > 0) {
-        state->n_fast--; /* apart, because the macro names its argument twice */
+        state->n_fast--; /* not in Py_CLEAR(), which may evaluate it twice */
         Py_CLEAR(state->fast[state->n_fast].type);
     }
     Py_CLEAR(state->workspace_type);

@@ -1,10 +1,11 @@
-/* Arguments of a call, matched to the table of its operation; see borrow.h. */
+/* py_parse(): matches the arguments of a call to the table of its operation. */
 #include "borrow.h"
 
 #include <string.h>
 
 /* ---- Numbers --------------------------------------------------------------------- */
 
+/* Words for error messages: the type and the range of each kind of number. */
 static const struct {
     const char *what, *range;
 } numbers[] = {
@@ -15,8 +16,8 @@ static const struct {
     [PY_STREAM] = {"an integer", "64 bits without sign"},
 };
 
-/* Replaces the error of Python's conversion, which names no argument. Exceptions that
- * are not errors (KeyboardInterrupt) pass. */
+/* Replaces the exception of Python's conversion, which does not name the argument, by
+ * ValueError or TypeError. KeyboardInterrupt and the like stay. Returns -1. */
 static int
 number_error(const py_parameter *parameter, PyObject *object, bool too_large)
 {
@@ -58,7 +59,7 @@ store_integer(const py_parameter *parameter, PyObject *object, void *field)
     return 0;
 }
 
-/* A stream is an address as an integer. */
+/* Stores a stream, which Python passes as the integer of its address (cudaStream_t). */
 static int
 store_stream(const py_parameter *parameter, PyObject *object, void *field)
 {
@@ -109,7 +110,7 @@ store_number(const py_parameter *parameter, PyObject *object, void *fields)
 
 /* ---- Arguments ------------------------------------------------------------------- */
 
-/* Whether an argument that may be an array is a number. */
+/* Whether a number was given for a parameter that takes a number or an array. */
 static bool
 is_number(const py_parameter *parameter, PyObject *object)
 {
@@ -117,7 +118,8 @@ is_number(const py_parameter *parameter, PyObject *object)
            (parameter->kind == PY_REAL && PyFloat_Check(object));
 }
 
-/* Sets given[p], unless the argument is a number or None. */
+/* Stores a number in `fields`, and any other argument in given[p]. None counts as not
+ * given if the parameter allows it. */
 static int
 take_argument(py_call *call, int p, PyObject *object, void *fields)
 {
@@ -140,8 +142,8 @@ take_argument(py_call *call, int p, PyObject *object, void *fields)
     return store_number(parameter, object, fields);
 }
 
-/* The row of a keyword, or -1 with TypeError. Callers tend to give keywords in the
- * order of the table, so the search starts behind the row that it found last. */
+/* The row of a keyword, or -1 with TypeError. Callers tend to pass keywords in the
+ * order of the table, so the search starts after `last`, the previous keyword's row. */
 static int
 find_keyword(const py_operation *operation, PyObject *keyword, int last)
 {

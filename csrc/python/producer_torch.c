@@ -1,9 +1,10 @@
-/* Tensors of torch before 2.10, whose type has no exchange API, by their attributes.
- * `__dlpack__()` takes 2.2 us, these reads a quarter of that. */
+/* Borrows tensors of torch before 2.10, whose type has no DLPack exchange API, through
+ * their attributes: four times as fast as __dlpack__(). */
 #include "producers.h"
 
 _Static_assert((int)PY_N_TORCH_DTYPES >= (int)PY_N_DTYPES, "room for every dtype");
 
+/* Dtypes that are borrowed through attributes; all others go through __dlpack__(). */
 static const char *const dtype_names[PY_N_DTYPES] = {
     [TFAST_F32] = "float32",   [TFAST_F64] = "float64", [TFAST_F16] = "float16",
     [TFAST_BF16] = "bfloat16", [TFAST_BOOL] = "bool",   [PY_INT64] = "int64",
@@ -41,17 +42,17 @@ py_torch_load(py_state *state)
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Whether object.name is `want`. */
+/* Whether the attribute is the object `want`. */
 static bool
 is_attribute(PyObject *object, PyObject *name, const PyObject *want)
 {
     PyObject *value = PyObject_GetAttr(object, name);
 
-    Py_XDECREF(value); /* which the tensor or torch keeps */
+    Py_XDECREF(value); /* torch or the interpreter keeps it */
     return value != NULL && value == want;
 }
 
-/* What object.name() answers, a number; -1 with an exception. */
+/* Calls a method that returns an integer; -1 with an exception if it fails. */
 static long long
 ask(PyObject *object, PyObject *name)
 {
@@ -62,8 +63,8 @@ ask(PyObject *object, PyObject *name)
     return number;
 }
 
-/* Copies a tuple of `n` numbers, or of any number of them where `n` is negative.
- * Returns how many there are, or -1; releases the tuple. */
+/* Copies the integers of a tuple, which must have n of them, or with n < 0 at most
+ * PY_MAX_DIMS. Returns how many, or -1. Steals the tuple, which may be NULL. */
 static int
 take_numbers(PyObject *tuple, int n, int64_t *numbers)
 {
@@ -77,7 +78,7 @@ take_numbers(PyObject *tuple, int n, int64_t *numbers)
     return fits ? (int)size : -1;
 }
 
-/* Fills shape and strides. Returns 0 or -1. */
+/* Fills numel, shape and strides. Returns 0 or -1. */
 static int
 take_layout(const py_state *state, PyObject *object, py_array *array)
 {
@@ -161,6 +162,6 @@ py_borrow_torch(const py_state *state, PyObject *object, py_array *array)
     if (address != NULL && PyErr_Occurred() == NULL) {
         return 0;
     }
-    PyErr_Clear(); /* a tensor without plain memory: __dlpack__() says why */
+    PyErr_Clear(); /* not plain memory: __dlpack__() raises the reason */
     return 1;
 }

@@ -1,11 +1,12 @@
-/* Statuses become exceptions here and nowhere else. */
+/* The only place where the core's statuses become Python exceptions. */
 #include "core.h"
 
 #include "../graph_cache/io.h"
 
 #include <string.h>
 
-/* The message as text; paths in it may be any bytes, and its end may be cut. */
+/* The thread's message as str. Invalid UTF-8 is replaced: paths in the message may hold
+ * any bytes, and truncation may split a character. */
 static PyObject *
 message(void)
 {
@@ -14,8 +15,8 @@ message(void)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-/* With the error number, so that Python picks the class: FileNotFoundError and so on.
- * The message names the file. Without one: data that is damaged. */
+/* Raises OSError with the error number, so that Python picks the subclass, such as
+ * FileNotFoundError; 0: a file is damaged, OSError without a number. Returns NULL. */
 static PyObject *
 os_error(void)
 {

@@ -1,22 +1,23 @@
-/* The type SmallCalls: which calls of attention are left to torch for their size.
+/* The type SmallCalls: decides by size which attention calls are left to torch, because
+ * torch is faster, and counts them.
  *
- * Reads shapes, dtypes and devices, and calls nothing in Python where torch has the
- * DLPack exchange API (2.10 and later). Before that it reads attributes. */
+ * Reads shapes, dtypes and devices through the DLPack exchange API (torch 2.10 and
+ * later), otherwise from the tensors' attributes, which takes longer. */
 #include "core.h"
 #include "producers.h"
 
 #include <string.h>
 
-/* The objects that a SmallCalls holds; a dtype is its place among them. */
+/* Indices of the objects that a SmallCalls holds. input.dtype is an index or OTHER. */
 enum {
-    TENSOR, /* types of tensors that mean no more than their data */
+    TENSOR, /* plain types; their subclasses are left alone */
     PARAMETER,
     FLOAT32,
     FLOAT64,
     FLOAT16,
     BFLOAT16,
-    IS_GRAD_ENABLED, /* torch's */
-    SHAPE,           /* names of attributes */
+    IS_GRAD_ENABLED, /* torch.is_grad_enabled */
+    SHAPE,           /* from here: names of attributes */
     DTYPE,
     IS_CPU,
     REQUIRES_GRAD,
@@ -24,47 +25,47 @@ enum {
     OTHER = N_HELD
 };
 
-/* Why a call was left to torch; counts() has these places. */
+/* Why a call was left to torch, in the order in which counts() returns them. */
 enum { SMALL, AMX, FUSED, N_REASONS, NONE = N_REASONS };
 
-enum { MIN_DIMS = 2 };
+enum { MIN_DIMS = 2 }; /* fewer: not an input of attention */
 
-/* Limits, fitted to the ratio of torch's time to the kernels' on 2 threads of a Xeon
- * with AVX-512 and AMX.
+/* Thresholds below which torch is faster, measured on 2 threads with AVX-512 and AMX.
  *
- * The kernels gain on scores = batch * heads * n_q * n_k, less where n_q leaves tiles
- * partly empty, and lose a constant time in Python. */
+ * The kernels save time in proportion to scores = batch * heads * n_q * n_k, less where
+ * n_q leaves query tiles partly empty, and lose a constant time in Python. */
 #define SMALL_WORK 0x1p19 /* scores * min(n_q, FULL_TILE) of float32 and float64 */
 enum { FULL_TILE = 32 };
-/* Scores of float16 and bfloat16, which torch converts. */
+/* Scores, of any dtype and device. Decides for float16 and bfloat16, which torch must
+ * convert; the limit above is higher. */
 #define SMALL_SCORES_HALF 0x1p10
-/* Up to this n_q, tiles are mostly empty; but from FEW_KEYS elements of key on, both
- * wait for memory. */
+/* Up to this n_q query tiles are mostly empty, and torch is faster unless k has more
+ * than FEW_KEYS elements: then memory bandwidth limits both. */
 enum { FEW_QUERIES = 8 };
 #define FEW_KEYS 0x1p20
-/* With AMX torch multiplies bfloat16 faster than the kernels do. With gradients torch
- * also converts, which pays from this n_q * n_k * dim on. */
+/* With AMX torch multiplies bfloat16 matrices faster than the kernels do. With
+ * gradients torch also converts, and is faster only above this n_q * n_k * dim. */
 #define AMX_HEAD 0x1p21
-/* The fused inference path writes the scores to memory: that takes longer where n
- * exceeds so many head dims, and from 32 MiB of scores on, because each call then gets
- * fresh pages. */
+/* torch's fused inference path materialises the scores. It is slower than the kernels
+ * where n exceeds FUSED_DIMS * head_dim, and from FUSED_SCORES scores (32 MiB of
+ * float32) on, because each call's memory is then mapped and page-faulted anew. */
 enum { FUSED_DIMS = 8 };
 #define FUSED_SCORES 0x1p23
 
 typedef struct {
     PyObject_HEAD
     PyObject *held[N_HELD];
-    const dlpack_exchange *exchange; /* NULL: by attributes */
+    const dlpack_exchange *exchange; /* NULL: read attributes */
     bool amx;
     long long counts[N_REASONS];
 } small_calls;
 
-/* What the rules read of a tensor. */
+/* The properties of a tensor that the rules use. */
 typedef struct {
     int dtype, ndim;
     bool cpu;
     double numel;
-    double last[3]; /* the last sizes: of a batch of heads: heads, rows, dim */
+    double last[3]; /* the last three sizes: heads, rows, dim */
 } input;
 
 /* ---- Reading --------------------------------------------------------------------- */
@@ -85,7 +86,7 @@ read_view(const small_calls *self, PyObject *tensor, input *x)
     int code;
 
     if (self->exchange->view_from_object(tensor, &view) != 0) {
-        PyErr_Clear(); /* nested, sparse, or inside a function transform */
+        PyErr_Clear(); /* a nested or sparse tensor, or inside torch.func */
         return false;
     }
     code = view.dtype.code << 8 | view.dtype.bits;
@@ -144,7 +145,7 @@ is_plain(const small_calls *self, PyObject *object)
            (PyObject *)Py_TYPE(object) == self->held[PARAMETER];
 }
 
-/* False where `object` is no plain tensor, or has fewer dims than attention needs. */
+/* False if `object` is not a plain tensor, or has fewer than MIN_DIMS dimensions. */
 static bool
 read_input(const small_calls *self, PyObject *object, input *x)
 {
@@ -173,6 +174,7 @@ has_grad(const small_calls *self, PyObject *const *tensors)
 
 /* ---- Rules ----------------------------------------------------------------------- */
 
+/* Why torch is faster for (query, key, value), or NONE. */
 static int
 reason_of(const small_calls *self, PyObject *const *tensors)
 {
@@ -211,7 +213,7 @@ reason_of(const small_calls *self, PyObject *const *tensors)
     return n_q <= (grad ? 1 : FEW_QUERIES) && k.numel <= FEW_KEYS ? SMALL : NONE;
 }
 
-/* Whether a dropout_p is the number 0; false for what is no number, as a proxy. */
+/* Whether dropout_p is the number 0; false for other objects (proxies of tracers). */
 static bool
 is_zero(PyObject *number)
 {
@@ -219,7 +221,7 @@ is_zero(PyObject *number)
 
     if (PyFloat_Check(number) || PyLong_Check(number)) {
         value = PyFloat_AsDouble(number);
-        PyErr_Clear(); /* of an integer that is too large */
+        PyErr_Clear(); /* the integer was too large for a double */
     }
     return value == 0;
 }

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-/* ---- Life ------------------------------------------------------------------------ */
+/* ---- Begin, end, free ------------------------------------------------------------ */
 
 static int
 grow(void **array, size_t bytes)
@@ -42,7 +42,7 @@ py_table_begin(py_table *table, const py_parameter *columns, int n_columns,
     table->place = (py_place){{TFAST_CPU, 0}, {columns[0].name, -1}};
     table->n_rows = 0;
     table->n_trusted = table->n_checked;
-    table->n_checked = 0; /* until py_table_check: this call may end half-way */
+    table->n_checked = 0; /* set by py_table_check(): this call may fail first */
     table->busy = true;
     return 0;
 }
@@ -111,8 +111,8 @@ check_shape(const py_table *table, const py_array *array, const py_array *first,
                              table->columns[0].name, argument.index, got);
 }
 
-/* Whether the array is a lazily negated view of one element: the layout of larger views
- * gives them away, this one looks dense. */
+/* Whether the array is a torch view of one element with the negative bit set.
+ * py_borrow() recognises larger views by their strides; this one looks dense. */
 static bool
 is_negated(PyObject *object, const py_array *array)
 {
@@ -124,7 +124,7 @@ is_negated(PyObject *object, const py_array *array)
     }
     answer = PyObject_CallMethod(object, "is_neg", NULL);
     if (answer == NULL) {
-        PyErr_Clear(); /* not torch */
+        PyErr_Clear(); /* not a torch tensor */
         return false;
     }
     negated = PyObject_IsTrue(answer) == 1;
@@ -132,7 +132,7 @@ is_negated(PyObject *object, const py_array *array)
     return negated;
 }
 
-/* Whether one address stands for several elements, as in torch's expand(). */
+/* Whether several elements share one address (stride 0), as after torch's expand(). */
 static bool
 repeats(const py_array *array)
 {
@@ -144,8 +144,8 @@ repeats(const py_array *array)
     return found && array->numel > 0;
 }
 
-/* Replaces an array of another layout by a copy in the layout of `like`, which is
- * borrowed as `first`. */
+/* Replaces an array of another layout by a copy in the layout of `like`, which has been
+ * borrowed as `first`; refuses it if the column or the table has no relayout. */
 static int
 relayout(py_state *state, py_table *table, int column, PyObject *like,
          const py_array *first, PyObject *object, Py_ssize_t place, py_array *array)
@@ -176,8 +176,8 @@ relayout(py_state *state, py_table *table, int column, PyObject *like,
     return 0;
 }
 
-/* Borrows one array of a row and checks it against the row's first. On failure the
- * array is still to be released. */
+/* Borrows one array of a row and checks it against the row's first array. Even on
+ * failure the caller releases `array`. */
 static int
 borrow_cell(py_state *state, py_table *table, int column, PyObject *const *objects,
             const py_array *first, Py_ssize_t place, py_array *array)
@@ -206,8 +206,8 @@ borrow_cell(py_state *state, py_table *table, int column, PyObject *const *objec
     return relayout(state, table, column, objects[0], first, object, place, array);
 }
 
-/* Puts a borrowed array into the row, and holds what owns its memory until the end of
- * the call. */
+/* Stores a borrowed array in the row. The table takes array->owner until the end of the
+ * call; on a wrong dtype it stays with the array. */
 static int
 set_cell(py_table *table, py_row *row, int column, py_array *array)
 {
@@ -226,8 +226,8 @@ set_cell(py_table *table, py_row *row, int column, py_array *array)
     return owner == NULL ? 0 : py_table_hold(table, owner);
 }
 
-/* Holds a row's objects before the first is borrowed: that may run Python code, which
- * may drop the caller's references. */
+/* Holds all objects of a row before the first is borrowed: borrowing may run Python
+ * code, which may drop the caller's references. */
 static int
 hold_objects(py_table *table, PyObject *const *objects)
 {
@@ -240,8 +240,8 @@ hold_objects(py_table *table, PyObject *const *objects)
     return 0;
 }
 
-/* Borrows the array that sets the row's shape. Returns 0, 1 where it is on another
- * device than the rows before, or -1. Unless 0 it is still to be released. */
+/* Borrows the array of column 0, which sets the row's shape. Returns 0, 1 if it is on
+ * another device than the rows before, or -1. The caller releases `first` unless 0. */
 static int
 borrow_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
              py_array *first)
@@ -265,7 +265,8 @@ borrow_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t plac
     return 0;
 }
 
-/* True where a written array of the row lies elsewhere than in the call before. */
+/* Whether a written array of the new row has another address, size or dtype than in the
+ * previous call, whose row still stands in table->rows[n_rows]. */
 static bool
 row_moved(const py_table *table, const py_row *row)
 {
@@ -320,7 +321,7 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
 
 /* ---- Overlap --------------------------------------------------------------------- */
 
-/* Appends the arrays in the columns first .. last - 1, and returns the end. */
+/* Appends a span for each array in columns first .. last - 1, and returns the end. */
 static py_span *
 fill_spans(const py_table *table, int group, int first, int last, py_span *spans)
 {

@@ -1,9 +1,10 @@
-/* The type Workspace. */
+/* The type Workspace; see core.h. */
 #include "core.h"
 
 #include <unistd.h>
 
-/* Makes room for n elements of `size` bytes, leaving what is there. */
+/* Grows an array to at least n elements of `size` bytes, keeping its contents. *room is
+ * its capacity in elements. Returns 0, or -1 with MemoryError. */
 static int
 reserve(void **array, Py_ssize_t *room, Py_ssize_t n, size_t size)
 {
@@ -83,7 +84,7 @@ workspace_dealloc(py_workspace *workspace)
     PyMem_Free(workspace->extras);
     PyMem_Free(workspace->tensors);
     if (workspace->backend.data != NULL && workspace->process == getpid()) {
-        /* waits for the GPU, which may wait for a callback in Python */
+        /* Waits for the GPU, which may wait for a callback that needs the GIL. */
         Py_BEGIN_ALLOW_THREADS
         tfast_workspace_clear(&workspace->backend);
         Py_END_ALLOW_THREADS
