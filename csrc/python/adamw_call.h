@@ -1,10 +1,11 @@
-/* What adamw.c (lists), adamw_group.c (torch param groups) and adamw_rows.c (one such
- * group) share: a call of the step on the rows of a workspace's table. */
+/* One AdamW call on the rows of a workspace's table. Shared by adamw.c (lists of
+ * arrays), adamw_group.c (all torch param groups) and adamw_rows.c (rows of one). */
 #ifndef PY_ADAMW_CALL_H
 #define PY_ADAMW_CALL_H
 
 #include "core.h"
 
+/* Columns of the table. */
 enum {
     PARAM,
     GRAD,
@@ -12,26 +13,26 @@ enum {
     EXP_AVG_SQ,
     MAX_EXP_AVG_SQ,
     STEP,
-    N_PLAIN, /* columns of a step without extras */
+    N_PLAIN, /* number of columns without extras */
     EMA = N_PLAIN,
     COPY,
     N_COLUMNS
 };
 
-/* The step of one list of parameters. */
+/* One AdamW call: a list of parameters on one device. */
 typedef struct {
     tfast_adamw_args args;
-    bool amsgrad, ema, copy; /* whether there are these columns */
-    bool master; /* column PARAM is the master weights, and COPY the parameters */
-    bool extras; /* there is an EMA or a COPY */
-    PyObject
-        *lr; /* an array of one float32, borrowed from the caller; NULL: a number */
-    py_array lr_array;
-    py_workspace *workspace;
+    bool amsgrad, ema, copy; /* of a param group: the state has these arrays */
+    bool master; /* PARAM holds the master weights, COPY the model's parameters */
+    bool extras; /* columns EMA and COPY are in use */
+    /* lr if it is an array of one float32, borrowed from the caller; else NULL */
+    PyObject *lr;
+    py_array lr_array;       /* lr, while the call runs */
+    py_workspace *workspace; /* borrowed from the caller */
 } py_adamw_call;
 
-/* Both forms of the step take their options from one table: lists of arrays with
- * keywords, and a param group as a tuple. */
+/* Two operations on one table of parameters: lists of arrays with keywords, and a param
+ * group as a tuple. The rows before PY_ADAMW_WORKSPACE are the columns above. */
 extern const py_operation py_adamw_lists, py_adamw_group_tuple;
 enum {
     PY_ADAMW_WORKSPACE = N_COLUMNS,
@@ -56,31 +57,32 @@ enum {
     PY_ADAMW_PARAMETERS
 };
 
-/* Starts a call of up to `rows` rows; `relayout` as in the table, or NULL. Returns 0 or
- * -1. */
+/* Starts a call of up to `rows` rows; `relayout`: see py_table, may be NULL. Returns 0,
+ * or -1 with an exception; then py_adamw_end() must not be called. */
 int py_adamw_begin(py_adamw_call *call, py_state *state, PyObject *workspace,
                    PyObject *relayout, Py_ssize_t rows);
 
-/* Makes the arguments of the rows added since, but for the scalars that groups share.
- * Returns 0 or -1 with an exception. */
+/* Checks the rows that were added for overlap and fills call->args from them, except
+ * for grad_scale, found_inf, clip_coef and stream, which groups share. Returns 0, or -1
+ * with an exception. */
 int py_adamw_prepare(py_adamw_call *call, py_state *state);
 
-/* Ends a call that began. */
+/* Ends a call that py_adamw_begin() has started. */
 void py_adamw_end(py_adamw_call *call);
 
 /* One param group. */
 typedef struct {
     py_adamw_call call;
-    PyObject *params;    /* owned: a copy of the group's list, which code that runs
-                            during the call can change */
+    PyObject *params;    /* owned: a copy of the group's list, because Python code that
+                            runs during the call may change the list */
     PyObject *workspace; /* borrowed */
-    PyObject *written;   /* owned; where gradients are written: a list of them and their
-                          parameters, for autograd's versions. Else NULL */
+    PyObject *written;   /* owned: if gradients are written, a list of them and their
+                            parameters, for autograd's version counters; else NULL */
 } py_adamw_group;
 
-/* Adds the group's parameters that have gradients. Returns 0, -1 with an exception, or
- * 1 where a parameter's state must be made or a parameter is on another device than
- * those before. */
+/* Adds a row for each parameter that has a gradient; `all` is the optimizer's state
+ * dict. Returns 0, -1 with an exception, or 1 if a parameter's state must be made or a
+ * parameter is on another device than those before. */
 int py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all);
 
 #endif

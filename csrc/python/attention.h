@@ -4,6 +4,7 @@
 
 #include "core.h"
 
+/* Rows of the table of parameters, which both operations share. */
 enum {
     Q,
     K,
@@ -41,22 +42,23 @@ enum {
     N_PARAMETERS
 };
 
-/* Which dimensions of q, k, v, out and their gradients are batch (-1: none), head and
- * row; the last is dim. */
+/* The indices of the dimensions of q, k, v, out and their gradients: batch (-1 with
+ * cu_seqlens, where there is none), head and row. The last dimension is dim. */
 typedef struct {
     int ndim, batch, head, row;
 } py_attention_layout;
 
 typedef struct {
     tfast_attention_args args;
+    /* bnhd: q is [batch, rows, heads, dim], not [batch, heads, rows, dim] */
     bool bnhd, backward;
     py_attention_layout at;
     py_call call;
 } py_attention_call;
 
-/* Checks the shapes and strides of the arrays in `call` against one another, and fills
- * `args` from them. Returns 0, or -1 with an exception: ValueError, or
- * NotImplementedError where a copy with other strides would do. */
+/* Checks the shapes and strides of the arrays in `call` against each other, and fills
+ * `args` from them. Returns 0, or -1 with an exception: NotImplementedError if a copy
+ * with other strides would be accepted, else ValueError. */
 int py_attention_take_arrays(py_attention_call *a);
 
 #endif

@@ -1,12 +1,12 @@
 /* Arrays of Python (NumPy, torch, any DLPack or buffer producer) as pointers, shapes
  * and strides, valid for one call of the core.
  *
- * Every operation has a static table with one row for each of its parameters, and goes
- * one way from Python's arguments to its args struct in csrc/tfast.h:
+ * Every operation has a static table with one row for each of its parameters, and takes
+ * these steps from Python's arguments to its args struct in csrc/tfast.h:
  *
  *     py_parse()           matches arguments to rows; stores numbers in the struct
  *     py_borrow_arrays()   borrows arrays; checks dtypes and devices
- *     (its own code)       checks shapes; stores addresses and strides
+ *     (its own file)       checks shapes; stores addresses and strides
  *     py_check_overlap()   refuses written arrays that share memory with another
  *     py_take_scratch()    asks the caller's framework for memory
  *     py_release_arrays()  gives everything back
@@ -23,36 +23,34 @@
 
 /* ---- One array ------------------------------------------------------------------- */
 
-/* Borrows `object`, of dtype float64, float32, float16 or bfloat16 or what `how` says,
- * with data aligned to its elements. Returns 0, or -1 with TypeError (not an array),
- * ValueError (read-only, byte order, no data; PlacementError for alignment) or
- * NotImplementedError (right, but nothing here computes it: other dtypes and devices,
- * sparse, tensor subclasses).
- */
+/* Borrows `object`. Its dtype must be float64, float32, float16 or bfloat16, unless the
+ * flags `how` say otherwise, and its data aligned to its elements. Returns 0, or -1
+ * with TypeError (not an array), ValueError (read-only, byte order, no data),
+ * PlacementError (misaligned) or NotImplementedError (a valid array that is
+ * unsupported: other dtypes and devices, sparse, tensor subclasses). */
 int py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
               py_array *array);
 
 /* Gives back what py_borrow() took; accepts a zeroed array. */
 void py_release(py_array *array);
 
-/* The device that all arrays of a call share, and the argument that it is known from.
- */
+/* The device that all arrays of a call must share, and the argument that set it. */
 typedef struct {
-    tfast_device device; /* type 0: not known yet */
+    tfast_device device; /* type 0: not set yet */
     py_argument of;
 } py_place;
 
 bool py_is_at(const py_array *array, const py_place *place);
 
-/* Sets ValueError for an array that is elsewhere, and returns -1. */
+/* Sets ValueError for an array on another device, and returns -1. */
 int py_place_error(const py_array *array, py_argument argument, const py_place *place);
 
-/* Returns 0, or -1 with ValueError where the array is not one element of the dtype. */
+/* Returns 0, or -1 with ValueError if the array is not one element of the dtype. */
 int py_check_scalar(const py_array *array, py_argument argument, int dtype);
 
 /* ---- The parameters of an operation ---------------------------------------------- */
 
-/* What an argument is, and what it becomes. */
+/* What is passed, or the C type that is stored. Kinds from PY_REAL on are numbers. */
 enum {
     PY_OBJECT,        /* kept as it is */
     PY_LIST,          /* a list, kept as it is */
@@ -65,33 +63,33 @@ enum {
     PY_STREAM,        /* void * */
 };
 
-/* The dtype that an array must have. */
+/* The dtype rule of an array. */
 enum {
     PY_FLOATS,         /* any of the four float dtypes */
     PY_FLOATS_OR_BOOL, /* these or bool */
-    PY_FIRSTS,         /* that of the call's first array */
+    PY_FIRSTS,         /* that of the first array in the table's order */
     PY_ACCUMULATORS,   /* float64 where the first array is float64, else float32 */
-    PY_EXACT
+    PY_EXACT           /* and above: one dtype, see PY_EXACTLY() */
 };
 #define PY_EXACTLY(dtype) (PY_EXACT + (dtype))
 
-/* Where the args struct keeps a value; 0, the default: nowhere. */
+/* The offset of a struct's field, plus 1; 0, the default, means: do not store. */
 #define PY_AT(type, field) (uint16_t)(offsetof(type, field) + 1)
 
 typedef struct {
     const char *name;
     uint8_t kind;
-    uint8_t dtype;      /* of arrays */
+    uint8_t dtype;      /* dtype rule of arrays */
     bool required;      /* must not be None */
-    bool or_none;       /* a number that may be None: it is not stored then */
+    bool or_none;       /* of a number: None is allowed, and stores nothing */
     bool written;       /* the array must be writable and overlap no other */
-    uint16_t at;        /* PY_AT() of the number or the scalar's address */
-    uint16_t scalar_at; /* of a number: PY_AT() of the address where an array of one
-                           element of `dtype` is given instead */
-    /* Columns of a py_table: */
-    bool any_layout;    /* another layout is copied by `relayout`, not refused */
-    bool held;          /* the caller holds the objects until the call ends */
-    uint8_t same_dtype; /* the column whose dtype it must have; 0: any */
+    uint16_t at;        /* PY_AT() of the number, or of a PY_SCALAR's address */
+    uint16_t scalar_at; /* of a number that may also be passed as an array of one
+                           element of `dtype`: PY_AT() of the array's address */
+    /* Only for columns of a py_table: */
+    bool any_layout;    /* an array of another layout is copied by `relayout` */
+    bool held;          /* the caller holds the objects, so the table need not */
+    uint8_t same_dtype; /* must have the dtype of this column; 0: any */
 } py_parameter;
 
 enum { PY_MAX_PARAMETERS = 40, PY_MAX_ARRAYS = 24 };
@@ -100,24 +98,24 @@ typedef struct {
     const char *name; /* in messages */
     const py_parameter *parameters;
     int n_parameters;
-    const uint8_t *order; /* rows of the positional arguments */
+    const uint8_t *order; /* the row of each positional argument */
     int n_order;
-    bool all;       /* every positional argument must be given */
-    uint64_t needs; /* a bit for each keyword that must be given */
+    bool all;       /* all positional arguments must be given */
+    uint64_t needs; /* a bit for each row whose argument must be given */
 } py_operation;
 
 /* One call of an operation. */
 typedef struct {
     py_state *state;
     const py_operation *operation;
-    PyObject *given[PY_MAX_PARAMETERS]; /* borrowed from the caller; NULL: not given,
-                                           None, or a number */
+    PyObject *given[PY_MAX_PARAMETERS]; /* by row, borrowed from the caller; NULL: not
+                                           given, None, or a number */
     uint64_t seen;                      /* a bit for each argument that is not None */
-    uint64_t written;                   /* a bit for each parameter */
+    uint64_t written; /* a bit for each row that is written, beside the table's */
     py_place place;
-    PyObject *scratch;                        /* what py_take_scratch() was given */
-    int n;                                    /* arrays that are borrowed */
-    const py_array *found[PY_MAX_PARAMETERS]; /* by parameter; NULL: none */
+    PyObject *scratch; /* owned: the array of py_take_scratch() */
+    int n;             /* number of borrowed arrays */
+    const py_array *found[PY_MAX_PARAMETERS]; /* by row; NULL: none */
     struct {
         py_argument argument;
         bool written;
@@ -125,30 +123,33 @@ typedef struct {
     py_array arrays[PY_MAX_ARRAYS];
 } py_call;
 
-/* Starts a call: fills `given`, and the numbers in the struct `fields`. `names` are
- * those of the keyword arguments, which follow the n positional ones (METH_FASTCALL).
- * Returns 0, or -1 with TypeError or, for a number out of range, ValueError. */
+/* Starts a call, whose `state` is set: fills the other fields, and the numbers in the
+ * struct `fields`. `names`: the names of the keyword arguments, which follow the n
+ * positional ones (METH_FASTCALL). Returns 0, or -1 with TypeError or, for a number out
+ * of range, ValueError. */
 int py_parse(py_call *call, const py_operation *operation, void *fields,
              PyObject *const *args, Py_ssize_t n, PyObject *names);
 
 /* Borrows the given arrays in the order of the table, and stores the addresses of
- * scalars. Returns 0, or -1 with an exception. */
+ * scalars in `fields`. Returns 0, or -1 with an exception. */
 int py_borrow_arrays(py_call *call, void *fields);
 
-/* Borrows one array as the parameter's; `index` is its place in a list, or -1. Returns
- * NULL with an exception. */
+/* Borrows one array as an argument of row `parameter`; `index`: its index in a list, or
+ * -1. Returns NULL with an exception. */
 const py_array *py_borrow_argument(py_call *call, int parameter, PyObject *object,
                                    Py_ssize_t index);
 
-/* Returns 0, or -1 with PlacementError where an array that is written shares memory
- * with another or, by its strides, with itself. */
+/* Returns 0, or -1 with PlacementError if a written array shares memory with another
+ * array or, by its strides, with itself. */
 int py_check_overlap(const py_call *call);
 
-/* Calls `function` with the number of float32 that hold `bytes`, and borrows the array
- * that it returns, aligned to `alignment` bytes. Returns NULL with an exception. */
+/* Calls function(n), n being the number of float32 that hold `bytes`, and borrows the
+ * array that it returns, which must be aligned to `alignment` bytes and overlap no
+ * other array. Returns NULL with an exception. */
 const py_array *py_take_scratch(py_call *call, PyObject *function, int64_t bytes,
                                 int alignment);
 
+/* Gives back all arrays, also after a failure. */
 void py_release_arrays(py_call *call);
 
 #endif

@@ -1,29 +1,31 @@
-/* What the files of the Python module share. */
+/* Declarations that the files of the Python module share. */
 #ifndef PY_CORE_H
 #define PY_CORE_H
 
 #include "table.h"
 
-/* Turns a status into None, or into its exception with the thread's message. */
+/* Returns None for TFAST_OK; otherwise sets the status's exception with the thread's
+ * message and returns NULL. */
 PyObject *py_result(tfast_status status);
 
-/* Runs the handlers of signals that have come, with or without the GIL; whether one has
- * raised an exception. */
+/* Runs the handlers of pending signals. True if one has raised an exception, which is
+ * then set. May be called with or without the GIL. */
 bool py_signal_raised(void);
 
-/* Workspace: what one optimizer keeps between its steps. */
+/* The Python object Workspace: what one optimizer keeps between its steps, so that a
+ * warm step allocates nothing. */
 typedef struct {
     PyObject_HEAD
     py_table table;
     tfast_adamw_slot *slots;
     tfast_adamw_extra *extras;
     tfast_amp_tensor *tensors;
-    Py_ssize_t n_slots, n_extras, n_tensors; /* room for */
+    Py_ssize_t n_slots, n_extras, n_tensors; /* capacities of the arrays above */
     tfast_workspace backend;
-    /* positions in the optimizer's state dict: of a group's first parameter, and during
-     * a call of its next one */
+    /* PyDict_Next() positions in the optimizer's state dict: that of the group's first
+     * parameter, and during a call that of the next parameter to look up */
     Py_ssize_t first, next;
-    long process; /* that made it: CUDA memory is not freed in a forked child */
+    long process; /* its creator's pid: a forked child must not free CUDA memory */
 } py_workspace;
 
 extern PyType_Spec py_workspace_spec;
@@ -32,13 +34,14 @@ extern PyType_Spec py_small_calls_spec; /* see small_calls.c */
 /* The object as a workspace, or NULL with TypeError. Borrowed. */
 py_workspace *py_workspace_of(const py_state *state, PyObject *object);
 
-/* Room for n slots, and their extras. Returns 0, or -1 with MemoryError. */
+/* Grows the array `slots`, and if `extras` is true the array `extras`, to at least n
+ * elements. Returns 0, or -1 with MemoryError. */
 int py_workspace_reserve(py_workspace *workspace, Py_ssize_t n, bool extras);
 
-/* Room for n tensors of a pass over gradients. Returns 0, or -1 with MemoryError. */
+/* Grows `tensors` to at least n elements. Returns 0, or -1 with MemoryError. */
 int py_workspace_reserve_tensors(py_workspace *workspace, Py_ssize_t n);
 
-/* Appends the arrays in one column of a table to `tensors`, and returns the end. */
+/* Writes the arrays of one column of a table to `tensors`, and returns their end. */
 tfast_amp_tensor *py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table,
                                  int column);
 

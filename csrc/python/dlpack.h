@@ -1,5 +1,5 @@
 /* The parts of DLPack's ABI that are used here (https://dmlc.github.io/dlpack,
- * version 1.3). Struct layouts are the standard's; the names are ours. */
+ * version 1.3). Struct layouts are the standard's; names are this project's. */
 #ifndef PY_DLPACK_H
 #define PY_DLPACK_H
 
@@ -9,7 +9,7 @@ enum {
     DLPACK_CPU = 1,
     DLPACK_CUDA = 2,
     DLPACK_CUDA_HOST = 3,     /* pinned host memory */
-    DLPACK_CUDA_MANAGED = 13, /* reachable from both */
+    DLPACK_CUDA_MANAGED = 13, /* reachable from CPU and GPU */
     DLPACK_INT = 0,
     DLPACK_UINT = 1,
     DLPACK_FLOAT = 2,
@@ -44,14 +44,14 @@ typedef struct {
     uint64_t byte_offset;
 } dlpack_tensor;
 
-/* What a capsule "dltensor" holds. */
+/* The pointer in a capsule "dltensor", of DLPack before 1.0. */
 typedef struct dlpack_managed {
     dlpack_tensor tensor;
     void *context;
     void (*deleter)(struct dlpack_managed *);
 } dlpack_managed;
 
-/* What a capsule "dltensor_versioned" holds. */
+/* The pointer in a capsule "dltensor_versioned", of DLPack 1.0 and later. */
 typedef struct dlpack_versioned {
     dlpack_version version;
     void *context;
@@ -60,17 +60,18 @@ typedef struct dlpack_versioned {
     dlpack_tensor tensor;
 } dlpack_versioned;
 
-/* What a capsule "dlpack_exchange_api", found on a type, holds. */
+/* The pointer in a capsule "dlpack_exchange_api", an attribute of an array type. The
+ * functions that are not used here are declared as void pointers. */
 typedef struct dlpack_exchange {
     dlpack_version version;
-    struct dlpack_exchange *previous; /* of an older major version */
+    struct dlpack_exchange *previous; /* for an older major version */
     void *allocate;
     void *managed_from_object;
-    /* Takes the tensor and makes an object that calls its deleter when the data is no
-     * longer used; -1 with a Python exception set. */
+    /* Makes an object that owns the tensor and calls its deleter at the end. Returns 0,
+     * or -1 with a Python exception. */
     int (*managed_to_object)(dlpack_versioned *tensor, void **object);
-    /* Fills a view that is valid while the object is; -1 with a Python exception set.
-     */
+    /* Fills a view that is valid while the object lives. Returns 0, or -1 with a Python
+     * exception. */
     int (*view_from_object)(void *object, dlpack_tensor *out);
     void *current_work_stream;
 } dlpack_exchange;

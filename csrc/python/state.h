@@ -1,4 +1,4 @@
-/* What the module remembers between calls. */
+/* The state of the Python module, one per interpreter. */
 #ifndef PY_STATE_H
 #define PY_STATE_H
 
@@ -17,7 +17,7 @@ enum {
     PY_N_GRAPH_TYPES
 };
 
-/* Attributes of a torch.Tensor: see producer_torch.c. */
+/* Names of a torch.Tensor's attributes and methods: see producer_torch.c. */
 enum {
     PY_TORCH_LAYOUT,
     PY_TORCH_DTYPE,
@@ -30,28 +30,28 @@ enum {
     PY_TORCH_IS_CONTIGUOUS,
     PY_N_TORCH_NAMES
 };
-enum { PY_N_TORCH_DTYPES = 17 }; /* PY_N_DTYPES, which array.h has */
+enum { PY_N_TORCH_DTYPES = 17 }; /* at least PY_N_DTYPES of array.h */
 
-/* What an array's borrower remembers between calls, one per interpreter. */
 typedef struct {
     struct {
         PyTypeObject *type;
-        const struct dlpack_exchange *exchange; /* NULL: by torch's attributes */
-    } fast[8]; /* types whose arrays resolve without a Python call */
+        const struct dlpack_exchange *exchange; /* NULL: use torch's attributes */
+    } fast[8]; /* types that borrow_fast() in borrow.c borrows */
     int n_fast;
     PyObject *torch_names[PY_N_TORCH_NAMES], *torch_dtypes[PY_N_TORCH_DTYPES],
-        *torch_strided; /* NULL until a torch without the exchange API is met */
+        *torch_strided; /* NULL until a tensor without the exchange API is borrowed */
     bool numpy_ready;
     PyTypeObject *numpy_type; /* ndarray, once NumPy is loaded */
-    /* bfloat16, float8_e4m3fn and float8_e5m2 in NumPy: the type numbers that ml_dtypes
-     * got, or -1; and the dtypes that arrays made here get */
+    /* For ml_dtypes' bfloat16, float8_e4m3fn and float8_e5m2, in this order: the type
+     * numbers that NumPy gave them, -1 if not met yet; and the PyArray_Descr of arrays
+     * that this module makes, NULL before the first */
     int numpy_numbers[3];
     PyObject *numpy_descrs[3];
     PyTypeObject *workspace_type;
-    PyObject *placement_error; /* a ValueError: see module.c */
+    PyObject *placement_error; /* a subclass of ValueError: see module.c */
     PyTypeObject *graph_types[PY_N_GRAPH_TYPES];
     PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
-        *s_master_param, *s_weight_copy; /* interned */
+        *s_master_param, *s_weight_copy; /* interned strings */
 } py_state;
 
 #endif

@@ -266,7 +266,7 @@ borrow_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t plac
 }
 
 /* Whether a written array of the new row has another address, size or dtype than in the
- * previous call, whose row still stands in table->rows[n_rows]. */
+ * row that it replaces, table->rows[n_rows], or that row has not been checked. */
 static bool
 row_moved(const py_table *table, const py_row *row)
 {
