@@ -191,7 +191,7 @@ add_groups(py_state *state, step *step)
 }
 
 /* Refuses a gradient that two groups share if a group writes its gradients: the second
- * group would read it zeroed or already unscaled. Skipped if no address has changed. */
+ * group would read it zeroed or unscaled. Skipped if no written array has moved. */
 static int
 check_shared_grads(const py_state *state, const step *step)
 {

@@ -9,8 +9,8 @@
 
 /* False for subclasses of torch.Tensor other than Parameter: they inherit Tensor's
  * DLPack export, but the exported memory need not hold their values (fake, distributed
- * and masked tensors).
- * Sets *is_torch to whether the type is torch.Tensor or any subclass of it. */
+ * and masked tensors). Sets *is_torch to whether the type is torch.Tensor or any
+ * subclass of it. */
 static bool
 is_plain_type(PyTypeObject *type, bool *is_torch)
 {

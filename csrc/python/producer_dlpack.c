@@ -293,7 +293,7 @@ delete_unversioned(dlpack_managed *managed)
     delete_made(managed->context);
 }
 
-/* Capsule destructor. A consumer renames its capsule and then owns the tensor. */
+/* Capsule destructor: frees the tensor unless a consumer took it and so renamed it. */
 static void
 free_capsule(PyObject *capsule)
 {

@@ -30,14 +30,14 @@ enum { SMALL, AMX, FUSED, N_REASONS, NONE = N_REASONS };
 
 enum { MIN_DIMS = 2 }; /* fewer: not an input of attention */
 
-/* Thresholds below which torch is faster, measured on 2 threads with AVX-512 and AMX.
+/* Thresholds for leaving a call to torch, measured on 2 threads with AVX-512 and AMX.
  *
  * The kernels save time in proportion to scores = batch * heads * n_q * n_k, less where
  * n_q leaves query tiles partly empty, and lose a constant time in Python. */
 #define SMALL_WORK 0x1p19 /* scores * min(n_q, FULL_TILE) of float32 and float64 */
 enum { FULL_TILE = 32 };
 /* Scores, of any dtype and device. Decides for float16 and bfloat16, which torch must
- * convert; the limit above is higher. */
+ * convert; for float32 and float64 on the CPU SMALL_WORK is the higher limit. */
 #define SMALL_SCORES_HALF 0x1p10
 /* Up to this n_q query tiles are mostly empty, and torch is faster unless k has more
  * than FEW_KEYS elements: then memory bandwidth limits both. */

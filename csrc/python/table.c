@@ -176,8 +176,8 @@ relayout(py_state *state, py_table *table, int column, PyObject *like,
     return 0;
 }
 
-/* Borrows one array of a row and checks it against the row's first array. Even on
- * failure the caller releases `array`. */
+/* Borrows one array of a row and checks it against the row's first array. On failure
+ * the caller must release `array`. */
 static int
 borrow_cell(py_state *state, py_table *table, int column, PyObject *const *objects,
             const py_array *first, Py_ssize_t place, py_array *array)
@@ -241,7 +241,8 @@ hold_objects(py_table *table, PyObject *const *objects)
 }
 
 /* Borrows the array of column 0, which sets the row's shape. Returns 0, 1 if it is on
- * another device than the rows before, or -1. The caller releases `first` unless 0. */
+ * another device than the rows before, or -1. Unless 0 the caller must
+ * release `first`. */
 static int
 borrow_first(py_state *state, py_table *table, PyObject *object, Py_ssize_t place,
              py_array *first)
