@@ -1,5 +1,5 @@
-/* One graph becomes one record: everything is checked and planned first, then written
- * into the writer's buffer in one pass. */
+/* Appending a graph: its values are checked and the record's layout is planned first,
+ * then the record is written into the writer's buffer in one pass. */
 #include "writer.h"
 
 #include <stdlib.h>
@@ -13,8 +13,8 @@ name_of(const tfast_graph_writer *w, int field)
     return w->schema->field_names[field];
 }
 
-/* Takes the size of a dimension; false where the schema or an earlier field has another
- * size there. */
+/* Matches the size of a dimension with the schema: `dim` is a fixed size or names a
+ * count, which `size` sets if it is not known yet. False: the sizes differ. */
 static bool
 take_size(int64_t *sizes, int32_t dim, int64_t size)
 {
@@ -58,8 +58,9 @@ check_value(const tfast_graph_writer *w, int i, const tfast_graph_value *value,
     return TFAST_OK;
 }
 
-/* Sizes and numbers of edges that no present field shows are 0: only absent fields have
- * them. */
+/* Sets w->counts. A size or number of edges that is still unknown becomes 0: only
+ * absent fields have it as a dimension. Unknown numbers of nodes and increments are
+ * errors. */
 static tfast_status
 set_counts(tfast_graph_writer *w)
 {
@@ -107,9 +108,11 @@ fail:
 
 /* ---- Dense data ------------------------------------------------------------------ */
 
-/* Of one field. A graph has at most 2^36 bytes, in which integers take an eighth. */
+/* Bytes of one field before narrowing. A frame has at most 2^36 bytes, in which an
+ * int64 may take one byte. */
 static const int64_t MOST_BYTES = INT64_C(1) << 39;
 
+/* Whether a value can be read in place: in C order and aligned. */
 static bool
 is_dense(const tfast_graph_value *value, int bytes)
 {
@@ -146,8 +149,8 @@ copy_row(uint8_t *out, const uint8_t *in, int64_t n, int64_t stride, int bytes)
 #undef COPY_ROW
 }
 
-/* Copies a value of any strides to dense data; strides NULL: it is dense already, but
- * not aligned. */
+/* Copies a strided value to `out` in C order. strides NULL: the value is in C order
+ * already, but not aligned. */
 static void
 gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
 {
@@ -175,8 +178,9 @@ gather(uint8_t *out, const tfast_graph_value *value, int64_t numel, int bytes)
     }
 }
 
-/* Points every plan at dense data; data that is not dense is copied into `scratch`. A
- * view may repeat its elements, and have more of them than any memory. */
+/* Points every plan at data in C order; other data is copied into w->scratch first. An
+ * expanded view (stride 0) may have more elements than memory could hold, hence the
+ * limit on its bytes. */
 static tfast_status
 take_data(tfast_graph_writer *w, const tfast_graph_value *values)
 {
@@ -232,7 +236,8 @@ fail:
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-/* The smallest way to store integers low .. high; of equal ones the first. */
+/* The narrowest GRAPH_AS_... that holds low .. high; of equally narrow ones
+ * unsigned. */
 static int
 smallest(int dtype, int64_t low, int64_t high)
 {
@@ -251,7 +256,7 @@ smallest(int dtype, int64_t low, int64_t high)
     return GRAPH_AS_IS;
 }
 
-/* Integers: indices must be in range, and are stored as narrowly as they can be. */
+/* Plans an integer field: checks the range of indices, picks the narrowest storage. */
 static tfast_status
 plan_integers(tfast_graph_writer *w, int i)
 {
@@ -307,7 +312,7 @@ plan_values(tfast_graph_writer *w, int i)
     return TFAST_OK;
 }
 
-/* Decides how and where each field is stored. *bytes: length of the frame. */
+/* Plans how and where in the payload each field is stored. *bytes: of the frame. */
 static tfast_status
 plan_fields(tfast_graph_writer *w, size_t *bytes)
 {

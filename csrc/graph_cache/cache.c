@@ -1,4 +1,4 @@
-/* An open cache: its segments put together, and the graphs in it. */
+/* An open cache: opening its segments, joining their schemas, reading a graph. */
 #include "cache.h"
 
 #include "manifest.h"
@@ -10,30 +10,31 @@
 #include <string.h>
 #include <sys/file.h>
 
-/* ---- May it be opened? ----------------------------------------------------------- */
+/* ---- Is the cache complete? ------------------------------------------------------ */
 
-/* Counts a segment that is not in the manifest. *alive: a living writer has it locked,
- * and does not share the lock. Reads nothing of the file: to read it all takes long. */
+/* Adds 1 to *pending if the file of a segment that is not in the manifest still exists.
+ * `open`: it is an open segment; *alive is set if a living writer holds its exclusive
+ * lock. Does not read the file, which may be large. */
 static void
 look_at(const char *path, bool open, int64_t *pending, bool *alive)
 {
     const int file = graph_io_table->open(path, O_RDONLY);
 
-    /* -ENOENT: an open segment has been closed meanwhile, or the end of a build has
-     * deleted a sealed one. */
+    /* -ENOENT: since the directory was listed, a writer has closed the open segment, or
+     * the end of a build has deleted the sealed one. */
     *pending += open ? file >= 0 : file != -ENOENT;
     if (open && file >= 0) {
         const int error = graph_io_table->lock(file, LOCK_SH | LOCK_NB);
 
         *alive = *alive || error == -EWOULDBLOCK;
-        graph_io_table->lock(file, LOCK_UN); /* others may wait to adopt it */
+        graph_io_table->lock(file, LOCK_UN); /* an adopting process may wait for it */
     }
     if (file >= 0) {
         graph_io_table->close(file);
     }
 }
 
-/* TFAST_EIO unless no build runs and every segment is in the manifest. */
+/* TFAST_EIO if a build has not ended or a segment is not in the manifest. */
 static tfast_status
 must_be_complete(const char *directory, const graph_listing *listing,
                  const graph_contents *contents)
@@ -72,7 +73,8 @@ fail:
 
 /* ---- Opening --------------------------------------------------------------------- */
 
-/* uuid and generation, mixed so that every bit of the latter changes many. */
+/* Hashes the cache's uuid and generation, so that consecutive generations have
+ * fingerprints that differ in many bits. */
 static void
 set_fingerprint(tfast_graph_cache *cache, const graph_manifest *head)
 {
@@ -88,12 +90,13 @@ set_fingerprint(tfast_graph_cache *cache, const graph_manifest *head)
     memcpy(cache->fingerprint, words, sizeof words);
 }
 
-/* used[s]: segment s has records in the order. Other segments may be missing. */
+/* *used: [n_segments], the caller frees it. used[s]: some graph's record is in segment
+ * s. The other segments are not opened, since a build may have deleted their files. */
 static tfast_status
 find_used(const graph_contents *contents, bool **used)
 {
     const uint64_t n = contents->head.n_segments;
-    uint64_t *ends; /* of the segments' records */
+    uint64_t *ends; /* ends[s]: number of records in segments 0 .. s */
     uint64_t at = 0, left = n;
     tfast_status status;
 
@@ -108,7 +111,8 @@ find_used(const graph_contents *contents, bool **used)
          contents->order != NULL && left > 0 && i < contents->head.n_graphs; i++) {
         const uint64_t record = contents->order[i];
 
-        /* Neighbours mostly are in one segment. */
+        /* Most graphs are in the same segment as the graph before them; search only for
+         * the others. */
         if (i == 0 || record >= ends[at] || (at > 0 && record < ends[at - 1])) {
             at = 0;
             for (uint64_t step = n; step > 0; step /= 2) { /* ends[at - 1] <= record */
@@ -125,6 +129,8 @@ fail:
     return status;
 }
 
+/* Opens the segment `wanted` as the cache's next part and compares it with its entry in
+ * the manifest. first: cache-wide number of its first record. */
 static tfast_status
 open_part(tfast_graph_cache *cache, const graph_manifest_segment *wanted, int64_t first)
 {
@@ -181,7 +187,8 @@ fail:
     return status;
 }
 
-/* The columns of the cache's counts in one part. sources: see graph_schemas_join(). */
+/* Sets the columns of one part, one for each count of the cache's schema. sources: this
+ * segment's row from graph_schemas_join(). */
 static tfast_status
 set_columns(graph_part *part, int n_counts, const int64_t *sources)
 {
@@ -229,7 +236,7 @@ fail:
     return status;
 }
 
-/* Frees everything that one attempt to open has set. */
+/* Frees what try_open() has set, so that it can be called again. */
 static void
 empty(tfast_graph_cache *cache)
 {
@@ -249,7 +256,8 @@ empty(tfast_graph_cache *cache)
     cache->n_parts = cache->file_bytes = 0;
 }
 
-/* One attempt. *generation is that of the manifest that was read. */
+/* One attempt to open. *generation: of the manifest that was read; unchanged if none
+ * could be read. */
 static tfast_status
 try_open(tfast_graph_cache *cache, uint64_t *generation)
 {
@@ -270,7 +278,8 @@ try_open(tfast_graph_cache *cache, uint64_t *generation)
     cache->order = contents.order;
     contents.order = NULL;
     set_fingerprint(cache, &contents.head);
-    /* The files prove the records of parts; graph_contents_load() bounds the others. */
+    /* n_records is safe to allocate for: the opened files prove their own records, and
+     * graph_contents_load() bounds the records of segments that were not opened. */
     TRY(graph_alloc((void *)&cache->seen, (uint64_t)cache->n_records / 64 + 1,
                     sizeof *cache->seen));
 fail:
@@ -305,7 +314,8 @@ tfast_graph_cache_open(tfast_graph_cache **cache, const char *path,
     }
     made->kernels = tfast_graph_kernels_in_use();
     TRY(graph_copy_text(&made->path, path));
-    /* A build that ends meanwhile deletes segments: then the manifest has changed. */
+    /* A missing file may have been deleted by the end of a build since the manifest was
+     * read. The manifest's generation has changed then: try again. */
     for (int i = 0; i < 9; i++) {
         before = generation;
         empty(made);
@@ -416,7 +426,8 @@ reserve(graph_buffer *buffer, int64_t bytes)
                             (long long)bytes);
 }
 
-/* Reads a frame into buffer->data; of a mapped frame its head alone. */
+/* Fills *record. Reads the whole frame into buffer->data, or copies only its head there
+ * if the file is mapped. */
 static tfast_status
 fetch(graph_place place, graph_buffer *buffer, graph_record_view *record)
 {
@@ -440,9 +451,8 @@ fail:
     return status;
 }
 
-/* Writes the places of the record's fields to `arrays`. Sizes are always checked, so
- * that nothing outside the record is read; the record's checksum is checked as `verify`
- * (TFAST_GRAPH_VERIFY_NEVER, _ONCE, _ALWAYS) says. */
+/* Fills `arrays` from the record. Sizes are always checked, so that nothing outside the
+ * record is read; checksums and indices as `verify` (TFAST_GRAPH_VERIFY_...) says. */
 static tfast_status
 check(tfast_graph_cache *cache, graph_place place, const graph_record_view *record,
       int verify, tfast_graph_array *arrays)

@@ -1,33 +1,34 @@
-/* Graphs become one batch: plan.c lays out the arena, and one pass over the records
- * copies, widens and adds. */
+/* Collation of graphs into a batch: plan.c lays out the arena, then one pass over the
+ * records copies the values, widens narrowed integers and adds index offsets. */
 #include "plan.h"
 
 #include <string.h>
 
-/* Frames are prefetched into the processor's caches AHEAD bytes before they are copied:
- * by itself the processor follows a stream to the end of its page, and small graphs in
- * random order are no stream. PIECE: bytes that are prefetched at once, few enough for
- * the processor's line fill buffers. */
+/* Software prefetch runs AHEAD bytes before the copy: the hardware prefetcher stops at
+ * page boundaries and cannot predict small graphs in random order. PIECE bytes are
+ * prefetched at once; line fill buffers limit how many misses can be outstanding. */
 enum { AHEAD = 12 << 10, PIECE = 2 << 10, LINE = 64 };
 
-/* Bytes of a frame that are prefetched where not all of its fields are wanted, or where
- * its checksum is compared first, which brings all of it into the caches. */
+/* Only the first BEGINNING bytes of a frame are prefetched if only some of its fields
+ * are selected, or if every read verifies the checksum, which itself loads the whole
+ * frame into the caches. */
 enum { BEGINNING = 3 << 10 };
 
-/* Several threads copy a batch of more bytes than this, each at least as many. */
+/* A batch is copied by as many threads as get at least SHARE bytes each. */
 enum { SHARE = 256 << 10 };
 
-/* The frames of a thread's graphs as one stream of bytes, of which the first `most` of
- * each are prefetched. */
+/* Prefetch state of one thread: the frames of its graphs, seen as one stream of bytes,
+ * from which the first `most` bytes of each frame are prefetched. */
 typedef struct {
     const graph_arena *arena;
-    const tfast_graph_array *arrays; /* of the graph that is copied */
+    const tfast_graph_array *arrays; /* of the graph that is being copied */
     int64_t most;
-    int64_t next, end_graph; /* graphs of which nothing is prefetched yet */
-    const uint8_t *at, *end; /* what is not prefetched of graph next - 1 */
-    int64_t left;            /* of the graph that is copied, as prefetched before */
+    int64_t next, end_graph; /* of graphs next .. end_graph - 1 nothing is prefetched */
+    const uint8_t *at, *end; /* bytes of graph next - 1 that are not prefetched yet */
+    int64_t left;            /* prefetched bytes of the current graph, not passed yet */
 } stream;
 
+/* How many bytes of graph g's frame are prefetched. */
 static int64_t
 prefetched_bytes(const stream *s, int64_t g)
 {
@@ -46,7 +47,7 @@ prefetch(stream *s, int64_t bytes)
         if (n <= 0) {
             if (s->next == s->end_graph ||
                 (s->at = graph_mapped_frame(s->arena->places[s->next])) == NULL) {
-                s->at = s->end = NULL; /* the last graph, or `pread` */
+                s->at = s->end = NULL; /* no graph is left, or files are not mapped */
                 return;
             }
             n = prefetched_bytes(s, s->next++);
@@ -61,7 +62,8 @@ prefetch(stream *s, int64_t bytes)
     }
 }
 
-/* Advances past bytes of the graph, copied or skipped. */
+/* Advances past `bytes` of the current graph, copied or skipped, and prefetches as many
+ * later in the stream, so that the prefetch keeps its lead. */
 static void
 advance(stream *s, int64_t bytes)
 {
@@ -114,7 +116,8 @@ fail:
     return status;
 }
 
-/* Copies `n` elements, adding `add`. */
+/* Copies elements first .. first + n - 1 of an array, widened to `bytes` each, and adds
+ * `add` to each. */
 static void
 copy_elements(const tfast_graph_kernels *kernels, uint8_t *out,
               const tfast_graph_array *array, int64_t first, int64_t n, int bytes,
@@ -133,14 +136,16 @@ copy_elements(const tfast_graph_kernels *kernels, uint8_t *out,
     }
 }
 
-/* Runs of adjacent elements to which the same number is added: the rows of the field;
- * or, where the two rows of a graph lie in one row of the batch, both rows of each
- * graph. */
+/* The values that one graph writes to a field, as runs of adjacent elements that get
+ * the same addend. A run is a row of the field; or, if a field with an addend per row
+ * has outer == 1, so that both rows of a graph are adjacent in the batch, one of
+ * them. */
 typedef struct {
     int64_t n, elements, stride; /* stride: bytes from one run to the next */
-    bool alternate;              /* every other run has the second addend */
+    bool alternate; /* odd runs get the second addend; false: the second half does */
 } runs;
 
+/* The runs of `graphs` graphs that have `steps` steps together. */
 static runs
 runs_of(const graph_batch_field *f, int64_t steps, int64_t graphs)
 {
@@ -150,7 +155,7 @@ runs_of(const graph_batch_field *f, int64_t steps, int64_t graphs)
         const int64_t part = graphs == 0 ? 0 : elements / (2 * graphs);
         return (runs){2 * graphs, part, part * f->bytes, true};
     }
-    /* No runs where rows are empty: their number may be large. */
+    /* Empty rows need no runs; `outer` may be large for them. */
     return (runs){elements == 0 ? 0 : f->outer, elements, f->total * f->inner, false};
 }
 
@@ -164,8 +169,9 @@ addend(const graph_arena *arena, const graph_batch_field *f, runs r, int64_t i,
     return f->n_adds == 0 ? 0 : graph_sums(arena, f->adds[second])[g];
 }
 
-/* The steps of graph g, from the arena's sums and not from the file, which another
- * process may change meanwhile: so that nothing is written outside the arena. */
+/* The number of steps of graph g. It comes from the arena's sums, not from the mapped
+ * file: another process may change the file, and a changed count must not make a copy
+ * write outside the arena. */
 static int64_t
 steps_of(const graph_arena *arena, const graph_batch_field *f, int64_t g)
 {
@@ -178,13 +184,14 @@ steps_of(const graph_arena *arena, const graph_batch_field *f, int64_t g)
     return sums[g + 1] - sums[g];
 }
 
-/* The steps of all graphs before g. */
+/* The number of steps of all graphs before g. */
 static int64_t
 steps_before(const graph_arena *arena, const graph_batch_field *f, int64_t g)
 {
     return f->steps_count < 0 ? f->steps * g : graph_sums(arena, f->steps_count)[g];
 }
 
+/* memcpy() in pieces, with the prefetch of later bytes between them. */
 static void
 copy(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
 {
@@ -198,7 +205,7 @@ copy(stream *s, uint8_t *out, const uint8_t *in, int64_t bytes)
     advance(s, bytes);
 }
 
-/* Adds graph g to one field. */
+/* Copies field `f` of graph g into the batch. */
 static tfast_status
 copy_field(stream *source, graph_batch_field *f, int64_t g)
 {
@@ -210,7 +217,7 @@ copy_field(stream *source, graph_batch_field *f, int64_t g)
 
     if (array->stored == GRAPH_AS_IS && f->outer == 1 && f->n_adds == 0 &&
         !f->lacking && !f->absent && array->numel == steps * f->values) {
-        copy(source, out, array->data, steps * f->inner); /* most fields take this */
+        copy(source, out, array->data, steps * f->inner); /* the fast path */
         return TFAST_OK;
     }
     r = runs_of(f, steps, 1);
@@ -235,8 +242,9 @@ copy_field(stream *source, graph_batch_field *f, int64_t g)
     return TFAST_OK;
 }
 
-/* Shared by the threads that copy a batch. If one of them fails, one thread copies the
- * whole batch again: the error is that of the first graph that has one. */
+/* Shared by the threads that copy a batch. If a thread fails, the calling thread copies
+ * the whole batch again, so that the reported error is always that of the first bad
+ * graph. */
 typedef struct {
     graph_arena *arena;
     const int64_t *indices;
@@ -244,8 +252,8 @@ typedef struct {
     bool failed[GRAPH_SHARES];
 } copying;
 
-/* Copies the graphs first .. end - 1 with the memory of this share. Graph 0 comes
- * before all others: it decides which fields are absent. */
+/* Copies graphs first .. end - 1 with the buffers of thread `share`. Graph 0 must be
+ * copied before all others: it decides which fields are absent from the batch. */
 static tfast_status
 copy_graphs(const copying *c, int share, int64_t first, int64_t end)
 {
@@ -281,7 +289,7 @@ fail:
     return status;
 }
 
-/* The graphs after the first, in shares of equally many. */
+/* One thread's share of the graphs after graph 0; a body for tfast_parallel(). */
 static void
 copy_share(void *context, int share, int shares)
 {
@@ -292,6 +300,7 @@ copy_share(void *context, int share, int shares)
                                    1 + n * (share + 1) / shares) != TFAST_OK;
 }
 
+/* How many threads should copy this batch. */
 static int
 shares_worth(const graph_arena *arena)
 {
@@ -328,7 +337,7 @@ copy_all(graph_arena *arena, const int64_t *indices, int n_fields, bool alone)
     return copy_graphs(&c, 0, 0, arena->batch.n_graphs);
 }
 
-/* n elements of `bytes` each, all `value`. */
+/* Writes `value` to n integers of `bytes` each. */
 static void
 fill(const tfast_graph_kernels *kernels, uint8_t *out, int bytes, int64_t n,
      int64_t value)
@@ -338,11 +347,12 @@ fill(const tfast_graph_kernels *kernels, uint8_t *out, int bytes, int64_t n,
         return;
     }
     for (int64_t i = 0; i < n; i++) {
-        memcpy(out + i * bytes, &value, (size_t)bytes); /* the low bytes */
+        memcpy(out + i * bytes, &value, (size_t)bytes); /* little-endian */
     }
 }
 
-/* Fills the padding of one field: zeros, or indices of the first padding node. */
+/* Fills the padding of one field with zeros, or if a count is added to the field, with
+ * that count's sum over the graphs: for indices, the padding graph's first node. */
 static tfast_status
 pad_field(const graph_arena *arena, graph_batch_field *f)
 {
@@ -376,6 +386,7 @@ pad_field(const graph_arena *arena, graph_batch_field *f)
     return TFAST_OK;
 }
 
+/* Writes the batch vectors and the ptr arrays. */
 static void
 write_vectors(graph_arena *arena, const tfast_graph_selection *selection)
 {

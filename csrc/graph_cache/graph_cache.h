@@ -1,6 +1,6 @@
-/* The graph cache's contract: what its binding may call, who owns what. Nothing here is
- * for two threads at once, except where it says so. docs/graph_cache_format.md says
- * what is on disk, docs/design/graph_cache.md which file does what and why. */
+/* The graph cache's contract: the functions for its binding, and who owns what. One
+ * thread at a time may use an object, unless a comment says otherwise. On disk:
+ * docs/graph_cache_format.md; which file does what: docs/design/graph_cache.md. */
 #ifndef GRAPH_CACHE_H
 #define GRAPH_CACHE_H
 
@@ -15,20 +15,22 @@ typedef struct {
     const graph_schema_field *fields;
     const char *const *count_names; /* zero-terminated */
     const char *const *field_names;
-    const uint8_t *bytes; /* as in the file */
+    const uint8_t *bytes; /* the serialised schema, as in the file */
     size_t n_bytes;
-    size_t record_bytes; /* of a record's header with counts and stored, aligned */
+    size_t record_bytes; /* of a record's head: graph_record, its counts, one `stored`
+                            byte a field, zeros to a multiple of GRAPH_UNIT */
 } tfast_graph_schema;
 
-/* Checks every rule of the format; nothing of `bytes` is trusted or kept. TFAST_EINVAL
- * where a rule is broken. */
+/* Copies and checks a serialised schema; `bytes` is untrusted. TFAST_EINVAL if a rule
+ * of the format is broken. The caller frees *schema. */
 tfast_status tfast_graph_schema_parse(tfast_graph_schema **schema, const void *bytes,
                                       size_t n_bytes);
 void tfast_graph_schema_free(tfast_graph_schema *schema);
 
 /* One field of one record. */
 typedef struct {
-    const void *data; /* as stored; aligned to its elements, at most to 8 bytes */
+    const void *data; /* elements as `stored` says, not widened; aligned to their size,
+                         or to 8 bytes if that is less */
     int stored;       /* GRAPH_ABSENT, GRAPH_AS_IS, ... */
     int rank;
     int64_t shape[GRAPH_MAX_RANK];
@@ -50,54 +52,57 @@ typedef struct {
 } tfast_graph_value;
 
 /* Starts a new segment in the cache at `path`; creates the directory and an empty
- * manifest where there are none. A path that is a file, or a directory with other files
- * and no manifest, is refused. With `durable` false (for scratch) nothing is synced
- * unless the cache has other segments, which must stay safe. */
+ * manifest if there are none. A path that is a file, or a directory with other files
+ * and no manifest, is refused. With `durable` false (for temporary caches) nothing is
+ * synced, except that close() syncs if the cache has other segments. */
 tfast_status tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
                                      const void *schema, size_t schema_bytes,
                                      bool durable);
 
-/* Appends a graph. counts[n_counts]: >= 0 is given, -1 is taken from the shapes of the
- * values; it is an error where neither gives a count. Indices (values of fields to
- * which a count is added that is not an increment) must be >= 0 and below their count.
- * key: 16 bytes, or NULL. After an error nothing has changed. TFAST_EINVAL where a
- * shape does not fit the schema; *misfit is then the field whose size differs from the
- * size that the schema fixes or shares, so that the caller can go on with a more
- * general schema. *misfit is -1 after every other error. */
+/* Appends a graph. counts[n_counts] or NULL: >= 0 is the count, -1 (all, if NULL) takes
+ * it from the values' shapes. A number of nodes or an increment that is in neither is
+ * an error. A field to which collation adds a count of nodes, edges or a size holds
+ * indices, which must be >= 0 and below that count. key: 16 bytes, or NULL. An error
+ * leaves the writer unchanged, except that after an I/O error it is dead.
+ *
+ * TFAST_EINVAL if a shape does not fit the schema; *misfit is then the field with a
+ * size other than the schema fixes or an earlier field has, so that the caller can go
+ * on with a more general schema. *misfit is -1 in all other cases. */
 tfast_status tfast_graph_writer_append(tfast_graph_writer *writer,
                                        const tfast_graph_value *values,
                                        const int64_t *counts, const uint8_t *key,
                                        int *misfit);
 
-/* Makes all appended graphs durable. After an error the writer is dead; graphs of
- * earlier commits are safe. */
+/* Makes all appended graphs durable. After an I/O error the writer is dead: all later
+ * calls fail. Graphs of earlier commits are safe. */
 tfast_status tfast_graph_writer_commit(tfast_graph_writer *writer);
 
-/* Commits, seals the segment and enters it into the manifest; an empty segment is
- * deleted. Only tfast_graph_writer_free() frees the writer. After TFAST_EINTR it can be
- * closed again. */
+/* Commits, seals the segment and adds it to the manifest; a segment without graphs is
+ * deleted. tfast_graph_writer_free() must still be called. After TFAST_EINTR close()
+ * can be called again. */
 tfast_status tfast_graph_writer_close(tfast_graph_writer *writer);
 int64_t tfast_graph_writer_appended(const tfast_graph_writer *writer);
 int64_t tfast_graph_writer_committed(const tfast_graph_writer *writer);
 
-/* Without close() the committed graphs are left for tfast_graph_adopt(). In a forked
- * child it only frees memory. */
+/* Frees the writer; NULL is allowed. Without close() committed graphs are left for
+ * tfast_graph_adopt(). In a forked child the segment's file is not changed. */
 void tfast_graph_writer_free(tfast_graph_writer *writer);
 
-/* Seals the segments that dead writers have left, up to their last commits, and enters
- * them into the manifest. *graphs: that were kept; *lost: records behind the last
- * commits, at least. Segments of living writers are left alone. */
+/* Seals the segments that dead writers have left, up to their last commits, and adds
+ * them to the manifest. *graphs: number of graphs in them. *lost: number of records
+ * found behind the last commits, a lower bound of what was lost. Segments of living
+ * writers are left alone. */
 tfast_status tfast_graph_adopt(const char *path, int64_t *graphs, int64_t *lost);
 
-/* The schema with the most fields of a cache's segments, also of those that are being
- * written; NULL: there are none. A writer's schema must agree with it. The caller frees
- * it. */
+/* *schema: the schema with the most fields among a cache's segments, including those
+ * that are being written; NULL if there are no segments. A writer's schema must agree
+ * with it. The caller frees it. */
 tfast_status tfast_graph_schema_find(const char *path, tfast_graph_schema **schema);
 
 /* A build: between begin and end the cache opens only with `partial`. End sets the
- * order and deletes the segments that have none of its graphs. order[n] are numbers of
- * the graphs that `partial` shows at that time, which after an earlier order are not
- * those of the records; order NULL: it stays as it is. */
+ * cache's order and deletes segments without a graph in it. order[n]: indices of graphs
+ * as a cache opened with `partial` at that time numbers them (not record numbers, if
+ * the cache had an order before). order NULL: the order stays as it is. */
 tfast_status tfast_graph_build_begin(const char *path);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 
@@ -107,13 +112,14 @@ typedef struct tfast_graph_cache tfast_graph_cache;
 
 enum { TFAST_GRAPH_VERIFY_NEVER, TFAST_GRAPH_VERIFY_ONCE, TFAST_GRAPH_VERIFY_ALWAYS };
 
-/* Files are mapped, or read graph by graph. A map kills the process (SIGBUS) if its
- * file is cut short or cannot be read any more, as happens on network file systems. */
+/* Files are mapped, or read graph by graph. Access to a mapped file that has been
+ * truncated or has become unreadable, as happens on network file systems, kills the
+ * process (SIGBUS). */
 enum { TFAST_GRAPH_MMAP, TFAST_GRAPH_PREAD, TFAST_GRAPH_BY_FILE_SYSTEM };
 
 typedef struct {
     int verify;
-    int mode; /* TFAST_GRAPH_BY_FILE_SYSTEM: reads on network file systems, else maps */
+    int mode;     /* BY_FILE_SYSTEM: PREAD on network file systems, otherwise MMAP */
     bool partial; /* open the sealed graphs although a build or writer has not ended */
 } tfast_graph_open_options;
 
@@ -125,41 +131,44 @@ void tfast_graph_cache_retain(tfast_graph_cache *cache);
 void tfast_graph_cache_release(tfast_graph_cache *cache);
 
 int64_t tfast_graph_cache_len(const tfast_graph_cache *cache);
-/* The generalisation of all segments' schemas; NULL for a cache without graphs. */
+/* The generalisation of the segments' schemas (schema_join.h); NULL for a cache without
+ * graphs. */
 const tfast_graph_schema *tfast_graph_cache_schema(const tfast_graph_cache *cache);
-/* 16 bytes that change with the manifest: the cache's uuid and generation mixed. */
+/* 16 bytes that change with every change of the manifest: a hash of the cache's uuid
+ * and generation. */
 const uint8_t *tfast_graph_cache_fingerprint(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_file_bytes(const tfast_graph_cache *cache);
 int64_t tfast_graph_cache_segments(const tfast_graph_cache *cache);
 
-/* out[len], from the index alone: a count of the cache's schema, or the bytes of the
- * frame, of each graph. */
+/* out[len]: for each graph, count number `count` of the cache's schema, or the bytes of
+ * its frame. Both come from the index; no graph is read. */
 void tfast_graph_cache_counts(const tfast_graph_cache *cache, int count, int64_t *out);
 void tfast_graph_cache_frame_bytes(const tfast_graph_cache *cache, int64_t *out);
-/* out[16 * len]: the keys, from the records. */
+/* out[16 * len]: the keys, read from the records and not verified. */
 tfast_status tfast_graph_cache_keys(const tfast_graph_cache *cache, uint8_t *out);
 
-/* The arrays of graph i. They lie in the map, which lives as long as the cache, and
- * *owned is NULL; where files are read they lie in *owned, which the caller frees with
- * free(). Verifies as the cache was opened. Any thread. */
+/* arrays[fields of the cache's schema]: the arrays of graph i. With MMAP they point
+ * into the map, which lives as long as the cache, and *owned is NULL; with PREAD they
+ * point into *owned, which the caller frees with free(). Verifies as options.verify
+ * says. Any thread. */
 tfast_status tfast_graph_cache_get(tfast_graph_cache *cache, int64_t i,
                                    tfast_graph_array *arrays, void **owned);
 
 /* Checks graphs first .. end - 1 in full (checksums, sizes, indices, bool bytes, UTF-8;
  * with `values` also that floats are finite), and calls damaged(context, i, message)
- * for each bad one. With first = 0 and end = len it also checks the bytes between the
- * records (i is -1), with first = end only these. Returns an error only where it could
- * not go on. */
+ * for each bad one. With first = 0 and end = len it also checks the commit frames (i is
+ * -1), with first = end only these. Returns an error only if it could not go on. */
 tfast_status tfast_graph_cache_verify(
     tfast_graph_cache *cache, int64_t first, int64_t end, bool values,
     void (*damaged)(void *context, int64_t i, const char *message), void *context);
 
-/* Copies every committed graph that can still be read, from sealed and other segments,
- * into a new cache at `to`. `from` is only read. Reports line by line. */
+/* Copies every committed graph that can still be read, from sealed and open segments,
+ * into a new cache at `to`. `from` is only read. Calls line(context, text) with
+ * progress for people. */
 typedef struct {
-    int64_t kept;
-    int64_t damaged;     /* committed, but broken */
-    int64_t uncommitted; /* after the last commit of its segment: never promised */
+    int64_t kept;        /* graphs */
+    int64_t damaged;     /* committed graphs that are lost */
+    int64_t uncommitted; /* records behind the last commit of their segment */
     int64_t bytes_skipped;
 } tfast_graph_repair_report;
 tfast_status tfast_graph_repair(const char *from, const char *to,
@@ -169,17 +178,17 @@ tfast_status tfast_graph_repair(const char *from, const char *to,
 
 /* ---- Collate (collate.c) --------------------------------------------------------- */
 
-/* The contents of a batch. The caller keeps it alive and unchanged. */
+/* What a batch contains. The caller keeps it alive and unchanged while it is in use. */
 typedef struct {
     const uint16_t *fields; /* of the cache's schema */
     int n_fields;
-    const uint16_t *batch_of; /* counts of nodes or edges that get a batch vector: the
-                                 number of its graph for each */
+    const uint16_t *batch_of; /* counts of nodes or edges that get a batch vector: for
+                                 each node or edge, the number of its graph */
     int n_batch_of;
-    /* Padding to static shapes: one graph with everything that is missing to the totals
-     * (zeros; indices point at its first node), then empty graphs. n_slots: graphs with
-     * padding, 0: no padding; totals[n_counts]: each count with padding, -1: as the
-     * graphs have. */
+    /* Padding to static shapes: after the graphs comes one padding graph, which fills
+     * each count up to its total (values are zeros, indices are its first node), then
+     * empty graphs. n_slots: number of graphs including padding, 0: no padding.
+     * totals[n_counts]: each count's sum including padding, -1: the sum without. */
     int64_t n_slots;
     const int64_t *totals;
 } tfast_graph_selection;
@@ -189,29 +198,30 @@ typedef struct tfast_graph_batch {
     uint8_t *arena;
     size_t bytes;
     int64_t n_graphs; /* without padding graphs */
-    int64_t n_slots;  /* n_graphs, or with padding the selection's */
-    int64_t *totals;  /* of each count, padding included */
-    size_t *field_at; /* per selected field: its array's place in the arena */
-    size_t *ptr_at;   /* per count: int64 [n_slots + 1], sums before each graph */
-    size_t *batch_at; /* per batch_of: int64 [totals[batch_of]] */
-    int64_t *sums;    /* [n_counts][n_slots + 1]: a copy of the ptrs outside the arena,
-                         which does not change when a caller writes to its arrays */
+    int64_t n_slots;  /* with padding the selection's n_slots, otherwise n_graphs */
+    int64_t *totals;  /* per count: its sum, padding included */
+    /* Offsets in the arena: */
+    size_t *field_at; /* per selected field: its array */
+    size_t *ptr_at;   /* per count: int64 [n_slots + 1], its sum before each graph */
+    size_t *batch_at; /* per batch_of: its batch vector, int64 [totals[batch_of]] */
+    int64_t *sums;    /* [n_counts][n_slots + 1]: a copy of the ptr arrays outside the
+                         arena, safe from callers that write to the arena */
     int64_t (*shapes)[GRAPH_MAX_RANK + 1]; /* per selected field */
-    int *ranks;                            /* -1: none of the graphs has this field */
+    int *ranks; /* -1: no graph of the batch has this field */
 } tfast_graph_batch;
 
-/* Collates now; a large batch also on the threads of tfast_parallel(), unless `alone`.
- * The bytes do not depend on the number of threads. The batch has one reference, and
- * holds the cache. Errors: an index outside 0 .. len - 1 (TFAST_EINVAL), a damaged
- * graph (TFAST_EIO), graphs that do not fit together or more than the padding allows
- * (TFAST_EINVAL), no memory. */
+/* Collates graphs indices[n] into a batch with one reference, which keeps the cache
+ * alive. A large batch is copied by several threads (tfast_parallel()) unless `alone`;
+ * the result does not depend on the number of threads. Any thread. Errors: an index
+ * outside 0 .. len - 1 (TFAST_EINVAL), a damaged graph (TFAST_EIO), graphs that do not
+ * fit together or more than the padding allows (TFAST_EINVAL), no memory. */
 tfast_status tfast_graph_collate(tfast_graph_cache *cache,
                                  const tfast_graph_selection *selection,
                                  const int64_t *indices, int64_t n, bool alone,
                                  tfast_graph_batch **batch);
 void tfast_graph_batch_retain(tfast_graph_batch *batch);
-/* Memory for the caller's own use until the last release; NULL after TFAST_GRAPH_NOTES
- * bytes. One thread at a time. */
+/* `bytes` of memory in the batch for the caller's own data, aligned to 16, valid until
+ * the last release. NULL once TFAST_GRAPH_NOTES bytes are used up. */
 enum { TFAST_GRAPH_NOTES = 2048 };
 void *tfast_graph_batch_note(tfast_graph_batch *batch, size_t bytes);
 /* The last release returns the arena to the cache for reuse. Any thread. */
@@ -221,65 +231,68 @@ void tfast_graph_batch_release(tfast_graph_batch *batch);
 
 typedef struct tfast_graph_prefetch tfast_graph_prefetch;
 
-/* `threads` native threads collate what is submitted; batches come back in the order in
- * which they were submitted. threads = 0: collated when they are asked for. The
- * selection must outlive it. */
+/* Starts up to `threads` native threads, which collate submitted batches; these come
+ * back in the order in which they were submitted. threads = 0: each is collated when it
+ * is asked for. The selection must outlive the prefetch; the cache is retained. */
 tfast_status tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch,
                                       tfast_graph_cache *cache,
                                       const tfast_graph_selection *selection,
                                       int threads);
-/* `tag` comes back with the batch. */
+/* Submits a batch; `indices` is copied, `tag` comes back with the batch. */
 tfast_status tfast_graph_prefetch_submit(tfast_graph_prefetch *prefetch,
                                          const int64_t *indices, int64_t n,
                                          int64_t tag);
-/* Waits up to `seconds`; *batch is NULL when there is none yet. An error is the error
- * of that batch; the next call goes on with the one after it. */
+/* Returns the next batch, which the caller releases. Waits up to `seconds`; *batch is
+ * NULL if it is not ready by then or nothing is pending. An error belongs to this
+ * batch; the next call goes on with the batch after it. */
 tfast_status tfast_graph_prefetch_next(tfast_graph_prefetch *prefetch, double seconds,
                                        tfast_graph_batch **batch, int64_t *tag);
+/* Number of batches that were submitted and not returned yet. */
 int64_t tfast_graph_prefetch_pending(const tfast_graph_prefetch *prefetch);
-/* Stops the threads and waits for them; in a forked child only forgets them. Batches
- * that are held live on. */
+/* Stops and joins the threads and frees everything but the batches that were returned.
+ * Does nothing in a forked child. */
 void tfast_graph_prefetch_free(tfast_graph_prefetch *prefetch);
 
 /* ---- Order (order.c) ------------------------------------------------------------- */
 
 enum { TFAST_GRAPH_MAX_BUDGETS = 8 };
 
-/* The order of an epoch, in O(1) memory, and O(1) to begin at any position. The caller
- * has checked that `subset` has numbers of graphs, and keeps it unchanged. */
+/* The order of an epoch. Needs O(1) memory, and O(1) time to begin at any position. The
+ * caller has checked that `subset` contains valid graph indices, and keeps it
+ * unchanged. */
 typedef struct {
     int64_t n;             /* graphs, or entries of subset */
     const int64_t *subset; /* NULL: 0 .. n - 1 */
     uint64_t seed, epoch;
     bool shuffle;
     int64_t rank, world_size;
-    int64_t batch_size; /* at most */
+    int64_t batch_size; /* most graphs in a batch */
     bool drop_last;
-    int n_budgets;               /* 0: batches by number alone */
-    const int64_t *const *sizes; /* [n_budgets][cache's graphs] */
-    const int64_t *budgets;      /* at most this sum of sizes in a batch */
-    /* A graph beyond a budget gets a batch of its own; else it is an error. */
+    int n_budgets;               /* 0: only batch_size limits a batch */
+    const int64_t *const *sizes; /* [n_budgets][graphs of the cache], >= 0 */
+    const int64_t *budgets;      /* [n_budgets]: largest sum of sizes in a batch */
+    /* A graph larger than a budget gets a batch of its own; false: it is an error. */
     bool oversize_alone;
 } tfast_graph_order;
 
-/* Writes the indices of the graphs in this rank's next batch to `indices` (room for
- * batch_size) and their number to *n; 0 is the end of the epoch.
+/* Writes the graph indices of this rank's next batch to indices[batch_size] and their
+ * number to *n; *n = 0 is the end of the epoch.
  *
- * *position is 0 before the first call and opaque afterwards. It is the whole state to
- * save, and the same on all ranks.
+ * *position is 0 before the first call and opaque afterwards. It is the only state to
+ * save for resuming, and equal on all ranks after the same number of calls.
  *
  * All ranks get the same number of batches. Every graph is in exactly one batch of one
- * rank; with drop_last the graphs of incomplete last batches are left out. No batch is
- * empty, or larger than batch_size or the budgets of nodes and edges.
+ * rank; with drop_last the graphs of an incomplete last round are left out. No batch is
+ * empty, and none exceeds batch_size or a budget, except with oversize_alone.
  *
- * TFAST_EINVAL if that is impossible: there are fewer graphs than ranks, or every batch
- * holds one graph and the number of batches is not a multiple of the number of ranks.
- */
+ * TFAST_EINVAL if that is impossible: the graphs cannot be cut into a multiple of
+ * world_size batches, e.g. because there are fewer graphs than ranks. */
 tfast_status tfast_graph_order_next(const tfast_graph_order *order, int64_t *position,
                                     int64_t *indices, int64_t *n);
-/* Graph at place i of the epoch, before sharding. */
+/* The index of the graph at place i of the epoch's order, counted over all ranks. */
 int64_t tfast_graph_order_at(const tfast_graph_order *order, int64_t i);
-/* The number of batches that a rank has; with budgets it plans them all. */
+/* *n: the number of batches of each rank. With budgets it costs O(n) time, because all
+ * batches are planned. */
 tfast_status tfast_graph_order_batches(const tfast_graph_order *order, int64_t *n);
 
 #endif

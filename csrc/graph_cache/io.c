@@ -1,5 +1,5 @@
-/* The graph cache's way to the operating system: io.h's table for Linux, and functions
- * that turn its results into statuses. */
+/* The graph cache's calls to the operating system: the table of io.h for Linux, and
+ * functions that turn its results into statuses. */
 #if !defined(_DEFAULT_SOURCE)
 #    define _DEFAULT_SOURCE /* flock, getrandom */
 #endif
@@ -22,7 +22,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-static _Thread_local int last_error;
+static _Thread_local int last_error; /* what graph_errno() returns */
 
 static int
 result(int value)
@@ -30,8 +30,8 @@ result(int value)
     return value < 0 ? -errno : value;
 }
 
-/* O_NONBLOCK and O_NOCTTY: a pipe or a terminal that has the name of a cache's file
- * must not block the process or become its terminal. */
+/* O_NONBLOCK and O_NOCTTY: a pipe with the name of a cache's file must not block the
+ * process, and a terminal with such a name must not become its terminal. */
 static int
 os_open(const char *path, int flags)
 {
@@ -252,7 +252,7 @@ graph_alloc(void *out, uint64_t n, size_t bytes)
     return made == NULL ? no_memory(n, bytes) : TFAST_OK;
 }
 
-/* There is room for the next power of two. */
+/* The capacity is a power of two, so the array is full if n is 0 or a power of two. */
 tfast_status
 graph_grow(void *array, int64_t n, size_t bytes)
 {
@@ -338,7 +338,7 @@ bool
 graph_is_remote(const char *path)
 {
     static const uint32_t remote[] = {
-        /* of linux/magic.h, or of their sources */
+        /* f_type of statfs(), from linux/magic.h or the file systems' sources */
         0x6969,     /* NFS */
         0x517b,     /* SMB */
         0xff534d42, /* CIFS */
@@ -416,7 +416,7 @@ graph_write_all(int file, const char *path, const void *data, size_t bytes, int6
         if (n == -EINTR) {
             continue;
         }
-        if (n <= 0) { /* 0: a disk that is full and does not say so */
+        if (n <= 0) { /* 0: a full disk without an error number */
             return graph_io_error("write", path, n == 0 ? ENOSPC : (int)n);
         }
         done += (size_t)n;

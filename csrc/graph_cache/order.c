@@ -1,20 +1,20 @@
-/* The order of graphs in an epoch: a keyed permutation, batches by number and size, and
- * their distribution over ranks.
+/* The order of graphs in an epoch: a keyed permutation, batches limited by number and
+ * size, and their distribution over ranks.
  *
- * An epoch is its graphs in permuted order; a place is a number in that order. Batches
- * come in rounds: one batch for each rank, one after another. A position is the place
- * where a round begins, and the round follows from its position alone: so an epoch can
- * be entered at any position, also with another world_size.
+ * An epoch is a permuted list of graphs; a place is an index into that list. Batches
+ * come in rounds: one batch for each rank, in adjacent places, rank 0 first. A position
+ * is the place where a round begins. A round depends only on its position, so an epoch
+ * can be resumed at any position, even with another world_size.
  *
- * Batches are filled greedily. So that all ranks end together, a round must leave
- * enough graphs for whole rounds after it. The graphs from a place on can be shared out
- * if the number of their greedy batches, rounded up to whole rounds, is at most the
- * number of the graphs. A round that would leave graphs that cannot be shared out gets
- * smaller batches. */
+ * Batches are filled greedily. Since all ranks must get the same number of batches, the
+ * graphs behind a round must again divide into whole rounds without empty batches. They
+ * do if the number of their greedy batches, rounded up to a multiple of world_size, is
+ * at most the number of graphs. If they do not, the round gets smaller batches. */
 #include "graph_cache.h"
 #include "io.h"
 #include "shuffle.h"
 
+/* The index of the graph at a place. */
 static int64_t
 graph_at(const tfast_graph_order *order, const graph_shuffle *shuffle, int64_t place)
 {
@@ -31,16 +31,16 @@ tfast_graph_order_at(const tfast_graph_order *order, int64_t i)
     return graph_at(order, &shuffle, i);
 }
 
-/* ---- Rounds of batches by number alone ------------------------------------------- */
+/* ---- Rounds without budgets ------------------------------------------------------ */
 
-/* A round: the places of the rank's batch, and of the next round. An empty batch is the
- * end of the epoch. */
+/* A round: places begin .. end - 1 are the rank's batch, `next` is where the next round
+ * begins. begin == end: the epoch has ended. */
 typedef struct {
     int64_t begin, end;
     int64_t next;
 } share;
 
-/* Where piece i begins when `total` is cut into pieces as equal as can be. */
+/* Where piece i begins if `total` is cut into pieces that differ by at most 1. */
 static int64_t
 piece_begin(int64_t total, int64_t pieces, int64_t i)
 {
@@ -63,7 +63,7 @@ round_by_number(const tfast_graph_order *order, int64_t place)
     }
     if (left >= all && (left - all == 0 || left - all >= ranks || order->drop_last)) {
         graphs = all;
-    } else if (left > all) { /* the rest would be too small for a round */
+    } else if (left > all) { /* too few would be left: two equal rounds */
         rounds = 2;
     }
     return (share){
@@ -73,10 +73,11 @@ round_by_number(const tfast_graph_order *order, int64_t place)
     };
 }
 
-/* ---- Rounds of batches by size --------------------------------------------------- */
+/* ---- Rounds with budgets --------------------------------------------------------- */
 
-/* A walk over rounds. `batches` counts them up to `place`, where the current round
- * begins. `ahead`, at `place` or behind it, ends greedy batch `ahead_batches`. */
+/* A walk over rounds. The current round begins at `place`, after `batches` batches of
+ * the walk. Greedy batches have been planned on to place `ahead`, where batch number
+ * `ahead_batches` of the walk ends; later rounds use this result again. */
 typedef struct {
     const tfast_graph_order *order;
     graph_shuffle shuffle;
@@ -103,8 +104,8 @@ too_large(const tfast_graph_order *order, int64_t graph, int budget)
                       (long long)order->sizes[budget][graph]);
 }
 
-/* *end: of the greedy batch that begins at `place`. *full: the batch is full, and not
- * only at the end of the epoch. */
+/* *end: the place behind the greedy batch that begins at `place`. *full: batch_size or
+ * a budget ended the batch, not just the end of the epoch. */
 static tfast_status
 fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
 {
@@ -128,7 +129,7 @@ fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
             sums[b] += *full ? 0 : size;
         }
     }
-    n -= *full && n > 1; /* the graph that did not fit, unless it is alone */
+    n -= *full && n > 1; /* drop the graph that did not fit, unless alone */
     *full = *full || n == order->batch_size;
     for (int b = 0; b < order->n_budgets; b++) {
         *full = *full || sums[b] == order->budgets[b];
@@ -137,9 +138,10 @@ fill_batch(const walk *w, int64_t place, int64_t *end, bool *full)
     return TFAST_OK;
 }
 
-/* Whether the graphs from `place` on, after greedy batch number `batches`, can be
- * shared out. `ranks` - 1 graphs beyond the first ones of their batches suffice, so
- * mostly the next batch decides. */
+/* *can: the graphs from `place` on, where batch number `batches` of the walk ends, can
+ * be divided into whole rounds. Rounding up to whole rounds adds at most ranks - 1
+ * batches, so it is enough to plan greedy batches until they hold ranks - 1 graphs more
+ * than there are batches; usually the first batch does. */
 static tfast_status
 can_share_out(walk *w, int64_t place, int64_t batches, bool *can)
 {
@@ -148,7 +150,7 @@ can_share_out(walk *w, int64_t place, int64_t batches, bool *can)
     bool full;
     tfast_status status = TFAST_OK;
 
-    *can = left % ranks == 0; /* one graph a batch */
+    *can = left % ranks == 0; /* with one graph in each batch */
     if (*can) {
         return TFAST_OK;
     }
@@ -168,8 +170,9 @@ fail:
     return status;
 }
 
-/* The round at w->place, where greedy batches would not make whole rounds: the walk has
- * looked ahead to the end, and some batches are cut so that they do. */
+/* The round at w->place if the greedy batches do not divide into whole rounds. The walk
+ * has planned them to the end of the epoch (w->ahead); `missing` more batches make
+ * whole rounds, so batches are cut into pieces until there are enough. */
 static tfast_status
 round_of_pieces(walk *w, share *round)
 {
@@ -189,10 +192,10 @@ round_of_pieces(walk *w, share *round)
         bool full;
 
         TRY(fill_batch(w, place, &end, &full));
-        more = (missing + batches - 1) / batches; /* a fair share of the cuts, */
+        more = (missing + batches - 1) / batches; /* an equal share of the cuts, */
         more = more < end - place - 1 ? more : end - place - 1;
         batches--;
-        rest = n - end - batches; /* and cuts that later batches are too small for */
+        rest = n - end - batches; /* plus cuts that do not fit into later batches */
         more = missing - more > rest ? missing - rest : more;
         missing -= more;
         for (int64_t i = 0; i <= more && done < ranks; i++, done++) {
@@ -210,8 +213,8 @@ fail:
     return status;
 }
 
-/* The next batch of every rank, filled greedily. *batches: their number; *full: the
- * last of them is full. */
+/* The round at w->place with greedy batches. *batches: their number, less than
+ * world_size at the end of the epoch; *full: the last batch is full. */
 static tfast_status
 greedy_round(const walk *w, share *round, int64_t *batches, bool *full)
 {
@@ -234,7 +237,7 @@ fail:
     return status;
 }
 
-/* The round at w->place, which becomes the next round's. */
+/* The round at w->place; moves the walk to the next round. */
 static tfast_status
 round_by_size(walk *w, share *round)
 {
@@ -304,8 +307,8 @@ check(const tfast_graph_order *order)
     return TFAST_OK;
 }
 
-/* Whether every rank can get the same number of batches from `place` on. With budgets
- * only planning can tell. */
+/* TFAST_EINVAL if the ranks cannot get the same number of batches from `place` on. With
+ * budgets this check is not complete; round_of_pieces() makes the final one. */
 static tfast_status
 check_shares(const tfast_graph_order *order, int64_t place)
 {

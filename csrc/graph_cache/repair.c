@@ -1,5 +1,5 @@
-/* Repair: every committed graph of a cache's files that can still be read is copied to
- * a new cache, in the old one's order. */
+/* Repair: copies every committed graph that can still be read to a new cache, and keeps
+ * the order of the old cache where its manifest can be read. */
 #include "frames.h"
 #include "writer.h"
 
@@ -9,24 +9,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of an order: record `record` of all segments is graph `place`. */
+/* One entry of a cache's order: the record with the cache-wide number `record` (counted
+ * over all segments as the manifest lists them) is graph `place`. */
 typedef struct {
     uint64_t record, place;
 } entry;
 
-enum { UNKNOWN = -1 }; /* number of a record in its segment */
+enum { UNKNOWN = -1 }; /* in place of a record's number or a number of records */
 
+/* One segment file of the damaged cache. */
 typedef struct {
     uint8_t uuid[16];
     char path[GRAPH_PATH_BYTES];
-    bool closed;             /* by its name: all of its records were committed */
-    bool listed;             /* in the manifest, */
-    uint64_t first, records; /* with these of all records there */
-    bool own_schema;         /* its header is whole */
+    bool closed; /* named segment-<uuid>: sealed, so all its records are committed */
+    bool listed; /* in the manifest */
+    uint64_t first, records; /* if listed, as the manifest says: cache-wide number of
+                                its first record, and number of its records */
+    bool own_schema;         /* the file's own header and schema are intact */
     tfast_graph_schema *schema;
 } source;
 
-/* A record, or a gap in which any number of records may have been. */
+/* A record frame, or a gap: bytes that are no intact frame and may have held any number
+ * of records and commit frames. */
 typedef struct {
     int64_t at, bytes;
     bool gap;
@@ -38,19 +42,19 @@ typedef struct {
     void (*line)(void *context, const char *text);
     void *context;
     graph_contents contents; /* empty where the manifest cannot be read */
-    entry *wanted;           /* [n_graphs], by record; NULL: no order */
+    entry *wanted; /* [n_graphs], sorted by record; NULL: the old cache has no order */
     source *sources;
     int64_t n_sources;
     tfast_graph_writer *writer; /* of the current source's segment */
     uint64_t written;           /* records in the new cache */
-    entry *placed;              /* [written]: records of the new cache */
-    /* The current source. */
+    entry *placed;              /* [written]: new record number, old place */
+    /* State of the current source. */
     const source *source;
     graph_frames frames;
     tfast_graph_array *arrays; /* [its fields] */
-    item *items;               /* since the last commit frame */
+    item *items;               /* found since the last commit frame */
     int64_t n_items;
-    int64_t confirmed; /* records before the last commit frame */
+    int64_t confirmed; /* records up to the last commit frame, as that frame says */
     int64_t whole, damaged, uncommitted, bytes_skipped;
 } repair;
 
@@ -84,8 +88,9 @@ compare_places(const void *a, const void *b)
                                 : compare_records(a, b);
 }
 
-/* The place of a record in the old order; false: the old cache did not have it. Records
- * whose place is not known come after all others. */
+/* *place: the place in the old order of record `number` of the current source, or
+ * UINT64_MAX (after all others) if it is not known or there is no order. False: the old
+ * order left the record out, so it is not a graph of the cache. */
 static bool
 place_of(const repair *r, int64_t number, uint64_t *place)
 {
@@ -105,7 +110,8 @@ place_of(const repair *r, int64_t number, uint64_t *place)
     return found != NULL;
 }
 
-/* The frame's bytes in *frame, or TFAST_EIO where they are damaged. */
+/* Reads and verifies a record. *frame: its bytes, valid until the next read through
+ * r->frames. TFAST_EIO: the record is damaged. */
 static tfast_status
 read_record(repair *r, const item *it, const uint8_t **frame)
 {
@@ -125,7 +131,8 @@ fail:
     return status;
 }
 
-/* Record `number` of the source's segment is copied, unless it is damaged. */
+/* Copies record `number` (or UNKNOWN) of the current source to the new cache. A damaged
+ * record is counted and skipped, without an error. */
 static tfast_status
 copy_record(repair *r, int64_t number, const item *it)
 {
@@ -158,9 +165,11 @@ fail:
 
 /* ---- One file -------------------------------------------------------------------- */
 
-/* The records since the last commit frame count: a commit frame of `total` records has
- * come, or (total UNKNOWN) the end of a closed file. Their numbers are counted from
- * the commit frame before, and behind the last gap backwards from this one. */
+/* Copies the records in r->items, which are committed: they are followed by a commit
+ * frame that counts `total` records so far, or (total UNKNOWN) by the end of a closed
+ * file. If the gaps hold no records, all records are numbered forwards from
+ * r->confirmed. Otherwise those before the first gap are; those behind the last gap are
+ * numbered backwards from a known `total`; all others stay UNKNOWN. */
 static tfast_status
 accept(repair *r, int64_t total)
 {
@@ -195,8 +204,8 @@ fail:
     return status;
 }
 
-/* A file without a usable index: a record counts when a commit frame follows it, or the
- * file was closed. */
+/* Copies the records of a file without a usable index. A record is committed if a
+ * commit frame follows it or the file was closed. */
 static tfast_status
 copy_frames(repair *r)
 {
@@ -276,7 +285,8 @@ fail:
     return status;
 }
 
-/* Whether the first record or gap of the file is a record of this schema. */
+/* *match: the file has a record frame whose header checksum is right if the records
+ * have this schema. */
 static tfast_status
 matches(const source *s, const tfast_graph_schema *schema, bool *match)
 {
@@ -301,7 +311,8 @@ fail:
     return status;
 }
 
-/* A file that has lost its header may have the schema of another one. */
+/* A file whose header is damaged gets the schema of another file of the cache if a
+ * record frame proves that it fits; otherwise s->schema stays NULL. */
 static tfast_status
 borrow_schema(const repair *r, source *s)
 {
@@ -315,7 +326,7 @@ borrow_schema(const repair *r, source *s)
             continue;
         }
         status = matches(s, other->schema, &match);
-        if (status != TFAST_EIO) { /* else the file is skipped */
+        if (status != TFAST_EIO) { /* unreadable: s->schema stays NULL */
             TRY(status);
         }
         if (match) {
@@ -344,14 +355,14 @@ repair_source(repair *r, source *s)
     r->source = s;
     status = copy_file(r);
     if (s->listed && r->whole + r->damaged < (int64_t)s->records) {
-        r->damaged = (int64_t)s->records - r->whole; /* with those that left no trace */
+        r->damaged = (int64_t)s->records - r->whole; /* also records without a trace */
     }
     say(r,
         "%s: %llu graphs kept, %lld damaged, %lld never committed, %lld bytes "
         "skipped",
         s->path, (unsigned long long)(r->written - before), (long long)r->damaged,
         (long long)r->uncommitted, (long long)r->bytes_skipped);
-    if (r->wanted == NULL || !s->listed) { /* else set_order() counts what is missing */
+    if (r->wanted == NULL || !s->listed) { /* otherwise set_order() counts */
         r->report->damaged += r->damaged;
     }
     r->report->uncommitted += r->uncommitted;
@@ -362,7 +373,8 @@ fail:
 
 /* ---- Which files ----------------------------------------------------------------- */
 
-/* Without a manifest the segments are taken as they lie. */
+/* Loads the old manifest and its order into r->contents and r->wanted. An unreadable
+ * manifest is reported and treated as empty: all segment files are copied. */
 static tfast_status
 load_manifest(repair *r, const char *from)
 {
@@ -387,7 +399,7 @@ fail:
     return status;
 }
 
-/* Enters a file into r->sources, with its schema where that can be read. */
+/* Adds a segment file to r->sources, with its schema if that can be read. */
 static tfast_status
 add_source(repair *r, const char *from, const char *prefix, const uint8_t uuid[16])
 {
@@ -401,7 +413,7 @@ add_source(repair *r, const char *from, const char *prefix, const uint8_t uuid[1
     r->n_sources++;
     status = graph_segment_schema(s->path, &header, &s->schema);
     s->own_schema = status == TFAST_OK;
-    if (s->own_schema) { /* the file may have been renamed */
+    if (s->own_schema) { /* frames depend on this uuid, not on the name */
         memcpy(s->uuid, header.uuid, sizeof s->uuid);
     }
     status = status == TFAST_ENOMEM ? status : TFAST_OK;
@@ -409,7 +421,8 @@ fail:
     return status;
 }
 
-/* The manifest's segments in its order, then the others. */
+/* Fills r->sources: segments that the manifest lists, in its order, then other sealed
+ * segments, then open ones. */
 static tfast_status
 find_sources(repair *r, const char *from, const graph_listing *listing)
 {
@@ -451,7 +464,8 @@ fail:
 
 /* ---- The new cache --------------------------------------------------------------- */
 
-/* The target must be new: nothing is mixed with the graphs that are kept. */
+/* Creates the target cache. A target that has segments already is refused, so that the
+ * new cache holds nothing but repaired graphs. */
 static tfast_status
 make_target(const char *to)
 {
@@ -476,6 +490,8 @@ fail:
     return status;
 }
 
+/* Gives the new cache the order of the old one, and counts as damaged every graph of
+ * the old order that is not in the new cache. */
 static tfast_status
 set_order(repair *r)
 {

@@ -1,4 +1,4 @@
-/* Schemas: parsing untrusted bytes, with every rule of the format document. */
+/* Schemas: parses untrusted bytes and checks every rule of the format document. */
 #include "schema.h"
 
 #include "io.h"
@@ -22,8 +22,9 @@ static const char *const dtype_names[GRAPH_N_DTYPES] = {
     [GRAPH_BYTES] = "bytes",
 };
 
-/* Bytes of an element: as it is, then as u8, u16, u32, i8, i16, i32 where that is
- * narrower than the dtype; unsigned dtypes are never stored signed. */
+/* Columns: GRAPH_ABSENT, GRAPH_AS_IS, GRAPH_AS_U8, ... (format.h). 0: not allowed,
+ * since it would not be narrower than the dtype or would store an unsigned dtype as
+ * signed. */
 const uint8_t graph_stored_widths[GRAPH_N_DTYPES][GRAPH_N_STORED] = {
     [GRAPH_BOOL] = {0, 1},
     [GRAPH_U8] = {0, 1},
@@ -64,7 +65,7 @@ graph_is_integer(int dtype)
     return dtype >= GRAPH_U8 && dtype <= GRAPH_I64;
 }
 
-/* Well-formed UTF-8 as RFC 3629 has it: no surrogates, nothing longer than needed. */
+/* Well-formed UTF-8 (RFC 3629): no surrogates and no overlong encodings. */
 bool
 graph_is_utf8(const void *text, int64_t bytes)
 {
@@ -106,10 +107,12 @@ graph_all_zero(const void *bytes, int64_t n)
 
 /* ---- Parsing --------------------------------------------------------------------- */
 
-/* A broken rule is an error of the argument; segment.c makes a file's damage of it. */
+/* TFAST_EINVAL with a message. For a schema in a file, segment.c turns it into
+ * graph_damage(). */
 #define must(...) tfast_fail(TFAST_EINVAL, __VA_ARGS__)
 
-/* One allocation has the struct, pointers to names, the bytes, the names. */
+/* Allocates one block: the struct, the pointers to names, the serialised schema, the
+ * zero-terminated names. */
 static tfast_status
 allocate(tfast_graph_schema **schema, const uint8_t *bytes, size_t n_bytes,
          const graph_schema_header *header)
@@ -141,7 +144,8 @@ fail:
     return status;
 }
 
-/* Copies the names, each with a zero behind it, and points at the copies. */
+/* Copies the names, zero-terminated, into the block from allocate() and sets the
+ * pointers to them. */
 static tfast_status
 take_names(tfast_graph_schema *schema)
 {
@@ -179,6 +183,7 @@ take_names(tfast_graph_schema *schema)
     return TFAST_OK;
 }
 
+/* Whether a count is a number of nodes or edges. */
 static bool
 is_thing(const tfast_graph_schema *schema, int count)
 {
@@ -218,6 +223,7 @@ check_count(const tfast_graph_schema *schema, int i)
     return TFAST_OK;
 }
 
+/* wrong_dims() and wrong_add() are parts of wrong_field(). */
 static const char *
 wrong_dims(const tfast_graph_schema *schema, const graph_schema_field *field)
 {
@@ -264,7 +270,7 @@ wrong_add(const tfast_graph_schema *schema, const graph_schema_field *field)
     return NULL;
 }
 
-/* The rule that a field breaks, to follow "must have"; NULL: none. */
+/* The rule that a field breaks, as text that follows "must have"; NULL: no rule. */
 static const char *
 wrong_field(const tfast_graph_schema *schema, const graph_schema_field *field)
 {
@@ -300,7 +306,8 @@ wrong_field(const tfast_graph_schema *schema, const graph_schema_field *field)
     return wrong != NULL ? wrong : wrong_add(schema, field);
 }
 
-/* Names are unique together with `kind`: the role of a count, the type of a field. */
+/* Pairs of name and kind are unique. kind: of a count -1 - role, of a field its
+ * type. */
 typedef struct {
     const char *name;
     int kind;
