@@ -1,4 +1,4 @@
-/* Adoption: what dead writers have left is sealed and entered into the manifest. */
+/* Adoption: seals the segments of dead writers and adds them to the manifest. */
 #include "frames.h"
 #include "seal.h"
 
@@ -10,25 +10,25 @@
 
 /* ---- Recovery of one file -------------------------------------------------------- */
 
-/* The longest beginning of the file whose frames are all valid, up to its last commit
- * frame, is intact. What follows was either torn by a loss of power, and is cut off, or
- * was durable and has been damaged since. It was durable if
- *  1. a frame follows a commit frame there: the writer goes on after a commit only when
- *     that is on the disk; or
- *  2. a commit frame there names a commit frame there as the one before it; or
- *  3. the segment's header is damaged and there is any commit frame: the header is
- *     durable first. */
+/* The intact prefix of a file is its longest prefix of valid frames that ends with a
+ * commit frame. The tail behind it either was torn by a loss of power, and is cut off,
+ * or was durable and has been damaged since, and must be kept. It was durable if
+ *  1. the tail has a frame behind a commit frame: a writer appends after a commit only
+ *     once the commit is on disk; or
+ *  2. a commit frame in the tail has a `previous` that is also in the tail; or
+ *  3. the segment's header is damaged and the file has a commit frame: the header is
+ *     synced before any frame is written. */
 typedef struct {
     tfast_graph_schema *schema; /* NULL: the header is damaged */
-    graph_index index;          /* of the records before `end` */
+    graph_index index;          /* of the records in the intact prefix */
     graph_commits commits;
-    int64_t end;     /* of the intact beginning */
-    int64_t records; /* in it */
-    int64_t lost;    /* records behind it */
-    bool damaged;    /* what follows was durable */
+    int64_t end;     /* offset of the tail */
+    int64_t records; /* in the intact prefix */
+    int64_t lost;    /* records found in the tail */
+    bool damaged;    /* the tail was durable */
 } recovery;
 
-/* Whether the payload of a record frame is there and right; *data is the frame. */
+/* *whole: a record's payload is complete and its checksum right. *data: the frame. */
 static tfast_status
 is_whole(graph_frames *frames, const graph_frame *frame, const uint8_t **data,
          bool *whole)
@@ -42,7 +42,7 @@ is_whole(graph_frames *frames, const graph_frame *frame, const uint8_t **data,
     return status;
 }
 
-/* Takes a frame into the beginning; *intact is false where it is not valid. */
+/* Extends the intact prefix by the next frame; *intact is false if it is not valid. */
 static tfast_status
 extend(recovery *r, graph_frames *frames, const graph_frame *frame, bool *intact)
 {
@@ -72,11 +72,11 @@ fail:
     return status;
 }
 
-/* Counts what lies behind the intact beginning, which ends at r->end. */
+/* Scans the tail: counts its records and decides whether it was durable. */
 static tfast_status
 look_behind(recovery *r, graph_frames *frames)
 {
-    bool committed = r->schema == NULL;
+    bool committed = r->schema == NULL; /* signs 1 and 3: the next frame is a proof */
     graph_frame frame;
     tfast_status status;
 
@@ -111,7 +111,7 @@ recovery_free(recovery *r)
     graph_index_free(&r->index);
 }
 
-/* Fills *r, which recovery_free() empties, also after an error. */
+/* Fills *r. The caller calls recovery_free(), also after an error. */
 static tfast_status
 recover(recovery *r, int file, const char *path, const uint8_t uuid[16])
 {
@@ -126,7 +126,7 @@ recover(recovery *r, int file, const char *path, const uint8_t uuid[16])
     TRY(graph_size(file, path, &bytes));
     status = graph_segment_header(file, path, bytes, &header, &r->schema, &begin);
     if (status != TFAST_OK && (status != TFAST_EIO || graph_errno() != 0)) {
-        return status; /* the disk, not what is on it */
+        return status; /* an I/O error, not a damaged header */
     }
     if (r->schema != NULL && memcmp(header.uuid, uuid, 16) != 0) {
         tfast_graph_schema_free(r->schema);
@@ -154,9 +154,9 @@ fail:
 typedef struct {
     const char *directory;
     graph_contents contents;
-    int64_t graphs, lost;
-    bool changed;      /* contents have segments that the manifest lacks */
-    graph_error error; /* the first */
+    int64_t graphs, lost; /* results of tfast_graph_adopt() */
+    bool changed;         /* `contents` has segments that the manifest on disk lacks */
+    graph_error error;    /* of the first file that failed */
 } adoption;
 
 static tfast_status
@@ -171,8 +171,8 @@ enter(adoption *a, const graph_manifest_segment *entry)
     return status;
 }
 
-/* Seals the intact beginning of a locked file, or deletes the file where that has no
- * records. */
+/* Cuts off the tail of a locked file and seals it, or deletes it if the intact prefix
+ * has no records. A tail that was durable is an error. */
 static tfast_status
 settle(adoption *a, int file, const char *path, const uint8_t uuid[16],
        const recovery *r)
@@ -204,9 +204,9 @@ fail:
     return status;
 }
 
-/* Locks a file that its writer has left; *alive and no lock where the writer lives.
- * Readers share the lock for a moment to find that out, and only a writer has it
- * exclusively. */
+/* Locks a file exclusively if its writer is dead; otherwise sets *alive. The first try
+ * is for a shared lock, which only a writer's exclusive lock refuses: readers hold a
+ * shared lock for a moment when they make the same test. */
 static tfast_status
 lock_left(int file, const char *path, bool *alive)
 {
@@ -237,9 +237,9 @@ adopt_open(adoption *a, const uint8_t uuid[16])
     TRY(status);
     TRY(lock_left(file, path, &alive));
     if (!alive) {
-        /* Recovery must see what a loss of power would leave. After a failed sync the
-         * system takes pages for written, shows them for as long as it keeps them, and
-         * lets the next sync pass over them: so they are dropped first. */
+        /* Recovery must see what is on disk. After a failed sync Linux marks the pages
+         * as clean, so later syncs succeed although the page cache differs from the
+         * disk. Dropping the cached pages makes reads go to the disk. */
         TRY(graph_datasync(file, path));
         graph_io_table->forget(file);
         TRY(recover(&r, file, path, uuid));
@@ -253,7 +253,7 @@ fail:
     return status;
 }
 
-/* A sealed segment whose writer died before it could enter it into the manifest. */
+/* Adds a sealed segment whose writer died before it could add it to the manifest. */
 static tfast_status
 adopt_sealed(adoption *a, const uint8_t uuid[16])
 {
@@ -284,8 +284,8 @@ fail:
 
 /* ---- All files of a cache -------------------------------------------------------- */
 
-/* Goes on after an error, so that one bad file does not hold up the others, unless a
- * signal has ended a wait. */
+/* Adopts each file. Goes on after an error, so that one bad file does not block the
+ * others, but stops if a signal has ended a wait. */
 static void
 adopt_files(adoption *a, const graph_uuids *uuids,
             tfast_status (*adopt)(adoption *a, const uint8_t uuid[16]))
@@ -299,7 +299,8 @@ adopt_files(adoption *a, const graph_uuids *uuids,
     }
 }
 
-/* Manifests that were not renamed: nobody goes on with them, as the lock is ours. */
+/* Deletes manifests that were never renamed. The caller holds the cache's lock, so no
+ * other process is writing them. */
 static void
 delete_temporary(const char *directory, const graph_uuids *temporary)
 {

@@ -1,15 +1,15 @@
-/* Arenas: lent to one batch after another, so that a warm loader allocates nothing and
- * writes to memory that the processor's caches still have. */
+/* Arenas are reused by one batch after another, so that a warm loader allocates nothing
+ * and writes to memory that is still in the processor's caches. */
 #include "batch.h"
 
 #include "../scratch.h"
 
 #include <stdlib.h>
 
-/* Large arenas begin with a page, small ones need only their arrays' alignment. */
+/* Arenas of at least a page are aligned to pages, smaller ones to cache lines. */
 enum { ALIGNMENT = 64, PAGE = 4096 };
 
-enum { LARGE = 64 << 20 }; /* bytes; at most two arenas that are larger may wait */
+enum { LARGE = 64 << 20 }; /* bytes; of larger arenas at most two are kept for reuse */
 
 static void
 arena_free(graph_arena *arena)
@@ -44,7 +44,8 @@ tfast_graph_cache_release(tfast_graph_cache *cache)
     graph_cache_free(cache);
 }
 
-/* Mostly the arena that was put back last: both search from the first slot on. */
+/* Takes an arena that waits for reuse, or allocates an empty one; NULL: no memory.
+ * Usually the one that was put back last, because both searches begin at slot 0. */
 static graph_arena *
 waiting_arena(tfast_graph_cache *cache)
 {
@@ -61,6 +62,7 @@ waiting_arena(tfast_graph_cache *cache)
     return calloc(1, sizeof(graph_arena));
 }
 
+/* Keeps an arena for reuse if a slot is free, otherwise frees it. */
 static void
 arena_put(graph_arena *arena)
 {
@@ -76,11 +78,11 @@ arena_put(graph_arena *arena)
     if (!kept) {
         arena_free(arena);
     }
-    tfast_graph_cache_release(cache); /* may free all that wait */
+    tfast_graph_cache_release(cache); /* may free the arena too */
 }
 
-/* The address of the next `n` elements of `bytes` each; *at advances behind them, but
- * by at most SIZE_MAX / 64, so that the sum of all carved blocks fits size_t. */
+/* The address of the next `n` elements of `bytes` each. *at advances behind them,
+ * clamped to SIZE_MAX / 64 bytes a block so that the sum of all blocks fits size_t. */
 static void *
 carve(uint8_t *base, size_t *at, int64_t n, size_t bytes)
 {
@@ -94,7 +96,7 @@ carve(uint8_t *base, size_t *at, int64_t n, size_t bytes)
     return here;
 }
 
-/* Points all details into `base`; where that is NULL it only counts the bytes. */
+/* Points all details into `base` and returns their bytes; base NULL: only counts. */
 static size_t
 lay_out(graph_arena *arena, uint8_t *base, const tfast_graph_selection *selection,
         const graph_schema_header *header, int64_t n_graphs, int64_t n_slots)
@@ -198,8 +200,7 @@ tfast_graph_batch_note(tfast_graph_batch *batch, size_t bytes)
     if (bytes > TFAST_GRAPH_NOTES - arena->noted) {
         return NULL;
     }
-    arena->noted +=
-        (bytes + 15) & ~(size_t)15; /* TFAST_GRAPH_NOTES is a multiple too */
+    arena->noted += (bytes + 15) & ~(size_t)15; /* cannot exceed TFAST_GRAPH_NOTES */
     return note;
 }
 

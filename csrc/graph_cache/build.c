@@ -1,4 +1,4 @@
-/* A build's beginning and end. */
+/* The begin and end of a build; the end sets the order and deletes unused segments. */
 #include "manifest.h"
 
 #include <errno.h>
@@ -25,8 +25,8 @@ fail:
     return status;
 }
 
-/* Fills records[n] with the records of the new order, each at most once. used[s]: the
- * order has a record of segment s. */
+/* records[n]: the record numbers of the new order, in which no record may occur twice.
+ * order NULL: the first n graphs. used[s]: the order has a record of segment s. */
 static tfast_status
 find_records(const graph_contents *contents, const uint64_t *order, uint64_t n,
              uint64_t *records, bool *used)
@@ -63,8 +63,8 @@ fail:
     return status;
 }
 
-/* Takes over `records`: the order of the graphs, or NULL for that of the records, which
- * needs no list. */
+/* Makes `records` the order and takes ownership of it. NULL, or an order in which graph
+ * i is record i, is stored as no order. */
 static void
 set_order(graph_contents *contents, uint64_t *records, uint64_t n)
 {
@@ -85,13 +85,12 @@ set_order(graph_contents *contents, uint64_t *records, uint64_t n)
     contents->head.n_graphs = n;
 }
 
-/* Takes the segments that are not used out of the list, and their records out of the
- * numbering. */
+/* Removes unused segments from `contents` and renumbers the records of the others. */
 static tfast_status
 drop_unused(graph_contents *contents, const bool *used)
 {
     graph_manifest *head = &contents->head;
-    uint64_t *shift; /* of each record's number */
+    uint64_t *shift; /* per record: how many records before it are dropped */
     uint64_t kept = 0, at = 0, dropped = 0;
     tfast_status status;
 
@@ -117,9 +116,10 @@ fail:
     return status;
 }
 
-/* Deletes the segments that the order has no record of. First the manifest, which is
- * stored already, says that they are not wanted, then the files go, then the manifest
- * forgets them: wherever this stops, no segment is missed, and none comes back. */
+/* Deletes unused segments. The stored manifest lists them already, with an order that
+ * has none of their records; then the files are deleted; then a manifest without them
+ * is stored. After a crash at any point readers need no deleted file, and adoption adds
+ * no unused one. */
 static tfast_status
 delete_unused(graph_contents *contents, const char *directory, bool *used)
 {
@@ -133,7 +133,8 @@ delete_unused(graph_contents *contents, const char *directory, bool *used)
 
             TRY(graph_path(path, directory, "segment", contents->segments[s].uuid, ""));
             error = graph_io_table->unlink(path);
-            used[s] = error < 0 && error != -ENOENT; /* stays: listed, never read */
+            used[s] = error < 0 &&
+                      error != -ENOENT; /* not deleted: stays listed, never read */
             any = any || !used[s];
         }
     }

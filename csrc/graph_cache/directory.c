@@ -1,4 +1,4 @@
-/* A cache's directory: the names of its files, its listing, its lock. */
+/* A cache's directory: file names, listing, locks, sync. */
 #if !defined(_POSIX_C_SOURCE)
 #    define _POSIX_C_SOURCE 200809L /* O_DIRECTORY */
 #endif
@@ -32,7 +32,8 @@ digit_of(char digit)
                                           : -1;
 }
 
-/* Whether a name is "<prefix>-<uuid><suffix>"; *uuid is its uuid then. */
+/* Whether a name is "<prefix>-<uuid><suffix>". Sets `uuid`, also to a part of it if the
+ * name does not match. */
 static bool
 parse(const char *name, const char *prefix, uint8_t uuid[16], const char *suffix)
 {
@@ -188,8 +189,8 @@ fail:
 void
 graph_unlock(int file)
 {
-    graph_io_table->lock(file, LOCK_UN); /* closing is not enough: a forked child may
-                                            have the same open file */
+    graph_io_table->lock(file, LOCK_UN); /* closing alone keeps the lock if a forked
+                                            child has inherited the descriptor */
     graph_io_table->close(file);
 }
 
@@ -206,7 +207,7 @@ graph_directory_sync(const char *directory)
     }
     error = graph_io_table->sync(file);
     graph_io_table->close(file);
-    /* Some file systems cannot sync a directory, and then need not. */
+    /* File systems that cannot sync a directory return EINVAL or ENOTSUP: no error. */
     return error < 0 && error != -EINVAL && error != -ENOTSUP
                ? graph_io_error("sync", directory, error)
                : TFAST_OK;

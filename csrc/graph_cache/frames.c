@@ -1,10 +1,13 @@
-/* The window into the file, and the search for frames. */
+/* Reading a file through a window in memory, and the search for frames. */
 #include "frames.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE = 1 << 20, DISK_BLOCK = 512 };
+enum {
+    PIECE = 1 << 20,
+    DISK_BLOCK = 512
+}; /* bytes; unit that read_leniently() zeroes */
 
 tfast_status
 graph_frames_open(graph_frames *frames, int file, const char *path,
@@ -31,7 +34,7 @@ graph_frames_close(graph_frames *frames)
 
 /* ---- Window ---------------------------------------------------------------------- */
 
-/* Block by block, with zeros for the blocks that cannot be read. */
+/* Fills the window block by block, with zeros for blocks that cannot be read. */
 static void
 read_leniently(const graph_frames *frames, int64_t at, int64_t bytes)
 {
@@ -86,7 +89,7 @@ fail:
 
 /* ---- Frames ---------------------------------------------------------------------- */
 
-/* The frame at frames->at; GRAPH_GAP where there is none. */
+/* The frame at frames->at; a GRAPH_GAP of GRAPH_UNIT bytes if there is none. */
 static tfast_status
 look(graph_frames *frames, graph_frame *frame)
 {
@@ -144,7 +147,7 @@ graph_frames_next(graph_frames *frames, graph_frame *frame)
         frames->at += GRAPH_UNIT;
     }
     if (frames->at == begin && frame->kind != GRAPH_GAP) {
-        frames->at += frame->bytes; /* the file may end before */
+        frames->at += frame->bytes; /* may be behind the file's end */
     } else {
         *frame = (graph_frame){.kind = frames->at == begin ? GRAPH_END : GRAPH_GAP,
                                .at = begin,

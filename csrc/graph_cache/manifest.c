@@ -1,4 +1,4 @@
-/* Reading, checking and replacing the manifest; an empty one for a new directory. */
+/* Reads, checks and replaces the manifest; creates an empty one in a new directory. */
 #include "manifest.h"
 
 #include "segment.h"
@@ -10,10 +10,11 @@
 
 #define REPAIR "; `trainfast cache repair` keeps what can be read"
 
-/* The least bytes of a file for a record and its entry in the index. So a segment of at
- * most INT64_MAX bytes has so few records that 8 bytes for each cannot overflow. */
+/* Lower bound for the bytes of a record and its entry in the index. Since all segments
+ * together have at most INT64_MAX bytes, 8 * n_records cannot overflow. */
 enum { LEAST_RECORD_BYTES = sizeof(graph_record) + 12 };
 
+/* The crc of a serialised manifest. */
 static uint32_t
 contents_crc(const uint8_t *bytes, size_t n)
 {
@@ -41,6 +42,7 @@ fail:
     return status;
 }
 
+/* Checks the list of segments and sums up contents->n_records. */
 static tfast_status
 check_segments(graph_contents *contents, const char *path)
 {
@@ -73,13 +75,13 @@ fail:
     return status;
 }
 
-/* Every record at most once, and below the number of records. */
+/* Checks that the order has each record at most once and no number beyond the last. */
 static tfast_status
 check_order(const graph_contents *contents, const char *path)
 {
     const uint64_t n = contents->head.n_graphs, limit = contents->n_records;
-    const uint64_t most = (UINT64_C(16) << 20) + n * 64; /* bytes for a bit a record */
-    uint8_t *seen = NULL;
+    const uint64_t most = (UINT64_C(16) << 20) + n * 64; /* bytes for `seen` */
+    uint8_t *seen = NULL;                                /* one bit a record */
     tfast_status status = TFAST_OK;
 
     if (!contents->head.ordered) {
@@ -89,7 +91,7 @@ check_order(const graph_contents *contents, const char *path)
                                          path, (unsigned long long)limit,
                                          (unsigned long long)n);
     }
-    if (limit / 8 > most) { /* no file has proven this number of records yet */
+    if (limit / 8 > most) { /* the manifest alone claims so many */
         return graph_damage(
             "%s must order most of its records, got %llu of %llu" REPAIR, path,
             (unsigned long long)n, (unsigned long long)limit);
@@ -111,7 +113,7 @@ fail:
     return status;
 }
 
-/* Whether the lists after the head fill the file exactly. */
+/* Whether the lists of segments and graphs fill the rest of the file exactly. */
 static bool
 sizes_fit(const graph_manifest *head, uint64_t bytes)
 {
@@ -208,7 +210,8 @@ graph_contents_has(const graph_contents *contents, const uint8_t uuid[16])
     return false;
 }
 
-/* realloc() with a status; *data is unchanged after an error. */
+/* Reallocates an array to n elements of `bytes` each. data: the address of its pointer,
+ * which is unchanged after an error. */
 static tfast_status
 resize(void *data, uint64_t n, size_t bytes)
 {
@@ -262,13 +265,13 @@ write_file(const char *path, const uint8_t *data, size_t bytes, bool durable)
     }
 fail:
     error = graph_io_table->close(file);
-    if (status == TFAST_OK && error < 0) { /* network file systems write now */
+    if (status == TFAST_OK && error < 0) { /* NFS may report failed writes here */
         status = graph_io_error("close", path, error);
     }
     return status;
 }
 
-/* Writes the bytes to a file beside the manifest, then renames that. */
+/* Replaces the manifest atomically: writes a temporary file, then renames it. */
 static tfast_status
 replace(const char *directory, const uint8_t *data, size_t bytes, bool durable)
 {
@@ -320,10 +323,11 @@ fail:
     return status;
 }
 
-/* ---- A directory becomes a cache ------------------------------------------------- */
+/* ---- Creating a cache ------------------------------------------------------------ */
 
-/* TFAST_EINVAL where a directory without a manifest has files: before there is a lock
- * file only strangers count, under the lock segments do too. */
+/* TFAST_EINVAL if the directory has no manifest, but has files of others or, checked
+ * only under the cache's lock, segments. Without the lock the listing is no snapshot:
+ * another process may be creating the manifest and its first segment. */
 static tfast_status
 check_owner(const char *directory, bool locked, bool *has_manifest)
 {
@@ -345,7 +349,7 @@ check_owner(const char *directory, bool locked, bool *has_manifest)
     return status;
 }
 
-/* An empty manifest, unless there is one. Under the lock. */
+/* Writes an empty manifest unless there is one. The caller holds the cache's lock. */
 static tfast_status
 make_manifest(const char *directory, bool durable)
 {
@@ -359,7 +363,7 @@ make_manifest(const char *directory, bool durable)
         return TFAST_OK;
     }
     TRY(graph_draw_uuid(contents.head.uuid, directory));
-    if (durable) { /* the directory's own name */
+    if (durable) { /* syncs the directory's own name */
         TRY(graph_join(parent, directory, ".."));
         TRY(graph_directory_sync(parent));
     }

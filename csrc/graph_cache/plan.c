@@ -1,7 +1,7 @@
-/* The layout of a batch, from the index alone. */
+/* Plans the layout of a batch. Needs only the index; no record is read. */
 #include "plan.h"
 
-enum { MOST_BARE = 1 << 27 }; /* nodes without fields in a batch */
+enum { MOST_BARE = 1 << 27 }; /* see plan_vector() */
 
 tfast_status
 graph_field_missing(const graph_arena *arena, int field)
@@ -13,6 +13,7 @@ graph_field_missing(const graph_arena *arena, int field)
                       arena->cache->schema->field_names[field]);
 }
 
+/* Fills arena->places. */
 static tfast_status
 find_graphs(graph_arena *arena, const int64_t *indices)
 {
@@ -30,7 +31,7 @@ find_graphs(graph_arena *arena, const int64_t *indices)
         }
         place = graph_find(cache, indices[g]);
         arena->places[g] = place;
-        /* The misses of all offsets overlap here; later each would be waited for. */
+        /* The copy reads these offsets; prefetched here, their cache misses overlap. */
         __builtin_prefetch(&place.part->file.offsets[place.row]);
     }
     return TFAST_OK;
@@ -52,8 +53,8 @@ wrong_total(const graph_arena *arena, int k, int64_t sum, int64_t total)
                       *name == '\0' ? "" : " of type ", name, (long long)total);
 }
 
-/* Sums up all counts. With padding the first slot after the graphs gets the rest of the
- * totals. */
+/* Fills the prefix sums and totals of all counts. With padding the first slot behind
+ * the graphs gets the difference between total and sum, later slots get nothing. */
 static tfast_status
 sum_counts(graph_arena *arena, const tfast_graph_selection *selection)
 {
@@ -80,7 +81,7 @@ sum_counts(graph_arena *arena, const tfast_graph_selection *selection)
     return TFAST_OK;
 }
 
-/* The size that dimension `d` has in all graphs of the batch. */
+/* *size: the size of dimension `d`, which all graphs of the batch must share. */
 static tfast_status
 common_size(const graph_arena *arena, int field, int d, int64_t *size)
 {
@@ -119,7 +120,7 @@ too_many_bytes(const graph_arena *arena, int field)
                       (long long)arena->batch.n_slots);
 }
 
-/* Multiplies; false where the product cannot be the size of anything. */
+/* *product *= factor; false if the result exceeds INT64_MAX / 2. */
 static bool
 multiply(int64_t *product, int64_t factor)
 {
@@ -127,8 +128,9 @@ multiply(int64_t *product, int64_t factor)
            *product <= INT64_MAX / 2;
 }
 
-/* Whether the graphs' frames are long enough to hold the field. If not, the index is
- * damaged, and must not decide the size of the arena. */
+/* Whether the graphs' frames are long enough to hold the field, narrowed to one byte
+ * per integer. If not, the counts in the index are wrong, and the arena must not be
+ * allocated from them. */
 static bool
 frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_bytes)
 {
@@ -141,7 +143,7 @@ frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_
            steps / (graph_is_integer(dtype) ? f->bytes : 1) <= frame_bytes;
 }
 
-/* The largest index of the batch must fit into the field's dtype. */
+/* The largest index of the batch, total - 1, must fit into the field's dtype. */
 static tfast_status
 check_adds(const graph_arena *arena, const graph_batch_field *f)
 {
@@ -163,7 +165,7 @@ check_adds(const graph_arena *arena, const graph_batch_field *f)
     return TFAST_OK;
 }
 
-/* Shape and size of selected field i in the batch. */
+/* Plans selected field i: its shape and steps, and *bytes, its size in the arena. */
 static tfast_status
 plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *bytes)
 {
@@ -223,11 +225,12 @@ plan_field(graph_arena *arena, int i, int field, int64_t frame_bytes, int64_t *b
     return check_adds(arena, f);
 }
 
-/* The place of an array in the arena, behind the others. */
+/* Places an array of `bytes` at offset *at, behind the others; *end is the offset
+ * behind it, a multiple of 64. */
 static tfast_status
 reserve(size_t *at, size_t *end, int64_t bytes)
 {
-    const uint64_t most = UINT64_C(1) << 61; /* a multiple of 64, as *end is */
+    const uint64_t most = UINT64_C(1) << 61; /* a multiple of 64 */
 
     *at = *end;
     if ((uint64_t)bytes > most - *end) {
@@ -239,8 +242,9 @@ reserve(size_t *at, size_t *end, int64_t bytes)
     return TFAST_OK;
 }
 
-/* A batch vector. Nodes need not have any field: then nothing in the file proves their
- * number, and a damaged count must not take all memory. */
+/* Places the batch vector of count k. Nodes may have no fields, so their number cannot
+ * be checked against the frames; MOST_BARE limits what a damaged count can
+ * allocate. */
 static tfast_status
 plan_vector(graph_arena *arena, int i, int k, int64_t frame_bytes, size_t *end)
 {

@@ -1,8 +1,8 @@
-/* Native threads that collate ahead. Jobs are started and delivered in the order in
- * which they were submitted. Where no thread has begun the next job, the caller makes
- * its batch itself: that costs less than to wake a thread and wait, and does not depend
- * on the system giving that thread a processor. While a thread makes the next batch,
- * the caller makes the first one that no thread has begun. */
+/* Native threads that collate batches before they are asked for. Jobs are started and
+ * delivered in the order of submission. A caller that asks for a batch which is not
+ * done first collates the first job that no thread has begun: either the wanted batch
+ * itself, which costs less than waking a thread and waiting for it, or a later one
+ * while a thread collates the wanted batch. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE
 #endif
@@ -24,31 +24,31 @@ typedef struct job {
     struct job *next; /* submitted after this one */
     int state;
     int64_t *indices;
-    int64_t n, room;
+    int64_t n, room;   /* indices in use, indices allocated */
     int64_t tag;       /* the caller's */
-    graph_error error; /* of the thread that made it */
+    graph_error error; /* from the thread that ran the job */
     tfast_graph_batch *batch;
 } job;
 
-/* Only the caller's thread changes first, last, spare and pending; first and last under
- * the lock. */
+/* The caller's thread alone changes first, last, spare and pending. `lock` protects
+ * first, last, unstarted, waiting, stopping, and each job's next and state. */
 struct tfast_graph_prefetch {
     tfast_graph_cache *cache;
     const tfast_graph_selection *selection;
-    int64_t forks; /* in the process that made it: a forked child has no threads */
+    int64_t forks; /* value of `forks` at creation; it differs in a forked child */
     int64_t pending;
-    job *spare; /* delivered, to be used again */
+    job *spare; /* list of delivered jobs for reuse */
     pthread_mutex_t lock;
-    pthread_cond_t work, done;
-    job *first, *last; /* the next to be delivered; the last that was submitted */
-    job *unstarted;    /* the first that is QUEUED */
-    bool waiting, stopping;
+    pthread_cond_t work, done; /* a job was queued; the first job is DONE */
+    job *first, *last;      /* list of undelivered jobs, in the order of submission */
+    job *unstarted;         /* the first job of the list that is QUEUED */
+    bool waiting, stopping; /* the caller waits for `done`; threads must return */
     int n_threads;
     pthread_t threads[MAX_THREADS];
 };
 
-/* The number of forks between the process that loaded the core and this one. Counted,
- * because getpid() is a system call, and every batch asks twice. */
+/* The number of forks between the process that loaded the core and this one. Cheaper
+ * than getpid(), which is a system call. */
 static int64_t forks;
 
 static void
@@ -60,10 +60,10 @@ count_fork(void)
 __attribute__((constructor)) static void
 at_load(void)
 {
-    pthread_atfork(NULL, NULL, count_fork); /* runs in the child, its only thread */
+    pthread_atfork(NULL, NULL, count_fork); /* runs in the child */
 }
 
-/* Without threads there is nobody to lock out. */
+/* Without threads no lock is needed. */
 static void
 lock(tfast_graph_prefetch *p)
 {
@@ -80,7 +80,7 @@ unlock(tfast_graph_prefetch *p)
     }
 }
 
-/* Takes the first job that is QUEUED. The lock is held. */
+/* Takes the first QUEUED job, which must exist. The caller holds the lock. */
 static job *
 start(tfast_graph_prefetch *p)
 {
@@ -91,7 +91,7 @@ start(tfast_graph_prefetch *p)
     return j;
 }
 
-/* Makes a job's batch. The job is RUNNING, so no other thread touches it. */
+/* Collates a job's batch. No lock: no other thread uses a RUNNING job's data. */
 static void
 run(const tfast_graph_prefetch *p, job *j)
 {
@@ -130,13 +130,13 @@ thread_main(void *context)
     return NULL;
 }
 
-/* Starts as many threads as the system grants; without any the caller does the work. */
+/* Starts up to `threads` threads. Fewer are no error: the caller collates the rest. */
 static void
 start_threads(tfast_graph_prefetch *p, int threads)
 {
     sigset_t all, before;
 
-    sigfillset(&all); /* signals are the interpreter's */
+    sigfillset(&all); /* signals go to the interpreter's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (p->n_threads < threads &&
            pthread_create(&p->threads[p->n_threads], NULL, thread_main, p) == 0) {
@@ -165,7 +165,7 @@ tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch, tfast_graph_cache *cac
     p->selection = selection;
     p->forks = forks;
     tfast_graph_cache_retain(cache);
-    pthread_mutex_init(&p->lock, NULL); /* these cannot fail on Linux */
+    pthread_mutex_init(&p->lock, NULL); /* these calls cannot fail on Linux */
     pthread_cond_init(&p->work, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -176,7 +176,8 @@ tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch, tfast_graph_cache *cac
     return TFAST_OK;
 }
 
-/* A forked child has no threads, and the lock may be held for ever. */
+/* TFAST_EINVAL in a forked child: it has none of the threads, and a thread may have
+ * held the lock when the process forked. */
 static tfast_status
 check_owner(const tfast_graph_prefetch *p)
 {
@@ -188,7 +189,7 @@ check_owner(const tfast_graph_prefetch *p)
     return TFAST_OK;
 }
 
-/* A job with these indices, in no list; NULL without memory. */
+/* A QUEUED job with a copy of these indices, in no list; NULL if there is no memory. */
 static job *
 new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n, int64_t tag)
 {
@@ -197,7 +198,7 @@ new_job(tfast_graph_prefetch *p, const int64_t *indices, int64_t n, int64_t tag)
     if (j == NULL) {
         return NULL;
     }
-    p->spare = j; /* until it is whole */
+    p->spare = j; /* keeps it if malloc() fails */
     if (j->room < n) {
         int64_t *room = malloc((size_t)n * sizeof *room);
 
@@ -254,10 +255,11 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
     return TFAST_OK;
 }
 
+/* The CLOCK_MONOTONIC time in `seconds` from now, at most 1e6. */
 static struct timespec
 time_after(double seconds)
 {
-    const double most = 1e6; /* callers wait in a loop */
+    const double most = 1e6; /* avoids overflow; callers wait in a loop */
     struct timespec at;
     long long nanoseconds;
 
@@ -269,7 +271,7 @@ time_after(double seconds)
     return at;
 }
 
-/* Waits until the job is DONE; false when the time is over. The lock is held. */
+/* Waits until job j is DONE; false after a timeout. The caller holds the lock. */
 static bool
 wait_for(tfast_graph_prefetch *p, const job *j, double seconds)
 {
@@ -301,7 +303,7 @@ tfast_graph_prefetch_next(tfast_graph_prefetch *p, double seconds,
     }
     lock(p);
     if (j->state != DONE && p->unstarted != NULL) {
-        job *own = start(p); /* j, or one after it while a thread makes j */
+        job *own = start(p); /* j, or a later job if a thread runs j */
 
         unlock(p);
         run(p, own);
@@ -348,7 +350,7 @@ void
 tfast_graph_prefetch_free(tfast_graph_prefetch *p)
 {
     if (p == NULL || p->forks != forks) {
-        return; /* a forked child: the threads may have left anything half done */
+        return; /* in a forked child the state may be inconsistent: leak it */
     }
     pthread_mutex_lock(&p->lock);
     p->stopping = true;

@@ -1,5 +1,4 @@
-/* Where the fields of a record lie, which of their values are indices, and whether a
- * record can be trusted. */
+/* Records: finding the fields, which values are indices, and verification. */
 #include "record.h"
 
 #include "io.h"
@@ -40,8 +39,8 @@ graph_field_bounds(const tfast_graph_schema *schema, int field, uint16_t bound_b
     return rows;
 }
 
-/* Finds one field at payload[*at] or after it, and advances *at behind it; false where
- * it does not fit. */
+/* Finds one field at the next aligned offset from *at on, and advances *at behind it;
+ * false if it does not fit into payload[bytes]. */
 static bool
 place(const graph_schema_field *field, const uint32_t *counts, int stored,
       const uint8_t *payload, uint64_t bytes, uint64_t *at, tfast_graph_array *array)
@@ -123,7 +122,7 @@ graph_value_range(int dtype, int stored, const void *data, int64_t n, int64_t *l
                                         is_signed, n, low, high);
 }
 
-/* 0 <= index < its count, for all indices of a field. */
+/* Checks that 0 <= index < its count for all indices of a field. */
 static tfast_status
 check_indices(const tfast_graph_schema *schema, int field,
               const tfast_graph_array *array, const uint32_t *counts)

@@ -1,4 +1,4 @@
-/* Agreement of schemas, and their common generalisation. */
+/* Whether the schemas of a cache's segments agree, and their generalisation. */
 #include "schema_join.h"
 
 #include "directory.h"
@@ -9,7 +9,7 @@
 
 /* ---- Agreement ------------------------------------------------------------------- */
 
-/* Counts of nodes and edges come first. */
+/* The number of counts of nodes and edges; these come first in a schema. */
 static int
 n_named(const tfast_graph_schema *schema)
 {
@@ -52,9 +52,8 @@ same_field(const graph_schema_field *a, const graph_schema_field *b)
            ((a->flags ^ b->flags) & ~GRAPH_OPTIONAL) == 0;
 }
 
-/* Two schemas agree if they have the same counts of nodes and edges and the same fields
- * in the same order, and differ only in: sizes and increments; which fields are
- * optional; fields behind those of the other. */
+/* Two schemas agree if they have the same counts of nodes and edges and differ only in:
+ * sizes and increments; which fields are optional; further fields at the end of one. */
 static bool
 agree(const tfast_graph_schema *a, const tfast_graph_schema *b)
 {
@@ -70,8 +69,8 @@ agree(const tfast_graph_schema *a, const tfast_graph_schema *b)
     return true;
 }
 
-/* Keeps the schema with more fields, and frees the other one. Segments that cannot be
- * read are passed over: their readers report them. */
+/* Reads a segment's schema and replaces *schema with it if it has more fields; frees
+ * the other one. Unreadable segments are skipped: opening the cache reports them. */
 static tfast_status
 keep_wider(tfast_graph_schema **schema, const char *directory, const char *prefix,
            const uint8_t uuid[16])
@@ -95,8 +94,9 @@ keep_wider(tfast_graph_schema **schema, const char *directory, const char *prefi
     return status == TFAST_ENOMEM ? status : TFAST_OK;
 }
 
-/* The schema with the most fields of all segments: it agrees with another schema only
- * if all of them do. NULL: there are no segments. Under the cache's lock. */
+/* *schema: the schema with the most fields among all segments; NULL: there are none.
+ * Since the segments agree with each other, a schema that agrees with this one agrees
+ * with all. The caller frees it and holds the cache's lock. */
 static tfast_status
 find_widest(const char *directory, tfast_graph_schema **schema)
 {
@@ -151,11 +151,11 @@ fail:
 
 /* ---- Joining --------------------------------------------------------------------- */
 
-/* A slot of a field names a count or fixes a size: a dimension, or (from GRAPH_MAX_RANK
- * on) what is added to its values. Its code in one schema: >= 0 the count, else -1 -
- * the fixed size; a fixed size of 0 where the schema lacks the field. */
+/* A slot is a place in a field that names a count or fixes a size: slot d is dimension
+ * d, slot GRAPH_MAX_RANK + k is add[k]. Its code in one schema: >= 0 is a count's
+ * number, otherwise -1 - fixed size. Schemas that lack the field have fixed size 0. */
 typedef struct {
-    const int64_t *codes; /* [n]: in each schema */
+    const int64_t *codes; /* [n]: the slot's code in each schema */
     int64_t n;
     int field, slot;
 } position;
@@ -165,10 +165,11 @@ typedef struct {
     int64_t n;
     const tfast_graph_schema *widest;
     int64_t *codes;
-    position *own; /* [n_own]: slots that differ, or are a size or an increment */
+    position *own; /* [n_own]: slots that get a count of their own: they differ between
+                      the schemas, or name a size or an increment */
     int64_t n_own;
-    int *count_of; /* [n_own]: counts of *joined */
-    int n_counts;
+    int *count_of; /* [n_own]: number of that count in *joined */
+    int n_counts;  /* of *joined */
 } joining;
 
 static bool
@@ -187,11 +188,11 @@ code_of(const tfast_graph_schema *schema, int i, int slot)
     }
     return slot >= GRAPH_MAX_RANK
                ? field->add[slot - GRAPH_MAX_RANK]
-               : -1 - (int64_t)field->dims[slot]; /* dims have the inverse of a code */
+               : -1 - (int64_t)field->dims[slot]; /* dims < 0 is a count */
 }
 
-/* Enters a slot into j->own, unless all schemas that have the field have the same fixed
- * size or the same count of nodes or edges there. */
+/* Adds a slot to j->own, unless all schemas with this field have the same fixed size or
+ * the same count of nodes or edges in the slot. */
 static void
 add_slot(joining *j, int field, int slot)
 {
@@ -224,7 +225,8 @@ compare_positions(const void *a, const void *b)
     return 0;
 }
 
-/* Slots that have the same codes in every schema share a count. */
+/* Fills j->own and j->count_of. Slots with the same codes in all schemas share a count;
+ * sorting brings them together. */
 static tfast_status
 find_counts(joining *j)
 {
@@ -261,7 +263,7 @@ fail:
     return status;
 }
 
-/* The fields of *joined. */
+/* Writes the fields of *joined. */
 static void
 write_fields(const joining *j, graph_schema_field *fields)
 {
@@ -288,7 +290,7 @@ write_fields(const joining *j, graph_schema_field *fields)
     }
 }
 
-/* The bytes of *joined, parsed. */
+/* Builds the serialised schema of *joined and parses it. */
 static tfast_status
 write_schema(const joining *j, tfast_graph_schema **joined)
 {
@@ -344,7 +346,7 @@ write_sources(const joining *j, int64_t **sources)
     return status;
 }
 
-/* Of equal schemas: the same one, count for count. */
+/* Joins identical schemas: *joined is a copy, and every count is its own source. */
 static tfast_status
 copy_first(const joining *j, tfast_graph_schema **joined, int64_t **sources)
 {

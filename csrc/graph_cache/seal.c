@@ -1,4 +1,4 @@
-/* Commit frames, the index, and the end of a segment. */
+/* Commit frames, the index, and sealing a segment. */
 #include "seal.h"
 
 #include <stdlib.h>
@@ -81,6 +81,7 @@ graph_index_free(graph_index *index)
     memset(index, 0, sizeof *index);
 }
 
+/* Writes the index as it is on disk: one column after another, each aligned to 64. */
 static void
 write_columns(uint8_t *out, const graph_index *index)
 {
@@ -99,9 +100,9 @@ write_columns(uint8_t *out, const graph_index *index)
     }
 }
 
-/* ---- The end of a segment -------------------------------------------------------- */
+/* ---- Sealing --------------------------------------------------------------------- */
 
-/* Index and trailer; fills *entry but for the uuid. */
+/* Writes index and trailer at `end`; fills *entry except for its uuid. */
 static tfast_status
 write_end(int file, const char *path, const graph_index *index, int64_t end,
           uint64_t last_commit, graph_manifest_segment *entry)

@@ -1,5 +1,5 @@
-/* Opening a sealed segment: everything but the frames is checked here, so that reading
- * a graph has only its own frame to look at. */
+/* Opening a sealed segment. Everything but the frames is checked here, so that reading
+ * a graph only has to check its own frame. */
 #include "segment.h"
 
 #include <fcntl.h>
@@ -64,7 +64,8 @@ check_header(const graph_header *header, const char *path)
     return TFAST_OK;
 }
 
-/* `data`: the schema's bytes and the zeros after them, `bytes` in all. */
+/* Checks and parses data[bytes]: the serialised schema and the zeros after it, up to
+ * the first frame. */
 static tfast_status
 check_schema(const graph_header *header, const char *path, const uint8_t *data,
              int64_t bytes, tfast_graph_schema **schema)
@@ -179,7 +180,7 @@ read_index(graph_segment *s)
     const uint8_t *index;
     tfast_status status;
 
-    s->index = malloc(bytes + 1); /* large: graph_alloc() would write zeros first */
+    s->index = malloc(bytes + 1); /* not graph_alloc(): saves zeroing */
     if (s->index == NULL) {
         return tfast_fail(TFAST_ENOMEM, "no memory for the index of %s", s->path);
     }
@@ -198,8 +199,8 @@ fail:
     return status;
 }
 
-/* Frames must follow each other; between two records there may be room for exactly one
- * commit frame. */
+/* Checks that the index describes frames without gaps: each record begins where the one
+ * before it ends, or one commit frame later. */
 static tfast_status
 check_entries(const graph_segment *s)
 {
@@ -232,6 +233,7 @@ check_entries(const graph_segment *s)
                               s->path);
 }
 
+/* Reads and checks an open file; maps it unless `pread`. */
 static tfast_status
 read_file(graph_segment *s, bool pread)
 {

@@ -3,12 +3,12 @@
 
 #include <math.h>
 
-/* Rounds: with GRAPH_HALVES half rounds a chi squared test of 15,000 draws finds all
- * permutations of up to 6 graphs equally likely; with fewer it does not. MANY graphs
- * need fewer. */
+/* Half rounds of the Feistel network: GRAPH_HALVES for less than MANY graphs, which a
+ * chi-squared test needs to find all permutations of up to 6 graphs equally likely, and
+ * HALVES_OF_MANY otherwise. */
 enum { HALVES_OF_MANY = 8, MANY = 1024 };
 
-/* SplitMix64's last step (Steele, Lea and Flood, 2014). */
+/* The output function of SplitMix64 (Steele, Lea and Flood, 2014). */
 static uint64_t
 mix(uint64_t x)
 {
@@ -33,7 +33,8 @@ graph_shuffle_of(int64_t graphs, uint64_t seed, uint64_t epoch)
     return p;
 }
 
-/* x moved by a number in 0 .. size - 1 that depends on `other`. */
+/* The round function: x plus a pseudo-random number in 0 .. size - 1 that depends on
+ * `key` and `other`, modulo size. x < size. */
 static uint64_t
 moved(uint64_t x, uint64_t size, uint64_t key, uint64_t other)
 {
@@ -58,8 +59,8 @@ graph_shuffled(const graph_shuffle *p, int64_t i)
     return (int64_t)x;
 }
 
-/* Eight numbers go through the rounds side by side: a round depends on the one before
- * it, but not on the rounds of other numbers, so the processor overlaps them. */
+/* Permutes LANES numbers at a time: the rounds of one number depend on each other,
+ * those of different numbers do not, so the processor overlaps them. */
 void
 graph_shuffled_run(const graph_shuffle *p, int64_t first, int64_t n, int64_t *out)
 {

@@ -1,4 +1,4 @@
-/* Verifies an open cache in full, whatever its graphs mean. */
+/* Full verification of an open cache: checksums, values, padding, commit frames. */
 #include "cache.h"
 #include "frames.h"
 #include "seal.h"
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* One thread's part: graphs first .. end - 1, and the damage that it has found. */
+/* One thread's share: graphs first .. end - 1, and the damage found in them. */
 typedef struct {
     tfast_graph_cache *cache;
     bool values;
@@ -23,7 +23,7 @@ typedef struct {
 
 enum { MOST_PARTS = 16, LEAST_GRAPHS = 1024 };
 
-/* Notes the damage that graph_damage() has just told. */
+/* Adds the current message of graph_damage() to c->found; i is the graph, or -1. */
 static tfast_status
 note(checking *c, int64_t i)
 {
@@ -43,8 +43,8 @@ fail:
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-/* The bits of the exponent: all are set in an infinity or a NaN (E4M3FN has no
- * infinities and one NaN, whose other bits are set too). 0: not a float. */
+/* Mask of the bits that are all set in infinities and NaNs only: the exponent; in
+ * E4M3FN, which has no infinities and one NaN, all but the sign. 0: not a float. */
 static uint64_t
 exponent_of(int dtype)
 {
@@ -99,6 +99,7 @@ is_finite(int dtype, const void *data, int64_t n)
     return bad == 0;
 }
 
+/* The rule that a field's values break, as text that follows "must have" or NULL. */
 static const char *
 wrong_values(const checking *c, int dtype, const tfast_graph_array *array)
 {
@@ -118,7 +119,8 @@ wrong_values(const checking *c, int dtype, const tfast_graph_array *array)
                                                                      : NULL;
 }
 
-/* The bytes between the fields and around them must be zeros. */
+/* Whether the padding bytes of a record are zeros: after the head's `stored` bytes,
+ * between fields and after the last field. */
 static bool
 gaps_are_zero(const tfast_graph_schema *schema, const graph_record_view *record,
               const tfast_graph_array *arrays)
@@ -146,6 +148,7 @@ gaps_are_zero(const tfast_graph_schema *schema, const graph_record_view *record,
     return graph_all_zero(at, end - at);
 }
 
+/* Checks one graph. Damage is noted and is no error. */
 static tfast_status
 verify_graph(checking *c, int64_t i)
 {
@@ -179,7 +182,7 @@ verify_graph(checking *c, int64_t i)
 
 /* ---- Between the records --------------------------------------------------------- */
 
-/* *data: bytes of a segment, in its map or read by `frames`. */
+/* *data: bytes of a segment, in its map or, without one, in the window of `frames`. */
 static tfast_status
 read_bytes(const graph_segment *file, graph_frames *frames, int64_t at, int64_t bytes,
            const uint8_t **data)
@@ -191,7 +194,7 @@ read_bytes(const graph_segment *file, graph_frames *frames, int64_t at, int64_t 
     return TFAST_OK;
 }
 
-/* Every commit frame of a segment must be the one that its writer wrote. */
+/* Checks that each commit frame of a segment is what graph_commits_take() expects. */
 static tfast_status
 verify_commits(const graph_segment *file)
 {
@@ -239,12 +242,13 @@ verify_part(void *context, int part, int parts)
         TRY(verify_graph(c, i));
     }
 fail:
-    graph_keep_error(&c->error, status); /* messages are the thread's own */
+    graph_keep_error(&c->error, status); /* messages are thread-local */
     free(c->arrays);
     free(c->buffer.data);
 }
 
-/* Reports the damage that a part has found, or returns its error; empties the part. */
+/* Reports the damage in one share, unless `status` is an error already, and frees it.
+ * Returns `status`, or the share's error. */
 static tfast_status
 report(checking *c, tfast_status status,
        void (*damaged)(void *context, int64_t i, const char *message), void *context)

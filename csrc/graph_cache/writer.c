@@ -1,4 +1,4 @@
-/* A writer: its segment's file, its buffer, commits and the end. */
+/* A writer: creates its segment's file, buffers records, commits and closes. */
 #if !defined(_POSIX_C_SOURCE)
 #    define _POSIX_C_SOURCE 200809L /* getpid, posix_memalign */
 #endif
@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BUFFER_BYTES = 1 << 18, PAGE = 4096 }; /* the buffer fits into the L2 cache */
+enum { BUFFER_BYTES = 1 << 18, PAGE = 4096 }; /* fits into L2 */
 
 /* ---- Opening --------------------------------------------------------------------- */
 
@@ -31,8 +31,8 @@ set_buffer(tfast_graph_writer *w, size_t room)
     return TFAST_OK;
 }
 
-/* Header and schema reach the disk before the first graph: so a header that is broken
- * although graphs follow it has been damaged. */
+/* Header and schema are synced before the first record is written. Recovery (adopt.c)
+ * relies on this: a broken header with a commit frame behind it was damaged later. */
 static tfast_status
 write_header(tfast_graph_writer *w)
 {
@@ -63,7 +63,8 @@ fail:
     return status;
 }
 
-/* Under the cache's lock, so that nobody adopts the file before it is locked. */
+/* Creates and locks the segment's file. The caller holds the cache's lock, so that no
+ * process adopts the file before it is locked. */
 static tfast_status
 make_file(tfast_graph_writer *w)
 {
@@ -72,7 +73,7 @@ make_file(tfast_graph_writer *w)
     if (status != TFAST_OK) {
         return status;
     }
-    TRY(graph_lock_file(w->file, w->path)); /* waits for readers that try the lock */
+    TRY(graph_lock_file(w->file, w->path)); /* may wait: readers test it */
     TRY(write_header(w));
     if (w->durable) {
         TRY(graph_directory_sync(w->directory));
@@ -83,6 +84,7 @@ fail:
     return status;
 }
 
+/* Sets up everything but the file. */
 static tfast_status
 prepare(tfast_graph_writer *w, const char *directory, const void *schema,
         size_t schema_bytes)
@@ -130,7 +132,7 @@ tfast_graph_writer_open(tfast_graph_writer **writer, const char *path,
     return TFAST_OK;
 fail:
     if (w != NULL) {
-        w->dead = true; /* its file, if there is one, is not touched again */
+        w->dead = true; /* tfast_graph_writer_free() then only closes the file */
     }
     tfast_graph_writer_free(w);
     return status;
@@ -138,7 +140,7 @@ fail:
 
 /* ---- Appending ------------------------------------------------------------------- */
 
-/* After an error of writing the writer is dead. */
+/* Marks the writer as dead after an I/O error; returns `status`. */
 static tfast_status
 die(tfast_graph_writer *w, tfast_status status)
 {
@@ -146,7 +148,7 @@ die(tfast_graph_writer *w, tfast_status status)
     w->error = status == TFAST_EIO      ? graph_errno()
                : status == TFAST_ENOMEM ? ENOMEM
                                         : 0;
-    w->error = w->error == 0 ? EIO : w->error; /* no error of the system's */
+    w->error = w->error == 0 ? EIO : w->error; /* no errno */
     return status;
 }
 
@@ -248,8 +250,9 @@ fail:
     return status;
 }
 
-/* A cache that has other segments must open after a loss of power, so a segment that is
- * not durable may be entered only where it is alone. */
+/* Deletes the file if it has no graphs; otherwise seals the segment and adds it to the
+ * manifest. A cache with other segments must still open after a loss of power, so then
+ * this syncs even for a writer that is not durable. */
 static tfast_status
 finish(tfast_graph_writer *w)
 {
@@ -287,7 +290,7 @@ tfast_graph_writer_close(tfast_graph_writer *w)
         return status;
     }
     status = finish(w);
-    if (status != TFAST_OK) { /* a wait that a signal has ended may be tried again */
+    if (status != TFAST_OK) { /* after TFAST_EINTR close() may be called again */
         return status == TFAST_EINTR ? status : die(w, status);
     }
     w->closed = true;
@@ -316,11 +319,11 @@ tfast_graph_writer_free(tfast_graph_writer *w)
     }
     if (w->file >= 0 && w->process == getpid()) {
         if (!w->closed && !w->dead && w->committed == 0) {
-            graph_io_table->unlink(w->path); /* nothing in it was ever promised */
+            graph_io_table->unlink(w->path); /* nothing in it was committed */
         }
         graph_unlock(w->file);
     } else if (w->file >= 0) {
-        graph_io_table->close(w->file); /* the lock is the parent's */
+        graph_io_table->close(w->file); /* LOCK_UN would unlock the parent's file too */
     }
     graph_index_free(&w->index);
     tfast_graph_schema_free(w->schema);
