@@ -1,56 +1,57 @@
-/* Arenas of batches: batch.c lends them, plan.c and collate.c fill them. */
+/* Arenas, the memory of batches: managed by batch.c, filled by plan.c and collate.c. */
 #ifndef GRAPH_CACHE_BATCH_H
 #define GRAPH_CACHE_BATCH_H
 
 #include "cache.h"
 
-/* One selected field of the batch: `outer` rows of `total` steps of `inner` bytes.
- * Steps lie along the dimension in which graphs are put together. */
+/* One selected field of the batch: `outer` rows of `total` steps of `inner` bytes. A
+ * step is one index of the concatenated dimension (cat_dim), or one graph if graphs are
+ * stacked. outer: product of the dimensions before it; inner: bytes of those after. */
 typedef struct {
     int field; /* of the cache's schema */
-    int bytes; /* of an element */
+    int bytes; /* of an element in the batch */
     int64_t outer, total, inner;
-    int64_t values;  /* of a step: inner / bytes */
-    int steps_count; /* the count that says the steps of each graph; -1: */
-    int64_t steps;   /* each graph has so many */
-    uint8_t *out;    /* in the arena */
-    int n_adds;      /* 0; 1: the same for all rows; 2: one for each half of the rows */
-    uint16_t adds[2]; /* counts whose sums are added */
-    bool lacking;     /* some graph cannot have the field: then none may have it */
-    bool absent;      /* no graph has it */
+    int64_t values;   /* elements of a step: inner / bytes */
+    int steps_count;  /* the count that is a graph's number of steps, or -1: */
+    int64_t steps;    /* every graph has this number of steps */
+    uint8_t *out;     /* the field's array in the arena */
+    int n_adds;       /* 0; 1: one addend for all rows; 2: one for each half */
+    uint16_t adds[2]; /* counts whose sums over the graphs before are the addends */
+    bool lacking;     /* sizes show that a graph lacks it: an error if another has it */
+    bool absent;      /* no graph of the batch has the field */
 } graph_batch_field;
 
-enum { GRAPH_SHARES = 8 }; /* threads that copy one batch, at most */
+enum { GRAPH_SHARES = 8 }; /* most threads that copy one batch */
 
-/* A batch, and the memory to make it. The pointers of `batch`, except `arena`, and
- * those after `frames` point into `details`, whose size depends on the selection and
- * the number of graphs. */
+/* A batch with its memory. All pointers in `batch` except batch.arena, and all pointers
+ * after `frames`, point into the block `details`. */
 typedef struct {
     tfast_graph_batch batch; /* what the caller sees; the first member */
     tfast_graph_cache *cache;
     _Atomic(int64_t) references;
-    size_t room; /* bytes at batch.arena */
+    size_t room; /* bytes allocated at batch.arena */
     void *details;
-    size_t details_room;
-    graph_buffer frames[GRAPH_SHARES]; /* with `pread`, one a thread */
+    size_t details_room;               /* bytes allocated at details */
+    graph_buffer frames[GRAPH_SHARES]; /* one for each thread, for graph_arrays() */
 
-    graph_place *places;
-    graph_batch_field *fields;
+    graph_place *places;       /* [n_graphs] */
+    graph_batch_field *fields; /* [selection's n_fields] */
     uint8_t *notes;            /* [TFAST_GRAPH_NOTES] */
-    size_t noted;              /* bytes of them that are in use */
-    tfast_graph_array *arrays; /* [GRAPH_SHARES][schema's fields]: of one graph */
+    size_t noted;              /* bytes of notes that are in use */
+    tfast_graph_array
+        *arrays; /* [GRAPH_SHARES][cache's fields]: of each thread's graph */
 } graph_arena;
 
-/* A waiting arena, or a new one, with one reference and details of the right size. It
- * holds the cache. */
+/* Takes an arena kept for reuse, or a new one, and sets up its details. It has one
+ * reference and retains the cache; tfast_graph_batch_release() gives it back. */
 tfast_status graph_arena_take(graph_arena **arena, tfast_graph_cache *cache,
                               const tfast_graph_selection *selection, int64_t n_graphs,
                               int64_t n_slots);
 
-/* Makes room for `bytes` in the arena; its contents are lost. */
+/* Ensures that batch.arena has at least `bytes`. Its contents may be lost. */
 tfast_status graph_arena_fit(graph_arena *arena, size_t bytes);
 
-/* [n_slots + 1]: the sum of count k over the graphs before each, and over all. */
+/* [n_slots + 1]: the sums of count k over the slots before each slot, and over all. */
 static inline int64_t *
 graph_sums(const graph_arena *arena, int k)
 {

@@ -1,4 +1,5 @@
-/* An open cache inside the core: cache.c makes it; batches and verify.c read it. */
+/* An open cache inside the core: cache.c opens it; batch.c, plan.c, collate.c and
+ * verify.c read it. */
 #ifndef GRAPH_CACHE_CACHE_H
 #define GRAPH_CACHE_CACHE_H
 
@@ -7,20 +8,22 @@
 
 #include <stdatomic.h>
 
-enum { GRAPH_ARENAS = 8 };
+enum { GRAPH_ARENAS = 8 }; /* most arenas that a cache keeps for reuse */
 
-/* One of the cache's counts in one segment: data[r * step] is record r's. step 0: all
- * records of the segment have the same. */
+/* One count of the cache's schema in one segment: record r has data[r * step]. step 0:
+ * all records of the segment have the same count. */
 typedef struct {
     const uint32_t *data;
     int64_t step;
 } graph_column;
 
+/* One segment of an open cache. */
 typedef struct {
-    graph_segment file; /* as it is on the disk */
-    graph_column *columns;
-    uint32_t *fixed; /* what columns with step 0 point at */
-    int64_t first;   /* number of its first record, of those of all segments */
+    graph_segment file;
+    graph_column *columns; /* [counts of the cache's schema] */
+    uint32_t *fixed;       /* the values that columns with step 0 point to */
+    int64_t first; /* cache-wide number of its first record: all records of all segments
+                      in the manifest are numbered 0, 1, 2, ... */
 } graph_part;
 
 struct tfast_graph_cache {
@@ -28,26 +31,26 @@ struct tfast_graph_cache {
     tfast_graph_open_options options;
     tfast_graph_schema *schema; /* NULL without graphs */
     const tfast_graph_kernels *kernels;
-    graph_part *parts;
+    graph_part *parts; /* [n_parts]: the segments that have graphs, by `first` */
     int64_t n_parts;
-    int64_t n_records, n_graphs;
-    uint64_t *order;         /* NULL: graph i is record i */
+    int64_t n_records, n_graphs; /* n_records: also of segments that are not opened */
+    uint64_t *order;         /* [n_graphs]: record numbers; NULL: graph i is record i */
     _Atomic(uint64_t) *seen; /* a bit for each record that has been verified */
     uint8_t fingerprint[16];
     int64_t file_bytes;
     _Atomic(int64_t) references; /* counted in batch.c: each batch in use has one */
-    /* Arenas that wait to be used again (batch.c). They are taken and put by atomic
-     * exchange: another thread could hold a lock when the process forks. */
+    /* Arenas kept for reuse (batch.c). Slots are changed by atomic exchange and not
+     * under a lock, because another thread could hold a lock when the process forks. */
     _Atomic(void *) arenas[GRAPH_ARENAS];
 };
 
 /* Closes files and frees memory, whatever `references` says. No arena may wait. */
 void graph_cache_free(tfast_graph_cache *cache);
 
-/* Where graph i is; 0 <= i < n_graphs. */
+/* Where a graph's record is. graph_find(): 0 <= i < n_graphs. */
 typedef struct {
     const graph_part *part;
-    int64_t row; /* of its record in the segment */
+    int64_t row; /* the record's number in its segment */
 } graph_place;
 
 static inline graph_place
@@ -68,7 +71,7 @@ graph_find(const tfast_graph_cache *cache, int64_t i)
     return (graph_place){&cache->parts[low], record - cache->parts[low].first};
 }
 
-/* Count k of the cache's schema. */
+/* Count k of the cache's schema for one graph. */
 static inline uint32_t
 graph_count(graph_place place, int k)
 {
@@ -83,7 +86,7 @@ graph_frame_bytes(graph_place place)
     return (int64_t)place.part->file.units[place.row] * GRAPH_UNIT;
 }
 
-/* The frame in the map; NULL with `pread`. */
+/* The graph's frame in the map; NULL if files are not mapped. */
 static inline const uint8_t *
 graph_mapped_frame(graph_place place)
 {
@@ -92,19 +95,19 @@ graph_mapped_frame(graph_place place)
     return file->map == NULL ? NULL : file->map + file->offsets[place.row];
 }
 
-/* Memory into which one thread reads frames, or of mapped frames the heads;
- * zero-initialised. The caller frees `data`. */
+/* Memory into which one thread reads a frame, or copies the head of a mapped frame.
+ * Zero-initialise it; the caller frees `data`. */
 typedef struct {
     uint8_t *data;
-    int64_t room;
+    int64_t room; /* bytes allocated */
 } graph_buffer;
 
-/* Reads graph i and verifies it as `verify` says (TFAST_GRAPH_VERIFY_...). Fills
- * arrays[n_fields] by the segment's own schema (part->file.schema): shapes may have
- * sizes where the cache's schema has a count, and fields that it lacks are absent. The
- * arrays lie in the map, or in buffer->data until that is used again; *record is the
- * frame, whose head is in buffer->data. Sizes always agree with graph_count(), and with
- * the bytes that are there. Any thread. */
+/* Reads graph i, whose place is `place`, and verifies it as `verify` says
+ * (TFAST_GRAPH_VERIFY_...). Fills arrays[fields of the cache's schema] by the segment's
+ * own schema (part->file.schema); fields that the segment lacks are absent. The arrays
+ * point into the map, or into buffer->data until the buffer is used again. *record: the
+ * frame, with its head in buffer->data. On success all counts equal those of the index,
+ * and all arrays are inside the frame. Any thread, with its own buffer. */
 tfast_status graph_arrays(tfast_graph_cache *cache, int64_t i, graph_place place,
                           graph_buffer *buffer, int verify, tfast_graph_array *arrays,
                           graph_record_view *record);

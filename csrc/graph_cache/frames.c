@@ -4,10 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    PIECE = 1 << 20,
-    DISK_BLOCK = 512
-}; /* bytes; unit that read_leniently() zeroes */
+/* Bytes: PIECE is the least that is read at once. DISK_BLOCK: read_leniently() replaces
+ * unreadable bytes by zeros in blocks of this size. */
+enum { PIECE = 1 << 20, DISK_BLOCK = 512 };
 
 tfast_status
 graph_frames_open(graph_frames *frames, int file, const char *path,

@@ -1,9 +1,9 @@
 /* Every call of the graph cache to the operating system goes through this table, so
- * that tests can put a disk behind it that loses power, fills up, or returns errors.
+ * that tests can simulate a disk that loses power, fills up, or returns errors.
  *
- * Functions return 0 (or a count, or a descriptor) and on failure -errno. They behave
- * as the system calls, with short counts and EINTR; graph_read_all() and
- * graph_write_all() handle those. */
+ * Functions return 0 (or a number of bytes, or a descriptor), or -errno on failure.
+ * Like the system calls they may transfer fewer bytes or fail with EINTR;
+ * graph_read_all() and graph_write_all() handle both. */
 #ifndef GRAPH_CACHE_IO_H
 #define GRAPH_CACHE_IO_H
 
@@ -17,32 +17,32 @@ typedef struct graph_io {
     int64_t (*size)(int file);
     int (*truncate)(int file, int64_t bytes);
     int (*datasync)(int file);
-    int (*sync)(int file);    /* of a file or a directory opened with O_DIRECTORY */
-    void (*forget)(int file); /* what memory holds of its synced bytes, if it can */
+    int (*sync)(int file);    /* fsync(), also of a directory */
+    void (*forget)(int file); /* drops the file's clean pages from the page cache */
     int (*rename)(const char *from, const char *to);
     int (*unlink)(const char *path);
     int (*mkdir)(const char *path);
     int (*lock)(int file, int how); /* flock(): LOCK_EX, LOCK_SH, LOCK_NB */
-    /* Calls visit(context, name) for each name in the directory but . and .. */
+    /* Calls visit(context, name) for each name in the directory except . and .. */
     int (*list)(const char *path, void (*visit)(void *context, const char *name),
                 void *context);
     /* Maps a file for reading; NULL with *error = -errno. */
     const void *(*map)(int file, int64_t bytes, int *error);
     void (*unmap)(const void *map, int64_t bytes);
     int (*random)(void *data, size_t bytes);
-    int64_t (*file_system)(const char *path); /* its f_type, of statfs() */
+    int64_t (*file_system)(const char *path); /* f_type from statfs() */
 } graph_io;
 
 /* The table in use: the operating system, unless a test has set another. */
 extern const graph_io *graph_io_table;
 
-/* Asked when a signal has interrupted a wait for a lock: true ends the wait with
- * TFAST_EINTR, and nothing has changed. The binding sets it; NULL: waits go on. */
+/* Called when a signal has interrupted a wait for a lock. True ends the wait with
+ * TFAST_EINTR. Set by the binding; NULL: the wait continues. */
 extern bool (*graph_interrupted)(void);
 
-/* Runs a fallible call inside a function that has a `status` and a label `fail:`. After
- * an error the function goes on at `fail:`, which frees what it holds and returns
- * `status`; success falls through to the same label. */
+/* Sets `status` to the result of a call and jumps to the label `fail:` if it is an
+ * error. The code at `fail:` frees what the function holds and returns `status`;
+ * success usually falls through to the same label. */
 #define TRY(call)                                                                      \
     do {                                                                               \
         status = (call);                                                               \
@@ -53,17 +53,18 @@ extern bool (*graph_interrupted)(void);
 
 /* ---- Errors ---------------------------------------------------------------------- */
 
-/* TFAST_EIO, or ENOMEM, with the message "cannot *what* *path*: *strerror*". The error
- * number is kept for graph_errno(), so that Python's OSError carries it. */
+/* Returns TFAST_EIO (TFAST_ENOMEM for ENOMEM) with the message "cannot *what* *path*:
+ * *strerror*". `error` is an errno or -errno; graph_errno() returns the errno, this
+ * thread's last, for Python's OSError. */
 tfast_status graph_io_error(const char *what, const char *path, int error);
 int graph_errno(void);
 
-/* TFAST_EIO for damaged contents of a file: a message, and graph_errno() 0. */
+/* Returns TFAST_EIO with a message for damaged contents; sets graph_errno() to 0. */
 tfast_status graph_damage(const char *format, ...) TFAST_PRINTF(1, 2);
 
-/* An error that waits to be returned, from another thread or until other work is done:
- * graph_keep_error() keeps status, error number and message, graph_return_error() makes
- * them the current thread's error again. */
+/* A saved error, to return it later or from another thread. graph_keep_error() saves
+ * `status` with this thread's error number and message; graph_return_error() makes them
+ * the current thread's error again and returns the status. */
 typedef struct {
     tfast_status status;
     int number;
@@ -74,20 +75,21 @@ tfast_status graph_return_error(const graph_error *error);
 
 /* ---- Memory ---------------------------------------------------------------------- */
 
-/* `n` zeroed elements of `bytes` each, also for n = 0. `out` is the address of the
- * pointer that gets them; NULL after an error. The caller frees them. */
+/* Allocates `n` zeroed elements of `bytes` each. `out`: the address of a pointer, which
+ * becomes NULL after an error and is not NULL for n = 0. The caller calls free(). */
 tfast_status graph_alloc(void *out, uint64_t n, size_t bytes);
 
-/* Makes room for element number `n` of an array of `bytes` each that grows one by one
- * from NULL. `array` is the address of the pointer; after an error it is unchanged. */
+/* Ensures capacity for element `n` of an array that has n elements of `bytes` each and
+ * began as NULL with n = 0. `array`: the address of its pointer, unchanged after an
+ * error. */
 tfast_status graph_grow(void *array, int64_t n, size_t bytes);
 
-/* A copy of a text, as graph_alloc(). */
+/* Copies a zero-terminated text; the caller calls free(). */
 tfast_status graph_copy_text(char **out, const char *text);
 
 /* ---- Files ----------------------------------------------------------------------- */
 
-/* The table's functions as statuses, with messages that name `path`. */
+/* The table's functions with statuses, and with messages that name `path`. */
 tfast_status graph_open(const char *path, int flags, int *file);
 tfast_status graph_size(int file, const char *path, int64_t *bytes);
 tfast_status graph_sync(int file, const char *path);
@@ -96,15 +98,14 @@ tfast_status graph_rename(const char *from, const char *to);
 tfast_status graph_unlink(const char *path);
 tfast_status graph_draw_uuid(uint8_t uuid[16], const char *directory);
 
-/* All bytes, or an error. Reading past the end is TFAST_EIO ("... must have ...
- * bytes"). */
+/* Transfer all bytes or fail. A file that ends too early is damage: TFAST_EIO. */
 tfast_status graph_read_all(int file, const char *path, void *data, size_t bytes,
                             int64_t at);
 tfast_status graph_write_all(int file, const char *path, const void *data, size_t bytes,
                              int64_t at);
 
-/* Whether `path` lies on a network file system or on FUSE, which is mostly one; false
- * where the system does not say. */
+/* Whether `path` is on a network file system or on FUSE, which usually is one; false if
+ * the file system is not known. */
 bool graph_is_remote(const char *path);
 
 /* *joined = directory/name. */

@@ -1,4 +1,4 @@
-/* Schemas inside the core, and properties of dtypes. */
+/* Helpers for schemas and dtypes inside the core. */
 #ifndef GRAPH_CACHE_SCHEMA_H
 #define GRAPH_CACHE_SCHEMA_H
 
@@ -11,9 +11,9 @@ graph_align(uint64_t at, uint64_t to)
     return (at + to - 1) & ~(to - 1);
 }
 
-/* Bytes of an element of a dtype as it is stored; 0 for unknown numbers. */
+/* Bytes of an element of a dtype stored as GRAPH_AS_...; 0 if that is not allowed. */
 extern const uint8_t graph_stored_widths[GRAPH_N_DTYPES][GRAPH_N_STORED];
-int graph_dtype_bytes(int dtype);
+int graph_dtype_bytes(int dtype); /* 0: unknown dtype */
 
 static inline int
 graph_stored_bytes(int dtype, int stored)

@@ -1,22 +1,23 @@
-/* The segments of a cache may differ in sizes, and later ones may have more fields:
- * whether schemas agree, and what they are together. */
+/* The schemas of a cache's segments may differ in sizes, and some may have more fields
+ * at their end. Here they are compared and generalised to the cache's schema. */
 #ifndef GRAPH_CACHE_SCHEMA_JOIN_H
 #define GRAPH_CACHE_SCHEMA_JOIN_H
 
 #include "schema.h"
 
-/* Generalises schemas[n >= 1]. A dimension is fixed in *joined where all schemas have
- * the same size there, a count of nodes or edges where it is that in all, and else a
- * size of its own; a field that some schemas lack is optional. (*sources)[i * n_counts
- * + k] says what count k of *joined is in schemas[i]: >= 0 its count of that number,
- * else -1 - a size that is fixed there. TFAST_EIO unless the schemas agree. The caller
- * frees both. */
+/* Generalises schemas[n >= 1] to *joined. A dimension is fixed if all schemas fix the
+ * same size, a count of nodes or edges if it is that count in all of them, and
+ * otherwise a size of its own. A field that some schemas lack is optional.
+ *
+ * (*sources)[i * n_counts + k] says what count k of *joined is in schemas[i]: >= 0 is
+ * the number of a count there, < 0 is -1 - a fixed size. TFAST_EIO unless the schemas
+ * agree. The caller frees both results. */
 tfast_status graph_schemas_join(tfast_graph_schema **joined, int64_t **sources,
                                 const tfast_graph_schema *const *schemas, int64_t n);
 
-/* TFAST_EINVAL unless the schema agrees with those of the segments in the directory,
- * also of those that are being written: a writer with another schema would make the
- * whole cache unreadable when it closed. Under the cache's lock. */
+/* TFAST_EINVAL unless the schema agrees with those of all segments in the directory,
+ * sealed or open: a segment with another schema would make the cache unreadable. The
+ * caller holds the cache's lock. */
 tfast_status graph_schema_must_agree(const char *directory,
                                      const tfast_graph_schema *schema);
 

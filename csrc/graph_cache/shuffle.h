@@ -1,19 +1,19 @@
-/* A keyed permutation of 0 .. n - 1. It is the same on every machine and in every later
- * version: otherwise a saved position would mean nothing. */
+/* A keyed permutation of 0 .. n - 1. It must be the same on every machine and in every
+ * later version, because saved positions refer to it. */
 #ifndef GRAPH_CACHE_SHUFFLE_H
 #define GRAPH_CACHE_SHUFFLE_H
 
 #include <stdint.h>
 
-enum { GRAPH_HALVES = 16 };
+enum { GRAPH_HALVES = 16 }; /* most half rounds */
 
-/* A Feistel network on pairs (row, column), of which there are a few more than n; a
- * result outside 0 .. n - 1 is permuted again until it falls inside (Black and Rogaway,
+/* A Feistel network on pairs (row, column), with rows * columns >= n. A
+ * result >= n is permuted again until it is below n (cycle walking: Black and Rogaway,
  * "Ciphers with arbitrary finite domains", 2002). */
 typedef struct {
     uint64_t n, rows, columns;
-    uint64_t keys[GRAPH_HALVES];
-    int halves; /* half rounds */
+    uint64_t keys[GRAPH_HALVES]; /* one for each half round */
+    int halves;                  /* number of half rounds; even */
 } graph_shuffle;
 
 graph_shuffle graph_shuffle_of(int64_t n, uint64_t seed, uint64_t epoch);
