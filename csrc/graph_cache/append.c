@@ -236,8 +236,7 @@ fail:
 
 /* ---- Values ---------------------------------------------------------------------- */
 
-/* The narrowest GRAPH_AS_... that holds low .. high; of equally narrow ones
- * unsigned. */
+/* The narrowest GRAPH_AS_... for low .. high; unsigned ones are preferred. */
 static int
 smallest(int dtype, int64_t low, int64_t high)
 {

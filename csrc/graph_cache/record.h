@@ -46,7 +46,7 @@ int graph_field_bounds(const tfast_graph_schema *schema, int field,
 void graph_value_range(int dtype, int stored, const void *data, int64_t n, int64_t *low,
                        int64_t *high);
 
-/* CRC-32C of the bytes behind `crc` followed by `data`. */
+/* Continues a CRC-32C with more data. */
 static inline uint32_t
 graph_crc_more(uint32_t crc, const void *data, size_t bytes)
 {

@@ -8,7 +8,7 @@
 /* The contents of the next commit frame. Set `seed` and zero-initialise the rest. */
 typedef struct {
     uint32_t seed;      /* crc of the segment's uuid */
-    uint32_t group_crc; /* as in graph_commit, of the records added so far */
+    uint32_t group_crc; /* of the records since the last commit frame */
     uint64_t records;   /* in the segment so far */
     uint64_t previous;  /* offset of the last commit frame, 0: none */
 } graph_commits;
