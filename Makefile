@@ -1,8 +1,11 @@
 # make demo    a small GPT trained with torch's kernels and trainfast's, side by side
 # make demo-graphs   a graph network fed from source, files and a graph cache
-# make test    everything that pytest can run on this machine
+# make test    every capability on the best backend and the scalar one, in minutes
+# make test-all   everything that pytest can run on this machine
 # make check   make lint: formatting, lint, types; and make stubs: warnings as errors,
 #              CUDA for all GPUs, stubs
+# make wheel   dist/*.whl, for every Python from 3.11 and every torch from 2.6
+# make compat  tests that wheel beside several versions of torch (GBs from the index)
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
 # make clean   removes what was built and .venv
 #
@@ -10,6 +13,7 @@
 
 PYTHON ?= python3
 RUN := .venv/bin/python
+WORKERS ?= auto
 INSTALLED := .venv/.installed
 C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
     -o -name '*.cpp' | grep -v /vec_
@@ -18,7 +22,7 @@ C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -na
 CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
     command -v nvcc),1,0)
 
-.PHONY: demo demo-graphs test check lint stubs gpu build clean
+.PHONY: demo demo-graphs test test-all check lint stubs wheel compat gpu build clean
 .NOTPARALLEL: # one pip at a time; setup.py compiles in parallel by itself
 
 demo: .venv/.demo build
@@ -28,7 +32,10 @@ demo-graphs: .venv/.demo build
 	$(RUN) examples/graph_syntax_trees.py
 
 test: .venv/.test build
-	$(RUN) -m pytest
+	$(RUN) -m pytest --quick -n $(WORKERS)
+
+test-all: .venv/.test build
+	$(RUN) -m pytest -n $(WORKERS)
 
 # Builds into trainfast/ only what has changed; setup.py knows what that is.
 build: $(INSTALLED)
@@ -73,6 +80,13 @@ stubs: .venv/.dev .venv/.test build
 	        --build-lib build/check-clang; fi
 	cd build/check && ../../$(RUN) -m mypy.stubtest \
 	    --mypy-config-file ../../pyproject.toml trainfast._core
+
+wheel: .venv/.build
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps \
+	    --no-build-isolation --wheel-dir dist .
+
+compat: wheel
+	$(RUN) .ci/compat.py $(TORCH)
 
 gpu: .venv/.test build
 	@PYTHON=$(RUN) .ci/gpu

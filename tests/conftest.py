@@ -7,12 +7,15 @@ the backend `simt`.
 import importlib.util
 import multiprocessing.popen_fork
 import os
+import random
 import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import trainfast
 
 try:
     from hypothesis import HealthCheck, settings
@@ -28,6 +31,8 @@ else:
     settings.load_profile("same")
 
 HERE = Path(__file__).parent
+
+QUICK_CASES = 8
 
 # A shell's background job, and what it starts, has Ctrl-C ignored; some tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -70,15 +75,30 @@ def _build_library(name: str) -> str | None:
     return None
 
 
-NO_SIMT = _build_library("simt")
-NO_WIDE = _build_library("wide")
+# Filled by pytest_configure(): why a backend cannot run here, and those that can.
+REASONS: dict[str, str | None] = {}
+USABLE: list[str] = []
 
-import trainfast  # noqa: E402  (after the environment is set)
 
-REASONS = {b["name"]: b["reason"] for b in trainfast.backends()}
-NO_SIMT = REASONS["simt"] = NO_SIMT or REASONS["simt"]
-REASONS["wide"] = NO_WIDE or REASONS["wide"]
-USABLE = [name for name, reason in REASONS.items() if reason is None]
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="the best backend and `scalar`, and at most "
+        f"{QUICK_CASES} cases of each test: minutes instead of half an hour",
+    )
+
+
+def pytest_configure(config):
+    quick = config.getoption("--quick")
+    left_out = "--quick leaves it out" if quick else None
+    # With pytest-xdist, workers inherit what the first process has built.
+    reasons = {name: left_out or _build_library(name) for name in ("simt", "wide")}
+    for b in trainfast.backends():
+        REASONS[b["name"]] = reasons.get(b["name"]) or b["reason"]
+    USABLE.extend(name for name, reason in REASONS.items() if reason is None)
+    if quick:
+        USABLE[1:] = [name for name in USABLE[1:] if name == "scalar"]
 
 
 def pytest_report_header():
@@ -86,11 +106,33 @@ def pytest_report_header():
     return [f"backends: {', '.join(USABLE)}", f"not here: {'; '.join(missing)}"]
 
 
-@pytest.fixture(params=USABLE)
-def backend(request):
+def pytest_generate_tests(metafunc):
+    if "usable_backend" in metafunc.fixturenames:
+        metafunc.parametrize("usable_backend", USABLE)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --quick: leaves out slow tests, and of each test all but a sample of its
+    cases, which is the same on every run."""
+    if not config.getoption("--quick"):
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    kept = set()
+    for (path, name), all_cases in cases.items():
+        few = min(QUICK_CASES, len(all_cases))
+        kept.update(random.Random(f"{path.name} {name}").sample(all_cases, few))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture
+def backend(usable_backend):
     """The name of the backend in use during the test."""
-    trainfast.use_backend(request.param)
-    yield request.param
+    trainfast.use_backend(usable_backend)
+    yield usable_backend
     trainfast.use_backend(None)
 
 
@@ -99,8 +141,8 @@ def simt():
     """The SIMT library by itself, through ctypes."""
     from simt_library import Simt
 
-    if NO_SIMT:
-        pytest.skip(NO_SIMT)
+    if REASONS["simt"]:
+        pytest.skip(REASONS["simt"])
     return Simt(os.environ["TRAINFAST_SIMT_LIBRARY"])
 
 

@@ -68,6 +68,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "max_grad_norm=1.0, ema_decay=0.9"])
 def test_warm_step_allocates_nothing_for_a_tensor(run, options):
     found = run(f"""
@@ -95,6 +96,7 @@ print(json.dumps([few, many, counter.counted(0)]))
     assert cold > few  # so it does count
 
 
+@pytest.mark.slow
 def test_pass_without_memory_raises_and_changes_nothing(run):
     found = run("""
 params, optimizer = make(3, max_grad_norm=1.0)

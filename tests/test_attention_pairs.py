@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from arrays import DTYPES
 from attention_calls import Problem, to_float64
+from conftest import REASONS, USABLE
 
 import trainfast
 from trainfast import _core
@@ -102,6 +103,8 @@ def test_the_imitation_is_as_good(rng):
     """`wide` and the processor: as far apart as one rounding of a weight."""
     if not HAS_PAIRS:
         pytest.skip("this CPU has no AVX512_BF16")
+    if "wide" not in USABLE:
+        pytest.skip(REASONS["wide"])
     problem = Problem(rng, (1, 2, 133, 135, 40), dtype="bfloat16", is_causal=True)
     results = []
     try:

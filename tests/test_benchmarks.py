@@ -444,6 +444,7 @@ def test_without_a_compiler_the_floor_says_so(monkeypatch):
         floor.library()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [[], ["--without-ours", "--fresh-grads"]])
 def test_smoke_run_writes_valid_json(tmp_path, extra):
     path = tmp_path / "smoke.json"
@@ -477,6 +478,7 @@ def used_backend() -> str:
     return next(row["name"] for row in trainfast.backends() if row["in_use"])
 
 
+@pytest.mark.slow
 def test_amp_smoke_run_writes_valid_json(tmp_path):
     path = tmp_path / "amp.json"
     done = subprocess.run(

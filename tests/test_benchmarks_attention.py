@@ -227,6 +227,7 @@ def test_results_without_ours_are_not_published(monkeypatch):
         attention_memory.run(args, "scalar")
 
 
+@pytest.mark.slow
 def test_smoke_run_writes_valid_json_and_a_table(tmp_path):
     path = tmp_path / "attention.json"
     out = run("benchmarks.bench_attention", "--smoke", "--json", str(path))
@@ -248,6 +249,7 @@ def test_smoke_run_writes_valid_json_and_a_table(tmp_path):
     assert " GB/s |" in next(row for row in rows if "| f32 one query" in row)
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
     path = tmp_path / "memory.json"
     words = ["--memory", "--smoke", "--heads", "2", "--contender", "torch", "math"]

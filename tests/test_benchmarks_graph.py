@@ -303,6 +303,7 @@ def test_table_has_fine_times_large_ratios_and_the_sizes():
     assert table.TITLES["graph-cache"] in table.table(full)
 
 
+@pytest.mark.slow
 def test_smoke_run_writes_valid_json_and_a_table(tmp_path):
     path = tmp_path / "graph-cache.json"
     words = ["--smoke", "--folder", str(tmp_path / "files"), "--json", str(path)]

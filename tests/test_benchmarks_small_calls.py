@@ -14,6 +14,7 @@ def test_rows_have_names_of_their_own():
     assert len(set(NAMES)) == len(NAMES)
 
 
+@pytest.mark.slow
 def test_smoke_run_of_each_kind_writes_valid_json(tmp_path):
     kinds = {}
     for name in NAMES:

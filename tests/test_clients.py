@@ -94,7 +94,20 @@ CLIENTS_RUN = [
 ]
 
 
-@pytest.fixture(params=CLIENTS_RUN, ids=lambda client: client.name.split(".")[0])
+# The others are slow: `make test-all` runs them.
+SMOKE = {"nanogpt.py", "amp_loop.py", "lightning_module.py", "pyg_gat.py"}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            client,
+            id=client.name.split(".")[0],
+            marks=() if client.name in SMOKE else pytest.mark.slow,
+        )
+        for client in CLIENTS_RUN
+    ]
+)
 def client(request):
     for package in request.param.packages:
         if importlib.util.find_spec(package) is None and not (APART / package).exists():

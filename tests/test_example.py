@@ -44,6 +44,7 @@ def load(folder, who):
     return torch.load(folder / f"{NAMES[who]}.pt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_example_trains_all_alike_and_writes_its_files(tmp_path):
     command = [sys.executable, SCRIPT, *TINY, "--out", tmp_path]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -68,6 +69,7 @@ def test_example_trains_all_alike_and_writes_its_files(tmp_path):
     assert steps == (25, 50, 75) and validation[-1] < validation[0]
 
 
+@pytest.mark.slow
 def test_example_resumes_as_if_it_had_not_been_stopped(example, monkeypatch, tmp_path):
     kinds = ["torch-fused", "trainfast", "amp-trainfast-attention"]
     arguments = [*TINY, "--optimizers", *kinds, "--out"]

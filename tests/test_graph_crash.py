@@ -98,6 +98,7 @@ def test_cache_shows_promised_graphs_after_every_fault(build, record_property):
     assert min(counts.values()) > 0
 
 
+@pytest.mark.slow
 def test_fuzzed_cache_cannot_crash(build, record_property):
     seconds = os.environ.get("TRAINFAST_FUZZ_SECONDS", "4")
     first = os.environ.get("TRAINFAST_FUZZ_FIRST", "0")
@@ -157,6 +158,7 @@ def killed(child, pipe, first_word):
     return int.from_bytes(data[-8:], "little")
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_nothing_that_was_safe(tmp_path, record_property):
     path, rounds, chance = str(tmp_path / "cache"), 12, random.Random(1)
     with gc.Writer(path) as writer:  # one schema for all

@@ -188,6 +188,7 @@ def in_memory():
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_damage_behind_right_checksums_cannot_crash(in_memory):
     code = (
         "import json, pathlib, sys; sys.path.insert(0, sys.argv[1]);"

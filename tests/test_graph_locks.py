@@ -23,6 +23,7 @@ HELPERS = ("status.c", "scratch.c", "parallel.c", "openmp.c", "cpus.c", "cpuid.c
 ROUNDS = os.environ.get("TRAINFAST_LOCK_ROUNDS", "12")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_writers_adopter_and_readers_at_once_lose_nothing(tmp_path, sanitizer):
     if not COMPILER:

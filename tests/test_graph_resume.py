@@ -367,6 +367,7 @@ def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
     assert resident_bytes() - before < 8 << 20
 
 
+@pytest.mark.slow
 def test_interrupted_wait_loses_no_batch(tmp_path):
     world = molecules(2, nodes=(2000, 2001), edges=(40000, 40001), features=64)
     cache = gc.open(world.write(tmp_path / "large"))

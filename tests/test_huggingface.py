@@ -192,6 +192,7 @@ def test_position_bias_of_t5_has_its_gradient():
     assert name and calls() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 cannot compile transformers 5")
 def test_model_switches_later_and_compiles_without_a_break():
     model = make("llama", "eager")

@@ -320,6 +320,7 @@ def test_copies_of_the_loader_work(dataset, graphs, way):
     check(loader, TheirLoader(graphs, 4, follow_batch=["x"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "context", [pytest.param("fork", marks=pytest.mark.forks), "spawn"]
 )

@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)  # a run waits for its program to be built
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # a run waits for its program to be built
+]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -305,6 +305,7 @@ def test_symbolic_trace_and_jit_trace_keep_torchs_operator():
     assert "torch.jit.trace" in fallbacks()
 
 
+@pytest.mark.slow
 def test_importing_does_not_import_torchs_compiler():
     code = (
         "import sys, torch; before = 'torch._dynamo' in sys.modules;"

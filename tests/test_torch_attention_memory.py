@@ -44,6 +44,7 @@ def test_memory_that_nobody_uses_is_handed_out_again():
     assert large(ROWS + 1).untyped_storage().nbytes() == LEAST + 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hold",
     [

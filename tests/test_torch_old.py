@@ -97,6 +97,7 @@ for name in ("grad", "exp_avg", "weight_copy", "data_ptr", "is_contiguous"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [SAME_STEPS, OTHER_MEMORY, REFUSALS, ATTENTION, REFERENTS], ids=range(5)
 )

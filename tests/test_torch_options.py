@@ -25,13 +25,13 @@ OPTIONS = {
     "grad_scale": SCALE,
 }
 CONTRADICT = [
-    {"weight_copy_dtype", "master_weights"},
-    {"zero_grad", "write_back_grads"},
+    ("weight_copy_dtype", "master_weights"),
+    ("zero_grad", "write_back_grads"),
 ]
 PAIRS = [
     {**{a: OPTIONS[a]}, **{b: OPTIONS[b]}}
     for a, b in itertools.combinations_with_replacement(OPTIONS, 2)
-    if {a, b} not in CONTRADICT
+    if (a, b) not in CONTRADICT
 ]
 PAIRS += [
     {k: v for k, v in OPTIONS.items() if k not in leave}

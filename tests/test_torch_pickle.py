@@ -46,6 +46,7 @@ def step(optimizer):
     return [param.detach() for param in params]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_patched_optimizer_loads_as_torchs_without_trainfast(name, fused, tmp_path):

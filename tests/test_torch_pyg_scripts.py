@@ -173,6 +173,7 @@ assert torch.equal(Batch.from_data_list(graphs).edge_index, want)
 """
 
 
+@pytest.mark.slow
 def test_rule_that_was_replaced_before_us_is_obeyed(tmp_path):
     script = [sys.executable, "-c", REPLACED, str(tmp_path / "c")]
     subprocess.run(script, check=True, cwd=Path(trainfast.__file__).parents[1])

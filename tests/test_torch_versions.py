@@ -234,6 +234,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_attention_is_torchs_where_a_private_name_is_missing():
     assert python(WITHOUT, *NEEDED).splitlines() == [
         f"{path}; adamw; clip; torch {torch.__version__} has no {path}"
@@ -241,6 +242,7 @@ def test_attention_is_torchs_where_a_private_name_is_missing():
     ]
 
 
+@pytest.mark.slow
 def test_kernels_run_where_a_private_name_has_another_in_its_place():
     assert python(WITHOUT, *REPLACED).splitlines() == [
         f"{path}; adamw; attention; clip" for path in REPLACED

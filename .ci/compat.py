@@ -1,0 +1,156 @@
+"""make compat: one wheel, beside many versions of torch.
+
+    .venv/bin/python .ci/compat.py                    the versions of VERSIONS
+    .venv/bin/python .ci/compat.py 2.6.0 2.12.0@3.13  these: torch, or torch@Python
+
+For each version of torch it makes a fresh environment, installs torch from the package
+index (several GB), the wheel that `make wheel` built, and what the tests need; runs
+`pytest --quick` where the source tree cannot be imported; and removes the environment.
+The results go to docs/compatibility.json, and as tables to docs/compatibility.md.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT = ROOT / "build" / "compat"
+RESULTS = ROOT / "docs" / "compatibility.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+
+VERSIONS = ("2.6.0", "2.8.0", "2.10.0", "2.12.0", "2.15.0")
+NEEDED = ("expecttest", "hypothesis", "ml_dtypes", "packaging", "pytest", "setuptools")
+NEEDED += ("pytest-timeout", "pytest-xdist", "torch_geometric==2.8.1", "tqdm")
+# Tests of this source tree and of its build, which no version of torch changes, and
+# scripts whose other packages each need a torch of their own.
+NOT_HERE = ("source", "packaging", "ci", "simt", "clients", "lightning", "accelerate")
+NOT_HERE += ("huggingface", "huggingface_models", "readme", "graph_lightning")
+NOT_HERE += ("example", "example_graphs", "example_resume", "output_hashes")
+
+HEAD = """# Compatibility
+
+One wheel, `cp311-abi3`, serves every row: nothing in it is compiled against torch,
+NumPy's C API is asked for at run time, and Python's stable ABI covers 3.11 and newer.
+`make compat` makes a fresh environment for each row, installs torch from the package
+index and this wheel, and runs the quick part of the tests there (`pytest --quick`: the
+best backend and the scalar one, a few cases of each test).
+
+Supported are torch 2.6 to 2.15; below 2.6 `import trainfast.torch` is an ImportError
+that says so. Versions between two rows are expected to work, and were not run.
+
+| torch | Python | NumPy | PyG | passed | failed | skipped | commit |
+|---|---|---|---|---:|---:|---:|---|
+"""
+
+
+def call(*command, **options):
+    subprocess.run([str(word) for word in command], check=True, **options)
+
+
+def make_tree():
+    """A copy of what the tests read, without trainfast."""
+    tree = BUILT / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so", ".pytest_cache")
+    for name in ("tests", "csrc", "cuda", "docs", "benchmarks", "examples", ".ci"):
+        shutil.copytree(ROOT / name, tree / name, ignore=unwanted)
+    for name in ("pyproject.toml", "README.md", "setup.py", "Makefile"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def score(report):
+    """Counts, failures and reasons for skips of one of pytest's XML reports."""
+    counts, failed, skips = Counter(), [], Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        bad = case.find("failure") is not None or case.find("error") is not None
+        skip = case.find("skipped")
+        counts["failed" if bad else "passed" if skip is None else "skipped"] += 1
+        if bad:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        if skip is not None:
+            skips[skip.get("message").splitlines()[0]] += 1
+    return {**counts, "failures": failed, "skips": dict(skips.most_common())}
+
+
+def run(version, wheel, tree, commit):
+    torch, _, python = version.partition("@")
+    interpreter = f"python{python}" if python else sys.executable
+    env, report = BUILT / "env", BUILT / "report.xml"
+    shutil.rmtree(env, ignore_errors=True)
+    report.unlink(missing_ok=True)
+    try:
+        begin = time.monotonic()
+        call(interpreter, "-m", "venv", env)
+        pip = [env / "bin" / "python", "-m", "pip", "-q", "install", "--no-cache-dir"]
+        call(*pip, "--disable-pip-version-check", f"torch=={torch}", *NEEDED, wheel)
+        print(f"torch {version}: installed in {time.monotonic() - begin:.0f} s")
+        ignored = [f"--ignore=tests/test_{name}.py" for name in NOT_HERE]
+        command = [env / "bin" / "pytest", "--quick", "-n", "auto", "-q", *ignored]
+        command += [f"--junitxml={report}", "--maxfail=500"]
+        env_vars = {k: v for k, v in os.environ.items() if k[:9] != "TRAINFAST"}
+        begin = time.monotonic()
+        subprocess.run(list(map(str, command)), cwd=tree, env=env_vars)
+        seconds = time.monotonic() - begin
+        code = (
+            "import json, platform, numpy, torch, torch_geometric as pyg\n"
+            "print(json.dumps(dict(torch=torch.__version__, numpy=numpy.__version__,"
+            " pyg=pyg.__version__, python=platform.python_version())))"
+        )
+        seen = subprocess.check_output([env / "bin" / "python", "-c", code], text=True)
+        return {
+            **json.loads(seen.splitlines()[-1]),
+            **score(report),
+            "seconds": round(seconds),
+            "commit": commit,
+        }
+    finally:
+        shutil.rmtree(env, ignore_errors=True)
+
+
+def write(results):
+    """Both files; the page is made from the results alone."""
+    results.sort(key=lambda r: ([int(n) for n in r["torch"].split("+")[0].split(".")],))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text = HEAD
+    for r in results:
+        words = (r["torch"], r["python"], r["numpy"], r["pyg"], r.get("passed", 0))
+        words += (r.get("failed", 0), r.get("skipped", 0), r["commit"])
+        text += "| " + " | ".join(map(str, words)) + " |\n"
+    text += "\nOther versions of Python: by the stable ABI, not run.\n"
+    for r in results:
+        if r["failures"]:
+            text += f"\n## Failures with torch {r['torch']}\n\n"
+            text += "".join(f"- `{name}`\n" for name in r["failures"])
+    text += "\n## Why tests were skipped\n\n| tests | torch | why |\n|---:|---|---|\n"
+    for r in results:
+        for why, n in r["skips"].items():
+            text += f"| {n} | {r['torch']} | {why.replace('|', '/')} |\n"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main(versions):
+    wheels = sorted((ROOT / "dist").glob("*.whl"), key=lambda p: p.stat().st_mtime)
+    if not wheels:
+        sys.exit("dist/ must hold a wheel, got none; run `make wheel`")
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.check_output(git, text=True).strip()
+    tree = make_tree()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for version in versions or VERSIONS:
+        result = run(version, wheels[-1], tree, commit)
+        key = (result["torch"], result["python"])
+        results = [r for r in results if (r["torch"], r["python"]) != key]
+        results.append(result)
+        write(results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
