@@ -32,7 +32,8 @@ typedef enum {
     TFAST_ENOMEM,       /* MemoryError */
     TFAST_EIO,          /* OSError */
     TFAST_ECUDA,        /* RuntimeError: a CUDA call failed */
-    TFAST_EINTR         /* a Python signal handler has raised: see graph_cache/io.h */
+    TFAST_EINTR         /* the exception of a Python signal handler, raised while
+                           the call waited for a file lock (see graph_cache/io.h) */
 } tfast_status;
 
 #define TFAST_MESSAGE_BYTES 512
@@ -222,7 +223,8 @@ tfast_status tfast_amp_grads(const tfast_amp_grads_args *args);
 
 enum { TFAST_AMP_MAX_FOUND = 16 };
 
-/* The loss scale at the end of an iteration. All pointers are on `device`. */
+/* Arguments of tfast_amp_update(), which updates the loss scale at the end of an
+ * iteration. Pointers to float and int32_t are addresses in `device` memory. */
 typedef struct {
     float *scale;
     int32_t *growth_tracker;     /* steps since the last overflow or growth */

@@ -59,6 +59,17 @@ def test_adopt_keeps_what_was_committed(path):
     assert _core.graph_adopt(str(path)) == (0, 0)
 
 
+def test_open_segment_that_cannot_be_looked_at_is_not_left_out(path):
+    """As one of another user, which this one may not read."""
+    write(path, SCHEMA, [number_graph(0)])
+    die_while_writing(path, 7, 0)
+    (left,) = path.glob("open-*")
+    left.unlink()
+    left.symlink_to(left.name)  # a loop: every open() fails
+    with pytest.raises(OSError, match="must be a complete cache"):
+        _core.GraphCache(str(path))
+
+
 def test_reader_at_the_lock_is_not_taken_for_a_writer(path):
     """Who opens the cache shares a dead writer's lock for a moment."""
     die_while_writing(path, 7, 0)

@@ -80,7 +80,8 @@ enum {
  * the values are indices: 0 <= value < count. */
 enum {
     GRAPH_ADD_NOTHING = 0,
-    GRAPH_ADD_COUNT, /* the sum of counts[add[0]] over the graphs before */
+    GRAPH_ADD_COUNT, /* the sum of the field's count, counts[add[0]], over the graphs
+                        that come before this one in the batch */
     GRAPH_ADD_ROWS,  /* the same, with add[0] for row 0 and add[1] for row 1 (dims[0]
                         is 2) */
     GRAPH_N_ADDS

@@ -325,9 +325,10 @@ fail:
 
 /* ---- Creating a cache ------------------------------------------------------------ */
 
-/* TFAST_EINVAL if the directory has no manifest, but has files of others or, checked
- * only under the cache's lock, segments. Without the lock the listing is no snapshot:
- * another process may be creating the manifest and its first segment. */
+/* Returns TFAST_EINVAL for a directory that has no manifest, but has files that are not
+ * of a graph cache or, if `locked`, segments. `locked`: the caller holds the cache's
+ * lock. Without it another process may create the manifest and its first segment during
+ * the listing, which may then contain the segment and not the manifest. */
 static tfast_status
 check_owner(const char *directory, bool locked, bool *has_manifest)
 {

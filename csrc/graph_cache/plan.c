@@ -128,9 +128,10 @@ multiply(int64_t *product, int64_t factor)
            *product <= INT64_MAX / 2;
 }
 
-/* Whether the graphs' frames are long enough to hold the field, narrowed to one byte
- * per integer. If not, the counts in the index are wrong, and the arena must not be
- * allocated from them. */
+/* Whether the graphs' frames are long enough for the field in its smallest form, with
+ * each integer narrowed to one byte. If not, graphs lack the field (if it is optional)
+ * or the counts in the index are wrong. plan_field() then gives the field no memory,
+ * because a wrong count could ask for any amount. */
 static bool
 frames_hold(const graph_arena *arena, const graph_batch_field *f, int64_t frame_bytes)
 {

@@ -313,7 +313,8 @@ weigh_panel(const forward_room *room, const score_panel *p, const real *k,
     }
 }
 
-/* Computes the weights of a panel, ready for the product with n_k values. */
+/* Computes the weights of a panel as the product with n_k rows of v needs them: 0 for
+ * forbidden keys, multiplied by the dropout factors, as pairs if room->pairs. */
 static void
 forward_panel(const forward_room *room, const score_panel *p, const real *k,
               int64_t k_stride, int64_t at, int n_k)

@@ -1,5 +1,6 @@
-/* One AdamW call on the rows of a workspace's table. Shared by adamw.c (lists of
- * arrays), adamw_group.c (all torch param groups) and adamw_rows.c (rows of one). */
+/* One AdamW call on a workspace's table: each row is one parameter with its gradient
+ * and state. Used by adamw.c (lists of arrays), adamw_group.c (all param groups of a
+ * torch optimizer) and adamw_rows.c (adds the rows of one param group). */
 #ifndef PY_ADAMW_CALL_H
 #define PY_ADAMW_CALL_H
 

@@ -239,8 +239,9 @@ take_lengths(py_attention_call *a)
     return 0;
 }
 
-/* Returns -1, no limit, for a window wide enough to reach every key from every query.
- * The comparison with n_q + n_k is written so that it cannot overflow. */
+/* Returns -1, no limit, for a window > n_q + n_k, which reaches every key from every
+ * query; otherwise returns `window`. The comparison with n_q + n_k is written so that
+ * it cannot overflow. */
 static int64_t
 shorten_window(const tfast_attention_args *args, int64_t window)
 {

@@ -28,11 +28,12 @@ const struct dlpack_exchange *py_find_maker(PyTypeObject *type);
 /* Bytes of the `note` below. */
 size_t py_dlpack_bytes(int ndim);
 
-/* An object of the type that `exchange` belongs to, or with NULL a DLPack capsule.
- * Consumes one reference to the data: release(context) is called once when the data is
- * no longer used, on any thread, with or without the GIL, and also if this function
- * fails (but if the exchange API fails, that is up to the API). note: py_dlpack_bytes()
- * bytes of memory that last until release(), or NULL to allocate them. */
+/* Makes an array over the data: an object of the type that `exchange` belongs to, or a
+ * DLPack capsule if `exchange` is NULL. Consumes one reference to the data:
+ * release(context) is called once when the data is no longer used, on any thread, with
+ * or without the GIL, and also if this function fails (but if the exchange API fails,
+ * that is up to the API). `note`: py_dlpack_bytes() bytes of memory for the DLPack
+ * struct, valid until release() is called; NULL: malloc(). NULL with an exception. */
 PyObject *py_make_dlpack(const struct dlpack_exchange *exchange, const py_made *made,
                          void (*release)(void *context), void *context, void *note);
 
