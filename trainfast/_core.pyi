@@ -11,7 +11,7 @@ class Workspace: ...
 
 @final
 class SmallCalls:
-    """Which calls of attention are left to torch for their size; see
+    """Decides by size which attention calls are left to torch; see
     csrc/python/small_calls.c."""
 
     def __new__(
@@ -32,7 +32,7 @@ class SmallCalls:
 
 @final
 class GraphWriter:
-    """One segment of a cache that is being written; see csrc/graph_cache/."""
+    """Writes one segment of a graph cache; see csrc/graph_cache/."""
 
     def __new__(
         cls,
@@ -42,7 +42,7 @@ class GraphWriter:
         *,
         durable: bool = True,
     ) -> GraphWriter: ...
-    # keys: graph[key] is the value of the schema's field of the same place.
+    # keys: graph[keys[i]] is the value of the schema's field i.
     appended: int
     committed: int
     def append(
@@ -52,15 +52,16 @@ class GraphWriter:
         counts: Sequence[int] | None = None,
         /,
     ) -> int | None: ...
-    # None: appended; a number: that field's size does not fit the schema, nothing done.
+    # None: appended. An index: the size of that field does not fit the schema, and
+    # nothing was appended.
     def commit(self) -> int: ...
     def close(self) -> None: ...
     def abandon(self) -> None: ...
 
 @final
 class GraphCache:
-    """An open cache. verify: 0 never, 1 once, 2 always. pread: whether files are read,
-    not mapped; None: on network file systems."""
+    """An open cache. verify: graphs are checked 0 never, 1 at the first, 2 at every
+    access. pread: files are read, not mapped; None: on network file systems."""
 
     def __new__(
         cls,
@@ -77,16 +78,16 @@ class GraphCache:
     pread: bool
     def __len__(self) -> int: ...
     def get(self, index: int, /) -> list[Any]: ...
-    # One entry a field: a NumPy array (read-only view of the file where it is stored as
-    # its dtype), a Python scalar, str or bytes, or None where the graph has none.
-    def counts(self, count: int, /) -> Any: ...  # int64 [len]; -1: bytes of the frames
-    def keys(self) -> bytes: ...  # 16 a graph
+    # For each field a NumPy array (a read-only view of the record, or a copy if stored
+    # in a narrower dtype), a Python scalar, str or bytes; None: the graph lacks it.
+    def counts(self, count: int, /) -> Any: ...  # int64 [len]; -1: file bytes
+    def keys(self) -> bytes: ...  # 16 bytes a graph
     def verify(self, first: int, end: int, values: bool) -> list[tuple[int, str]]: ...
-    # Index -1: what lies between the graphs, checked if these are all or none.
+    # Index -1: commit frames, checked if the range is empty or all graphs.
 
 @final
 class GraphSelection:
-    """What batches hold and as what: see tfast_graph_selection."""
+    """Contents and array type of batches; see tfast_graph_selection."""
 
     def __new__(
         cls,
@@ -98,40 +99,40 @@ class GraphSelection:
         totals: Sequence[int] | None = None,
         array_type: type | None = None,
     ) -> GraphSelection: ...
-    # array_type: None for NumPy arrays, a type with the DLPack exchange API, or
-    # from_dlpack in its module (torch's Tensor), for its objects, object for capsules.
+    # array_type: None for NumPy arrays, object for DLPack capsules, or a type that has
+    # the DLPack exchange API or whose module has from_dlpack(), such as torch.Tensor.
 
 @final
 class GraphBatch:
-    """One collated batch; its arrays share one arena, which they keep."""
+    """One collated batch; its arrays keep its memory alive."""
 
     n_graphs: int
     n_slots: int
     totals: tuple[int, ...]
     nbytes: int
-    fields: list[Any]  # None where no graph of the batch has it
-    ptrs: list[Any]  # one a count, int64 [n_slots + 1]: sums before each graph
-    slices: list[Any]  # the same numbers, in memory outside the arena
-    starts: list[Any]  # slices without their last number
-    batches: list[Any]
-    arena: Any  # uint8 [nbytes], the whole of it
-    offsets: tuple[list[int], list[int], list[int]]  # of each in the arena
+    fields: list[Any]  # None for a field that no graph of the batch has
+    ptrs: list[Any]  # for each count: int64 [n_slots + 1], prefix sums over graphs
+    slices: list[Any]  # a copy of ptrs outside the arena
+    starts: list[Any]  # slices without the last element
+    batches: list[Any]  # batch vectors, int64 [total]
+    arena: Any  # the whole arena, uint8 [nbytes]
+    offsets: tuple[list[int], list[int], list[int]]  # in the arena, bytes
 
 def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...
 
 @final
 class GraphPrefetch:
-    """Batches by number, made ahead by native threads."""
+    """Collates submitted batches ahead on native threads."""
 
     def __new__(cls, selection: GraphSelection, threads: int) -> GraphPrefetch: ...
     def submit(self, number: int, indices: Any, /) -> None: ...
-    # Numbers rise; a number that was submitted before is ignored.
+    # Numbers are >= 0 and increase; a number that is not larger is ignored.
     def next(self, number: int, /) -> GraphBatch: ...
-    # Waits; signals are checked. The same number again: the same batch.
+    # Waits; signal handlers run. Repeating the last number returns the same batch.
 
 @final
 class GraphOrder:
-    """Which graphs come when; see tfast_graph_order."""
+    """Iterates over a rank's batches of an epoch; see tfast_graph_order."""
 
     def __new__(
         cls,
@@ -149,9 +150,9 @@ class GraphOrder:
         budgets: Sequence[int] = (),
         oversize_alone: bool = False,
     ) -> GraphOrder: ...
-    position: int  # may be set, to go on there
+    position: int  # 0, or a saved value to resume from
     def __iter__(self) -> Self: ...
-    def __next__(self) -> Any: ...  # int64 indices
+    def __next__(self) -> Any: ...  # graph indices, int64
     def batches(self) -> int: ...
 
 def adamw(

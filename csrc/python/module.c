@@ -67,17 +67,15 @@ static PyMethodDef methods[] = {
     {"adamw", WITH_KEYWORDS(py_adamw), METH_FASTCALL | METH_KEYWORDS,
      "One AdamW step on lists of arrays; see trainfast.adamw_step."},
     {"adamw_groups", WITH_KEYWORDS(py_adamw_groups), METH_FASTCALL | METH_KEYWORDS,
-     "One AdamW step on torch param groups, with the pass over their gradients where\n"
-     "it is asked for. Returns how many parameters had gradients and whether a "
-     "float64\n"
-     "was among them, or None where a parameter's state is missing or a parameter is\n"
-     "on another device (nothing has changed then)."},
+     "One AdamW step on torch param groups, after a pass over their gradients if\n"
+     "measure_inf or measure_norm is set. Returns (number of parameters with\n"
+     "gradients, whether one or its gradient is float64), or None, with nothing\n"
+     "changed, if a parameter lacks state or is on another device."},
     {"amp_grads", WITH_KEYWORDS(py_amp_grads), METH_FASTCALL | METH_KEYWORDS,
-     "One pass over gradients: infinities, norm, rewriting; see csrc/tfast.h."},
+     "One pass over gradients: infinity check, norm, rewriting; see csrc/tfast.h."},
     {"amp_update", WITH_KEYWORDS(py_amp_update), METH_FASTCALL | METH_KEYWORDS,
-     "The loss scale at the end of an iteration; see csrc/tfast.h. The trackers are "
-     "one\n"
-     "int32 each."},
+     "Updates the loss scale at the end of an iteration; see csrc/tfast.h. Each\n"
+     "tracker is one int32."},
     {"attention", WITH_KEYWORDS(py_attention), METH_FASTCALL | METH_KEYWORDS,
      "softmax(q k^T) v with all options; see trainfast.attention and csrc/tfast.h."},
     {"attention_backward", WITH_KEYWORDS(py_attention_backward),
@@ -87,33 +85,36 @@ static PyMethodDef methods[] = {
      "out = a b by cuBLAS, for dense CUDA matrices; see csrc/tfast.h."},
     {"graph_collate", py_graph_collate, METH_VARARGS,
      "graph_collate(selection, indices, /)\n--\n\n"
-     "Collates now, on this thread."},
+     "Collates now; several threads copy a large batch."},
     {"graph_adopt", py_graph_adopt, METH_VARARGS,
      "graph_adopt(path, /)\n--\n\n"
-     "Seals what dead writers have left; (graphs kept, graphs that never were "
-     "committed)."},
+     "Seals the segments of dead writers; returns (graphs kept, uncommitted graphs\n"
+     "found)."},
     {"graph_schema", py_graph_schema, METH_VARARGS,
      "graph_schema(path, /)\n--\n\n"
-     "What graphs look like that are in a cache or being written to it, or None."},
+     "The widest serialised schema of the segments, including those being written;\n"
+     "None: no segments."},
     {"graph_build_begin", py_graph_build_begin, METH_VARARGS,
      "graph_build_begin(path, /)\n--\n\n"
-     "Until the build ends the cache opens with `partial` only."},
+     "Begins a build; until it ends, the cache opens only with `partial`."},
     {"graph_build_end", py_graph_build_end, METH_VARARGS,
      "graph_build_end(path, order, /)\n--\n\n"
-     "Ends it; order: which records in which order, None for all."},
+     "Ends a build. order: indices of the graphs to keep; None: all, in their order."},
     {"graph_repair", py_graph_repair, METH_VARARGS,
      "graph_repair(source, target, line, /)\n--\n\n"
-     "Copies every committed graph that can be read into a new cache, and calls\n"
-     "line(text) with what it finds."},
+     "Copies every readable committed graph into a new cache, and calls line(text)\n"
+     "with each line of the report. Returns the report's counts."},
     {"crc32c", WITH_KEYWORDS(py_crc32c), METH_VARARGS | METH_KEYWORDS,
-     "crc32c(data, crc=0)\n--\n\nThe checksum of the graph cache, going on from crc."},
+     "crc32c(data, crc=0)\n--\n\nCRC-32C as in the graph cache, continued from crc."},
     {"backends", py_backends, METH_NOARGS,
-     "[(name, why it cannot run here or None, in use)], best first."},
+     "[(name, why it cannot run here or None, in use)], best first; the backends for\n"
+     "tests are last."},
     {"use_backend", py_use_backend, METH_O,
-     "Forces a backend by name; None goes back to the best."},
-    {"backend_in_use", py_backend_in_use, METH_NOARGS, "The backend for CPU arrays."},
-    {"num_threads", py_num_threads, METH_NOARGS, "How many threads a call may use."},
-    {"thread_runtime", py_thread_runtime, METH_NOARGS, "Which threads a call uses."},
+     "Forces a backend by name; None selects the best again."},
+    {"backend_in_use", py_backend_in_use, METH_NOARGS, "Name of the CPU backend."},
+    {"num_threads", py_num_threads, METH_NOARGS, "Most threads that a call may use."},
+    {"thread_runtime", py_thread_runtime, METH_NOARGS,
+     "Thread runtime in use: 'openmp (path)' or 'own'."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -137,9 +138,8 @@ module_exec(PyObject *module)
     small_calls = PyType_FromModuleAndSpec(module, &py_small_calls_spec, NULL);
     state->placement_error = PyErr_NewExceptionWithDoc(
         "trainfast._core.PlacementError",
-        "Arrays that are right but for where they lie in memory: they overlap, or are "
-        "not\n"
-        "aligned to their elements.",
+        "Arrays are valid except for their memory addresses: a written array overlaps\n"
+        "another or itself, or an array is not aligned to its elements.",
         PyExc_ValueError, NULL);
     if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
         state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||

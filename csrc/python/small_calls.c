@@ -360,18 +360,18 @@ small_calls_dealloc(small_calls *self)
 static PyMethodDef small_calls_methods[] = {
     {"leaves_attention", FAST(leaves_attention), METH_FASTCALL,
      "leaves_attention($self, query, key, value, attn_mask, dropout_p, /)\n--\n\n"
-     "Whether torch's function is faster; counts the call if it is. False with a mask\n"
+     "Whether torch's function is faster; if so, counts the call. False with a mask\n"
      "or dropout."},
     {"leaves_module", FAST(leaves_module), METH_FASTCALL,
      "leaves_module($self, x, heads, /)\n--\n\n"
-     "Whether torch's fused inference path is faster for an input [batch, n, dim] on a "
-     "CPU."},
+     "Whether torch's fused inference path is faster for input x [batch, n, dim].\n"
+     "False unless x is on the CPU."},
     {"count_module", (PyCFunction)count_module, METH_NOARGS,
      "count_module($self, /)\n--\n\nCounts a call of torch's fused inference path."},
     {"counts", (PyCFunction)counts, METH_O,
      "counts($self, reset, /)\n--\n\n"
-     "Calls that were left to torch: small ones, bfloat16 where torch uses AMX, and\n"
-     "fused modules."},
+     "Numbers of calls left to torch: (small, bfloat16 with AMX, fused inference\n"
+     "path). Sets them to 0 if `reset` is true."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -379,7 +379,7 @@ static PyType_Slot small_calls_slots[] = {
     {Py_tp_doc,
      "SmallCalls((Tensor, Parameter), (float32, float64, float16, bfloat16),\n"
      "           is_grad_enabled, amx, /)\n--\n\n"
-     "Which calls of attention are left to torch for their size, and how many were."},
+     "Decides by size which attention calls are left to torch, and counts them."},
     {Py_tp_new, small_calls_new},
     {Py_tp_traverse, small_calls_traverse},
     {Py_tp_clear, small_calls_clear},

@@ -95,8 +95,8 @@ workspace_dealloc(py_workspace *workspace)
 
 static PyType_Slot workspace_slots[] = {
     {Py_tp_doc,
-     "What one optimizer keeps between its steps: scratch memory, and on CUDA the\n"
-     "table in device memory. Not for two threads at once."},
+     "Memory that one optimizer keeps between its steps: scratch memory, and on CUDA\n"
+     "a table in device memory. Two threads must not use a workspace at once."},
     {Py_tp_new, workspace_new},
     {Py_tp_traverse, workspace_traverse},
     {Py_tp_dealloc, workspace_dealloc},

@@ -175,9 +175,9 @@ selection_dealloc(py_graph_selection *self)
 
 static PyType_Slot selection_slots[] = {
     {Py_tp_doc,
-     "What batches hold and as what. array_type: None for NumPy arrays, a type with\n"
-     "the DLPack exchange API, or from_dlpack in its module (torch's Tensor), for its\n"
-     "objects, object for DLPack capsules."},
+     "Contents and array type of batches. array_type: None for NumPy arrays, object\n"
+     "for DLPack capsules, or a type with the DLPack exchange API or with\n"
+     "from_dlpack() in its module, such as torch.Tensor."},
     {Py_tp_new, selection_new},
     {Py_tp_traverse, selection_traverse},
     {Py_tp_dealloc, selection_dealloc},
@@ -457,30 +457,32 @@ batch_dealloc(graph_batch *self)
 }
 
 static PyGetSetDef batch_attributes[] = {
-    {"n_graphs", (getter)batch_n_graphs, NULL, "Without padding.", NULL},
-    {"n_slots", (getter)batch_n_slots, NULL, "With padding.", NULL},
-    {"totals", (getter)batch_totals, NULL, "Of each count, with padding.", NULL},
-    {"nbytes", (getter)batch_nbytes, NULL, "Of the arena.", NULL},
+    {"n_graphs", (getter)batch_n_graphs, NULL, "Number of graphs, unpadded.", NULL},
+    {"n_slots", (getter)batch_n_slots, NULL, "Number of graphs, padded.", NULL},
+    {"totals", (getter)batch_totals, NULL, "Sum of each count, with padding.", NULL},
+    {"nbytes", (getter)batch_nbytes, NULL, "Bytes of the arena.", NULL},
     {"fields", (getter)batch_fields, NULL,
-     "The arrays of the selected fields, None where no graph has it; new objects at "
-     "each access, as are all.",
+     "Arrays of the selected fields; None if no graph of the batch has the field. "
+     "Every attribute makes new arrays at each access.",
      NULL},
     {"ptrs", (getter)batch_ptrs, NULL,
-     "For each count int64 [n_slots + 1], its sums before each graph.", NULL},
+     "For each count: int64 [n_slots + 1], its prefix sums over the graphs.", NULL},
     {"slices", (getter)batch_slices, NULL,
-     "The same numbers as ptrs, in memory outside the arena.", NULL},
+     "A copy of ptrs, in memory outside the arena.", NULL},
     {"starts", (getter)batch_starts, NULL,
-     "slices without their last number, int64 [n_slots] for each count.", NULL},
+     "For each count: slices without the last element, int64 [n_slots].", NULL},
     {"batches", (getter)batch_batches, NULL,
-     "For each of batch_of int64 [total], the number of its graph.", NULL},
-    {"arena", (getter)batch_arena, NULL, "uint8 [nbytes], the whole of it.", NULL},
+     "For each count in batch_of: its batch vector, int64 [total].", NULL},
+    {"arena", (getter)batch_arena, NULL, "The whole arena, uint8 [nbytes].", NULL},
     {"offsets", (getter)batch_offsets, NULL,
-     "Where fields, ptrs and batches lie in the arena.", NULL},
+     "Byte offsets in the arena: (of fields, of ptrs, of batches).", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot batch_slots[] = {
-    {Py_tp_doc, "One collated batch; its arrays share one arena, which they keep."},
+    {Py_tp_doc,
+     "One collated batch. All arrays but slices and starts lie in one arena; the\n"
+     "arrays keep the memory alive."},
     {Py_tp_traverse, batch_traverse},
     {Py_tp_dealloc, batch_dealloc},
     {Py_tp_getset, batch_attributes},

@@ -456,35 +456,36 @@ cache_dealloc(py_graph_cache *self)
 static PyMethodDef cache_methods[] = {
     {"get", (PyCFunction)cache_get, METH_O,
      "get($self, index, /)\n--\n\n"
-     "The fields of a graph: NumPy arrays (read-only views of the file where it is\n"
-     "stored as its dtype), Python's bool, int, float, str or bytes, or None where\n"
-     "the graph has none."},
+     "The fields of a graph: NumPy arrays (read-only views of the record, or copies\n"
+     "if stored in a narrower dtype), Python's bool, int, float, str or bytes, or\n"
+     "None if the graph lacks the field."},
     {"counts", (PyCFunction)cache_counts, METH_O,
      "counts($self, count, /)\n--\n\n"
-     "A count of every graph, int64 [len]; -1: the bytes it takes in the file."},
+     "Count `count` of every graph, int64 [len]; -1: the graph's bytes in the file."},
     {"keys", (PyCFunction)cache_keys, METH_NOARGS,
      "keys($self, /)\n--\n\nThe keys of all graphs, 16 bytes each."},
     {"verify", (PyCFunction)(void (*)(void))cache_verify, METH_VARARGS | METH_KEYWORDS,
      "verify($self, /, first, end, values)\n--\n\n"
-     "Checks graphs first .. end - 1 in full; [(index, what is wrong), ...]. Where\n"
-     "these are all of them or none, also what lies between them, as index -1."},
+     "Checks graphs first .. end - 1 in full; values: also that floats are finite.\n"
+     "An empty range or a range of all graphs also checks commit frames; their index\n"
+     "is -1. Returns [(index, message), ...]."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef cache_attributes[] = {
-    {"schema", (getter)cache_schema, NULL, "As in the file; None: no graphs.", NULL},
+    {"schema", (getter)cache_schema, NULL, "Serialised schema; None if empty.", NULL},
     {"fingerprint", (getter)cache_fingerprint, NULL,
-     "16 bytes that change when the cache does.", NULL},
-    {"file_bytes", (getter)cache_file_bytes, NULL, "Of all files.", NULL},
-    {"segments", (getter)cache_segments, NULL, "How many.", NULL},
+     "16 bytes that change with every change of the cache.", NULL},
+    {"file_bytes", (getter)cache_file_bytes, NULL, "Bytes of the used segments.", NULL},
+    {"segments", (getter)cache_segments, NULL, "Number of used segments.", NULL},
     {"pread", (getter)cache_pread, NULL, "Whether files are read, not mapped.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot cache_slots[] = {
     {Py_tp_doc,
-     "An open graph cache; verify: 0 never, 1 once, 2 always. pread: whether files\n"
-     "are read, not mapped; None: on network file systems."},
+     "An open graph cache. verify: graphs are checked 0 never, 1 at the first, 2 at\n"
+     "every access. pread: files are read, not mapped; None: on network file systems."},
     {Py_tp_new, cache_new},
     {Py_tp_traverse, cache_traverse},
     {Py_tp_dealloc, cache_dealloc},

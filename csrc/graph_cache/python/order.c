@@ -270,20 +270,20 @@ order_dealloc(graph_order *self)
 
 static PyMethodDef order_methods[] = {
     {"batches", (PyCFunction)order_batches, METH_NOARGS,
-     "batches($self, /)\n--\n\nHow many batches a rank has; with budgets it plans "
-     "them."},
+     "batches($self, /)\n--\n\n"
+     "Number of batches of each rank; O(n) time with budgets."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef order_attributes[] = {
     {"position", (getter)order_position, (setter)order_set_position,
-     "Where the next batch begins; may be set to go on there.", NULL},
+     "Start of the next batch: 0, or a saved value to resume from.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot order_slots[] = {
     {Py_tp_doc,
-     "An iterator of the batches of an epoch: int64 arrays of graphs' numbers; see\n"
+     "Iterates over a rank's batches of an epoch: int64 arrays of graph indices; see\n"
      "csrc/graph_cache/order.c."},
     {Py_tp_iter, PyObject_SelfIter},
     {Py_tp_iternext, order_next},

@@ -177,17 +177,17 @@ prefetch_dealloc(graph_prefetch *self)
 static PyMethodDef prefetch_methods[] = {
     {"submit", (PyCFunction)prefetch_submit, METH_VARARGS,
      "submit($self, number, indices, /)\n--\n\n"
-     "Asks for a batch of these graphs. Numbers rise; a number that was submitted\n"
-     "before is ignored, so an interrupted submit can be repeated."},
+     "Submits a batch of graphs. Numbers are >= 0 and increase; a number that is not\n"
+     "larger is ignored, so an interrupted submit() can be repeated."},
     {"next", (PyCFunction)prefetch_next, METH_O,
      "next($self, number, /)\n--\n\n"
-     "Waits for the batch after the last one, or raises its error. Called again with\n"
-     "the same number, which is the caller's, it returns the same batch."},
+     "Waits for the next submitted batch and returns it, or raises its error.\n"
+     "next() with the number of the last returned batch returns that batch again."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot prefetch_slots[] = {
-    {Py_tp_doc, "Collates ahead on native threads; 0 threads: in next()."},
+    {Py_tp_doc, "Collates ahead on native threads, or with 0 threads in next()."},
     {Py_tp_new, prefetch_new},
     {Py_tp_traverse, prefetch_traverse},
     {Py_tp_dealloc, prefetch_dealloc},

@@ -289,27 +289,27 @@ writer_dealloc(graph_writer *self)
 static PyMethodDef writer_methods[] = {
     {"append", (PyCFunction)(void (*)(void))writer_append, METH_FASTCALL,
      "append($self, graph, key=None, counts=None, /)\n--\n\n"
-     "Appends a graph, a dict of its fields. Returns None, or the number of a field\n"
-     "whose size does not fit the schema; in that case nothing was appended."},
+     "Appends a graph, a mapping from keys to fields. Returns None, or the index of a\n"
+     "field whose size does not fit the schema; then nothing was appended."},
     {"commit", (PyCFunction)writer_commit, METH_NOARGS,
      "commit($self, /)\n--\n\n"
-     "Makes every appended graph durable; returns how many graphs are durable."},
+     "Commits all appended graphs, synced to disk if `durable`; returns `committed`."},
     {"close", (PyCFunction)writer_close, METH_NOARGS,
      "close($self, /)\n--\n\nCommits, and adds the segment to the cache."},
     {"abandon", (PyCFunction)writer_abandon, METH_NOARGS,
      "abandon($self, /)\n--\n\n"
-     "Closes the file without a commit; graph_adopt() can keep what was committed."},
+     "Closes the file without a commit; graph_adopt() can keep committed graphs."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef writer_attributes[] = {
-    {"appended", (getter)writer_appended, NULL, "Graphs so far.", NULL},
-    {"committed", (getter)writer_committed, NULL, "Graphs that are durable.", NULL},
+    {"appended", (getter)writer_appended, NULL, "Graphs appended.", NULL},
+    {"committed", (getter)writer_committed, NULL, "Graphs committed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot writer_slots[] = {
-    {Py_tp_doc, "Writes one segment of a graph cache. For one thread at a time."},
+    {Py_tp_doc, "Writes one segment of a graph cache, from one thread at a time."},
     {Py_tp_new, writer_new},
     {Py_tp_traverse, writer_traverse},
     {Py_tp_dealloc, writer_dealloc},
