@@ -93,7 +93,16 @@ def run(version, wheel, tree, commit):
         call(*pip, "--disable-pip-version-check", f"torch=={torch}", *NEEDED, wheel)
         print(f"torch {version}: installed in {time.monotonic() - begin:.0f} s")
         ignored = [f"--ignore=tests/test_{name}.py" for name in NOT_HERE]
-        command = [env / "bin" / "pytest", "--quick", "-n", "auto", "-q", *ignored]
+        command = [
+            env / "bin" / "python",
+            "-m",
+            "pytest",
+            "--quick",
+            "-n",
+            "auto",
+            "-q",
+        ]
+        command += ignored
         command += [f"--junitxml={report}", "--maxfail=500"]
         env_vars = {k: v for k, v in os.environ.items() if k[:9] != "TRAINFAST"}
         begin = time.monotonic()

@@ -57,7 +57,7 @@ def attend(
     v = torch.randn(batch, heads, n_k, dim, dtype=dtype, requires_grad=grad)
     dout = torch.randn(shape, dtype=dtype)
     theirs = functional.scaled_dot_product_attention
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         ours = functional.scaled_dot_product_attention
 
     def forward(attention: Callable[..., torch.Tensor]) -> torch.Tensor:

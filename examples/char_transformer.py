@@ -69,7 +69,7 @@ class Variant:
 
     def patched(self) -> AbstractContextManager:
         """In it, the model runs in this variant's way."""
-        return trainfast.patched(*self.patches) if self.patches else nullcontext()
+        return trainfast.patch(*self.patches) if self.patches else nullcontext()
 
 
 def groups(model: nn.Module) -> list[dict]:

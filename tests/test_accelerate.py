@@ -94,7 +94,7 @@ def prepared(patched):
 @pytest.mark.filterwarnings("ignore")
 def test_patched_loop_sees_skipped_steps_as_before():
     want, skipped, rates = prepared(False)
-    with trainfast.patched():
+    with trainfast.patch():
         weights, *mine = prepared(True)
     torch.testing.assert_close(weights, want)
     assert mine == [skipped, rates] == [[False, True, False], [0.025]]

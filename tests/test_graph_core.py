@@ -73,6 +73,10 @@ def test_torch_tensor_of_dtype_comes_back(tmp_path, rng, dtype):
 def test_dlpack_capsule_of_dtype_comes_back(tmp_path, rng, dtype):
     values = random_bits(rng, dtype, (33,))
     tensor = torch.from_numpy(values.view(np.uint8)).view(getattr(torch, dtype))
+    try:
+        tensor.__dlpack__()
+    except (BufferError, RuntimeError) as error:  # torch's own: float8 before 2.10
+        pytest.skip(str(error))
     (found,) = round_trip(tmp_path / "c", one_field(dtype), {"x": OnlyDLPack(tensor)})
     assert same(found, values)
 

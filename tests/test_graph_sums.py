@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from graph_core import PLAIN, cached, collate, plain_graph
+from torch_version import from_capsule
 
 
 @pytest.fixture(params=[None, torch.Tensor, object], ids=["numpy", "torch", "capsule"])
@@ -20,7 +21,7 @@ def plain(value):
     if isinstance(value, np.ndarray):
         return value
     is_tensor = isinstance(value, torch.Tensor)
-    return (value if is_tensor else torch.from_dlpack(value)).numpy()
+    return (value if is_tensor else from_capsule(value)).numpy()
 
 
 def test_slices_and_starts_are_the_sums_of_each_count(batch):

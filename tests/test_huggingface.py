@@ -166,7 +166,7 @@ def test_patched_script_trains_to_the_same_loss(kernels_at_any_size, kind):
     config = getattr(transformers, config_name)
     wanted = train()
     assert calls() == 0 and (wanted[-1] - wanted[0]).abs() > 0.01
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         torch.testing.assert_close(train(), wanted, atol=1e-4, rtol=1e-4)
     assert calls() == 2 * 2 * 8 and trainfast.stats().fallbacks == {}
 
@@ -234,7 +234,7 @@ def test_registration_is_listed_and_reversible():
 
 def test_patch_without_names_does_not_ask_for_transformers():
     trainfast.unpatch("huggingface")
-    with trainfast.patched() as report:
+    with trainfast.patch() as report:
         assert "huggingface" not in {change.name for change in report.changes}
 
 

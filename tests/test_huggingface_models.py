@@ -366,7 +366,7 @@ def test_model_with_a_table_of_its_own_runs_what_it_has(monkeypatch, kind):
     wanted = logits_and_gradients(make(kind, default), **inputs)
     assert_same(logits_and_gradients(model, **inputs), wanted)
     assert calls() == 0
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         assert_same(logits_and_gradients(model, **inputs), wanted)
     assert calls() == (4 if default == "sdpa" else 0)  # two layers, and back
 

@@ -76,6 +76,6 @@ def test_patched_bfloat16_trainer_clips_as_before():
         return torch.optim.AdamW(params, **options)
 
     want = fit(make, gradient_clip_val=0.1, precision="bf16-mixed")
-    with trainfast.patched():
+    with trainfast.patch():
         weights = fit(make, gradient_clip_val=0.1, precision="bf16-mixed")
     torch.testing.assert_close(weights, want)

@@ -1,4 +1,4 @@
-"""patch, unpatch and patched: on stand-in modules, and on torch's own names."""
+"""patch and unpatch: on stand-in modules, and on torch's own names."""
 
 import importlib.util
 import json
@@ -212,30 +212,49 @@ def test_unpatch_leaves_replacements_imported_before_patch(shop, monkeypatch):
 
 def test_patched_block_ends_with_the_block(shop, user):
     before = namespaces()
-    with trainfast.patched("hammer") as report:
+    with trainfast.patch("hammer") as report:
         assert shop.Hammer is user.H is FastHammer
         assert report.changes[0].places == ["shop.tools.Hammer", "user.H"]
     assert namespaces() == before
 
 
 def test_patched_block_ends_with_an_exception(shop):
-    with pytest.raises(ZeroDivisionError), trainfast.patched():
+    with pytest.raises(ZeroDivisionError), trainfast.patch():
         assert shop.Hammer is FastHammer
         _ = 1 / 0
     assert shop.Hammer is Hammer
 
 
 def test_patched_blocks_nest(shop):
-    with trainfast.patched("hammer"):
-        with trainfast.patched("hammer"):
+    with trainfast.patch("hammer"):
+        with trainfast.patch("hammer"):
             assert shop.Hammer is FastHammer
+        assert shop.Hammer is FastHammer
+    assert shop.Hammer is Hammer
+
+
+def test_is_patched_says_what_is_in_force(shop):
+    assert not trainfast.is_patched("hammer")
+    with trainfast.patch("hammer"):
+        assert trainfast.is_patched("hammer")
+    assert not trainfast.is_patched("hammer")
+    trainfast.patch()
+    assert trainfast.is_patched("hammer")
+
+
+def test_patched_block_begins_where_another_threads_ends(shop):
+    """patch() found it in force, and it was gone when the block began."""
+    with trainfast.patch("hammer"):
+        later = trainfast.patch("hammer")
+    assert shop.Hammer is Hammer
+    with later:
         assert shop.Hammer is FastHammer
     assert shop.Hammer is Hammer
 
 
 def test_patched_block_within_patch_keeps_it(shop):
     trainfast.patch()
-    with trainfast.patched():
+    with trainfast.patch():
         pass
     assert shop.Hammer is FastHammer
 
@@ -247,13 +266,13 @@ def test_patched_block_holds_until_that_of_the_last_thread_ends(shop):
     entered, left = threading.Event(), threading.Event()
 
     def other():
-        with trainfast.patched("hammer"):
+        with trainfast.patch("hammer"):
             entered.set()
             left.wait()
             return shop.Hammer
 
     with ThreadPoolExecutor(1) as pool:
-        with trainfast.patched("hammer"):
+        with trainfast.patch("hammer"):
             seen = pool.submit(other)
             entered.wait()
         left.set()
@@ -268,11 +287,12 @@ def test_threads_that_patch_and_call_at_once_leave_what_they_found(shop, user):
     def change(seed):
         chance = random.Random(seed)
         for _ in range(20):
-            how = chance.choice([trainfast.patch, trainfast.unpatch, trainfast.patched])
-            made = how("hammer")
-            if how is trainfast.patched:
-                with made:
+            how = chance.choice(["patch", "unpatch", "block"])
+            if how == "block":
+                with trainfast.patch("hammer"):
                     pass
+            else:
+                getattr(trainfast, how)("hammer")
 
     def call():
         seen = set()
@@ -332,7 +352,7 @@ def test_unpatch_leaves_a_setting_that_has_another_value_by_now(switch):
 
 def test_a_setting_that_was_so_before_stays_so(switch):
     switch.put("off")
-    with trainfast.patched("light"):
+    with trainfast.patch("light"):
         pass
     assert switch.get() == "off"
 
@@ -340,13 +360,17 @@ def test_a_setting_that_was_so_before_stays_so(switch):
 # ---- Errors and reports --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", ["patch", "unpatch", "patched"])
-def test_unknown_name_is_an_error_that_lists_the_known(shop, function):
-    with (
-        pytest.raises(ValueError, match=r"^name must be one of hammer, got 'saw'$"),
-        getattr(trainfast, function)("hammer", "saw") or pytest.fail("no error"),
-    ):
-        pass
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: trainfast.patch("hammer", "saw"),
+        lambda: trainfast.unpatch("hammer", "saw"),
+        lambda: trainfast.is_patched("saw"),
+    ],
+)
+def test_unknown_name_is_an_error_that_lists_the_known(shop, call):
+    with pytest.raises(ValueError, match=r"^name must be one of hammer, got 'saw'$"):
+        call()
     assert shop.Hammer is Hammer
 
 
@@ -373,7 +397,7 @@ def test_a_setting_by_name_is_made_only_by_name(switch):
     by_name = [("shop.light.get", "shop.light.put", "dim")]
     patching.register("dimmer", [(OLD, "fastshop.Hammer")], by_name=by_name)
     trainfast.unpatch()
-    with trainfast.patched():
+    with trainfast.patch():
         trainfast.unpatch("light")
         assert switch.get() == "on"
         trainfast.patch("dimmer")
@@ -468,7 +492,7 @@ def test_without_torch_the_error_says_so():
 def test_patch_replaces_both_of_torchs_optimizers(torch, monkeypatch):
     user = add_module(monkeypatch, "user", A=torch.optim.AdamW, B=torch.optim.Adam)
     originals = torch.optim.AdamW, torch.optim.Adam
-    with trainfast.patched("adamw"):
+    with trainfast.patch("adamw"):
         assert torch.optim.AdamW is user.A is trainfast.torch.AdamW
         assert torch.optim.Adam is user.B is trainfast.torch.Adam
         defining = sys.modules["torch.optim.adamw"], sys.modules["torch.optim.adam"]
@@ -478,7 +502,7 @@ def test_patch_replaces_both_of_torchs_optimizers(torch, monkeypatch):
 
 def test_a_script_that_says_torch_optim_trains_on_the_kernel(torch):
     weight = torch.nn.Parameter(torch.ones(5))
-    with trainfast.patched("adamw"):
+    with trainfast.patch("adamw"):
         optimizer = torch.optim.AdamW([weight], lr=0.1)
     trainfast.reset_stats()
     weight.sum().backward()
@@ -491,7 +515,7 @@ def test_a_script_that_says_torch_optim_trains_on_the_kernel(torch):
 def test_optimizers_can_be_pickled_across_patch(torch):
     theirs = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     data = pickle.dumps(theirs)
-    with trainfast.patched("adamw"):
+    with trainfast.patch("adamw"):
         assert type(pickle.loads(data)) is type(pickle.loads(pickle.dumps(theirs)))
         assert type(pickle.loads(data)) is type(theirs)
         ours = pickle.dumps(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
@@ -503,7 +527,7 @@ def test_torchs_own_adamw_still_steps_while_patched(torch):
     weight = torch.nn.Parameter(torch.ones(5))
     theirs = torch.optim.AdamW([weight], lr=0.1)
     trainfast.reset_stats()
-    with trainfast.patched("adamw"):
+    with trainfast.patch("adamw"):
         weight.sum().backward()
         theirs.step()
     assert (weight < 1).all()

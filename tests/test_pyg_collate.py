@@ -52,7 +52,7 @@ def check(graphs, cls=Batch, **options):
 def batches(graphs, **options):
     """The same batch made by PyG and with the patch."""
     want = Batch.from_data_list(graphs, **options)
-    with trainfast.patched("pyg"):
+    with trainfast.patch("pyg"):
         return Batch.from_data_list(graphs, **options), want
 
 
@@ -277,7 +277,7 @@ class Small(InMemoryDataset):
 def test_in_memory_dataset_is_the_same():
     graphs = [graph(n, n, y=n, name=str(n)) for n in (2, 3, 4)]
     want = Small(graphs)
-    with trainfast.patched("pyg") as report:
+    with trainfast.patch("pyg") as report:
         assert any("in_memory_dataset" in change.old for change in report.changes)
         trainfast.reset_stats()
         got = Small(graphs)
@@ -293,7 +293,7 @@ def test_loader_over_list_gives_pygs_batches(workers):
     graphs = [graph(n, n, y=float(n)) for n in range(1, 8)]
     options = {"batch_size": 3, "follow_batch": ["x"], "num_workers": workers}
     want = list(DataLoader(graphs, **options))
-    with trainfast.patched("pyg"):
+    with trainfast.patch("pyg"):
         got = list(DataLoader(graphs, **options))
     for mine, other in zip(got, want, strict=True):
         assert_same_graph(mine, other)
@@ -304,7 +304,7 @@ def test_patch_is_taken_back():
     from torch_geometric.data import batch, in_memory_dataset
 
     before = batch.collate, in_memory_dataset.collate
-    with trainfast.patched("pyg"):
+    with trainfast.patch("pyg"):
         assert batch.collate is pyg_collate.collate
         assert in_memory_dataset.collate is pyg_collate.collate_dataset
     assert (batch.collate, in_memory_dataset.collate) == before
@@ -314,7 +314,7 @@ def test_patch_is_taken_back():
 def test_patch_without_names_leaves_pyg_alone():
     from torch_geometric.data import batch
 
-    with trainfast.patched():
+    with trainfast.patch():
         assert batch.collate is theirs
 
 

@@ -380,7 +380,7 @@ def test_wrong_options_are_refused_as_in_torch(dataset):
 def test_pygs_loader_is_native_with_the_patch(dataset, graphs, workers, monkeypatch):
     options = {"follow_batch": ["x"], "exclude_keys": ["pos"]}
     want = [batch for batch in TheirLoader(graphs, 4, **options)]
-    with trainfast.patched("pyg"):
+    with trainfast.patch("pyg"):
         monkeypatch.setattr(pyg_collate, "_Job", None)  # not collated from graphs
         loader = TheirLoader(dataset, 4, num_workers=workers, **options)
         for got, other in zip(loader, want, strict=True):

@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_version import TORCH
 
 import trainfast
 from trainfast import _core
 
 SMALL, AMX = "a small call", "bfloat16 on a CPU with AMX"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# Torch's own function, to which the call is left, takes such tensors.
+ATTRIBUTES = "before torch 2.10 layouts and wrappers do not show in what is read"
 
 
 class Attributes:
@@ -132,6 +135,8 @@ def odd_tensors():
 
 @pytest.mark.parametrize("name, odd", list(odd_tensors()))
 def test_what_is_no_plain_tensor_is_not_left(name, odd):
+    if name == "sparse" and TORCH < (2, 10):
+        pytest.skip(ATTRIBUTES)
     q = torch.randn(1, 4, 8, 16)
     made = by_exchange(True)
     for given in ((odd, q, q), (q, odd, q), (odd, odd, odd)):
@@ -139,6 +144,7 @@ def test_what_is_no_plain_tensor_is_not_left(name, odd):
     assert not made[0].leaves_module(odd, 4)
 
 
+@pytest.mark.skipif(TORCH < (2, 10), reason=ATTRIBUTES)
 def test_inside_a_function_transform_nothing_is_left():
     seen, q = [], torch.randn(3, 4, 8, 16)
 
@@ -213,7 +219,7 @@ def test_the_garbage_collector_sees_what_is_held():
 def test_stats_show_what_was_left_and_forget_it():
     trainfast.reset_stats()
     q = torch.randn(1, 4, 8, 16)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         for _ in range(3):
             F.scaled_dot_product_attention(q, q, q)
     reason = "a small call: torch's function is faster"

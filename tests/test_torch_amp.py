@@ -581,7 +581,7 @@ def test_a_scheduler_decides_at_the_next_step_and_when_it_is_read(backend):
 def test_patched_names_are_ours_and_torchs_classes_still_work():
     params = make_params("cpu")
     theirs = pickle.dumps(torch.amp.GradScaler("cpu"))
-    with trainfast.patched("amp", "clip"):
+    with trainfast.patch("amp", "clip"):
         assert torch.amp.GradScaler is GradScaler
         assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

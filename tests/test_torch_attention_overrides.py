@@ -86,7 +86,7 @@ def test_direct_calls_run_on_the_kernel_while_patched(name):
         function = torch.jit.script(function)
     wanted = with_grads(function, q, k, k, is_causal=True)
     assert calls() == 0
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         out = with_grads(function, q, k, k, is_causal=True)
     assert calls() == 2 and fallbacks() == {}
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
@@ -103,7 +103,7 @@ def test_compiled_calls_of_torchs_operator_run_on_the_kernel(layout):
     q = rows(2, 3, 5, 8, layout=layout)
     wanted = with_grads(function, q)
     torch._dynamo.reset()
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         out = with_grads(torch.compile(function, fullgraph=True), q)
     assert calls() == 2
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
@@ -113,7 +113,7 @@ def test_what_our_function_leaves_to_torch_is_torchs_and_counted_once(
     kernels_at_any_size,
 ):
     q = rows(1, 2, 5, 300)
-    with trainfast.patched("attention", "attention_operators"):
+    with trainfast.patch("attention", "attention_operators"):
         F.scaled_dot_product_attention(q, q, q)
         assert calls() == 0
         assert fallbacks() == {"a head dim of 0 or above 256": 1}
@@ -128,7 +128,7 @@ def test_what_our_function_leaves_to_torch_is_torchs_and_counted_once(
 def test_what_the_kernel_refuses_goes_on_to_torchs_own():
     q = rows(1, 2, 5, 300)
     wanted = with_grads(DIRECT["aten"], q, q, q)
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         out = with_grads(DIRECT["aten"], q, q, q)
         with pytest.raises(RuntimeError, match="only 4 dims"):
             FLASH_ON_CPU(*[q[0, ..., :8]] * 3)
@@ -145,7 +145,7 @@ def test_what_the_core_refuses_goes_on_to_torchs_own(monkeypatch):
     wanted = with_grads(DIRECT["aten"], q, q, q)
     monkeypatch.setattr(attention_overrides.attention_ops, "forward", refuse)
     monkeypatch.setattr(attention_overrides.attention_ops, "backward", refuse)
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         out = with_grads(DIRECT["aten"], q, q, q)
     assert all(torch.equal(a, b) for a, b in zip(out, wanted))
     assert fallbacks() == {"nothing here computes it": 2}
@@ -165,7 +165,7 @@ def test_results_on_the_cpu_are_laid_out_as_torchs(dtype, layout, masked):
         mask[1] = -torch.inf  # a row without a key
     found = []
     for names in (["attention_operators"], ["clip"]):
-        with trainfast.patched(*names):
+        with trainfast.patch(*names):
             out, lse = FLASH_ON_CPU(q, k, k, attn_mask=mask)
             grads = FLASH_ON_CPU_BACKWARD(
                 torch.ones_like(out), q, k, k, out, lse, 0.0, False, attn_mask=mask
@@ -177,7 +177,7 @@ def test_results_on_the_cpu_are_laid_out_as_torchs(dtype, layout, masked):
     torch.testing.assert_close(*found, **tolerance)
     if dtype == torch.float64 and TORCH < (2, 13):
         return  # torch's own fake lse is a float32, its real one a float64
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         meta = [x.to("meta") for x in (q, k)]
         made = FLASH_ON_CPU(meta[0], meta[1], meta[1])
     same_layout([x.to("meta") for x in found[0][:2]], made)
@@ -188,9 +188,9 @@ def test_results_on_the_cpu_are_laid_out_as_torchs(dtype, layout, masked):
 def test_forward_and_backward_may_be_on_either_side_of_patch(forwards):
     q, mask = rows(2, 3, 40, 8).requires_grad_(), torch.rand(40, 40) > 0.5
     mask[3] = False
-    with trainfast.patched(forwards):
+    with trainfast.patch(forwards):
         out = aten.scaled_dot_product_attention(q, q, q, mask)
-    with trainfast.patched(
+    with trainfast.patch(
         "clip" if forwards == "attention_operators" else "attention_operators"
     ):
         (grad,) = torch.autograd.grad(out.square().sum(), q)
@@ -243,7 +243,7 @@ def test_efficient_attention_has_torchs_layout_and_autograd(on_cpu, n, layout, m
         mask[:, :, 1] = -torch.inf
     wanted = with_grads(sdpa, q, k, v, attn_mask=mask)
     trainfast.reset_stats()
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         found = with_grads(efficient, q, k, v, mask=mask)
         made = EFFICIENT(q, k, v, mask, True)
         short = EFFICIENT(q, k, v, mask, False)
@@ -270,7 +270,7 @@ def test_efficient_attention_has_torchs_layout_and_autograd(on_cpu, n, layout, m
 
 def test_dropout_and_gradients_of_a_mask_are_torchs_own(on_cpu):
     q, mask = rows(1, 2, 5, 8), rows(1, 2, 5, 5)
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         with pytest.raises(RuntimeError, match="torch's own"):
             efficient(q, q, q, dropout_p=0.5)
         out = EFFICIENT(q, q, q, mask, True)
@@ -290,7 +290,7 @@ def test_dropout_and_gradients_of_a_mask_are_torchs_own(on_cpu):
 def test_flash_attention_is_overridden_only_by_choice(on_cpu):
     q, k = rows(2, 3, 70, 8, layout="bnhd"), rows(2, 3, 9, 8)
     with (
-        trainfast.patched("attention_operators"),
+        trainfast.patch("attention_operators"),
         pytest.raises(RuntimeError, match="own"),
     ):
         flash(q, k, k)
@@ -350,7 +350,7 @@ def test_patch_and_choice_may_end_in_any_order(patch_first):
 def test_what_is_unregistered_is_kept_as_a_thread_may_be_in_it():
     """Torch frees it, and the thread's process ends with a fault."""
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         ours = kernel_of(name, "CPU")
     assert ours != kernel_of(name, "CPU")
     assert ours in map(str, attention_overrides._kept)
@@ -371,7 +371,7 @@ def test_operators_of_cuda_are_overridden_where_torch_has_them():
     for name in names:
         library.impl(name, "CUDA", lambda *_: None, False)
     before = [kernel_of(name, "CUDA") for name in names]
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         ours = [kernel_of(name, "CUDA") for name in names]
     after = [kernel_of(name, "CUDA") for name in names]
     library.reset()
@@ -390,7 +390,7 @@ def test_what_another_library_overrides_is_left_to_it():
 
     theirs.impl(name, other, "CPU")
     q = rows(1, 2, 5, 8)
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         FLASH_ON_CPU(q, q, q)
         theirs._destroy()
         FLASH_ON_CPU(q, q, q)
@@ -401,6 +401,6 @@ def test_a_torch_that_cannot_get_kernels_is_left_alone(monkeypatch):
     monkeypatch.delattr(torch.library, "get_kernel")
     assert not register_flash_attention_impl()
     q = rows(1, 2, 5, 8)
-    with trainfast.patched("attention_operators"):
+    with trainfast.patch("attention_operators"):
         DIRECT["aten"](q, q, q)
     assert calls() == 0

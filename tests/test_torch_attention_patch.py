@@ -50,7 +50,7 @@ def test_patch_reroutes_the_function_and_unpatch_restores_it(kernel, monkeypatch
     user = types.ModuleType("user")
     user.sdpa = before[0]
     monkeypatch.setitem(__import__("sys").modules, "user", user)
-    with trainfast.patched("attention") as report:
+    with trainfast.patch("attention") as report:
         assert F.scaled_dot_product_attention is not before[0]
         assert user.sdpa is F.scaled_dot_product_attention
         assert "torch.backends.mha.get_fastpath_enabled" in str(report)
@@ -74,7 +74,7 @@ def test_transformer_encoder_layer_runs_on_the_kernel(kernel, training, batch_fi
     )
     found = []
     for names in ([], ["attention"]):
-        with trainfast.patched(*names) if names else trainfast.patched("clip"):
+        with trainfast.patch(*names) if names else trainfast.patch("clip"):
             leaf = x.clone().requires_grad_()
             out = layer(leaf, mask)
             found.append((out, *torch.autograd.grad(out.pow(2).sum(), leaf)))
@@ -93,7 +93,7 @@ def test_multihead_attention_with_weights_is_counted(kernel, training, grad):
 def check_multihead_attention_with_weights(layer):
     x = torch.randn(2, 5, 16)
     wanted, _ = layer(x, x, x)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         out, weights = layer(x, x, x)
         assert weights is not None and torch.equal(out, wanted)
         assert fallbacks() == {"need_weights=True of multi-head attention": 1}
@@ -110,7 +110,7 @@ def test_padding_masks_of_multihead_attention_run_on_the_kernel(kernel, kind):
     if kind == "float":
         padding = torch.zeros(2, 5).masked_fill(padding, -torch.inf)
     wanted, _ = layer(x, x, x, key_padding_mask=padding, need_weights=False)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         out, _ = layer(x, x, x, key_padding_mask=padding, need_weights=False)
     torch.testing.assert_close(out, wanted)
     assert calls() == 1
@@ -121,7 +121,7 @@ def test_padding_masks_of_multihead_attention_run_on_the_kernel(kernel, kind):
 def test_causal_bias_of_torch_is_understood(kernel, align, patched):
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
     wanted = F.scaled_dot_product_attention(q, k, k, align(3, 5))
-    with trainfast.patched("attention" if patched else "clip"):
+    with trainfast.patch("attention" if patched else "clip"):
         out = scaled_dot_product_attention(q, k, k, align(3, 5))
     torch.testing.assert_close(out, wanted)
     assert (calls(), len(fallbacks())) == ((1, 0) if patched else (0, 1))
@@ -135,7 +135,7 @@ def test_function_modes_see_the_call_and_leave_it_to_the_kernel(kernel, patched)
             return func(*args, **(kwargs or {}))
 
     seen, q = [], torch.randn(1, 2, 3, 8)
-    with trainfast.patched("attention" if patched else "clip"), Mode():
+    with trainfast.patch("attention" if patched else "clip"), Mode():
         scaled_dot_product_attention(q, q, q)
     assert scaled_dot_product_attention in seen and calls() == 1
 
@@ -144,7 +144,7 @@ def test_function_modes_see_the_call_and_leave_it_to_the_kernel(kernel, patched)
 def test_jagged_tensors_stay_torchs(patched):
     parts = [torch.randn(n, 2, 8, requires_grad=True) for n in (3, 5)]
     jagged = torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    with trainfast.patched("attention" if patched else "clip"):
+    with trainfast.patch("attention" if patched else "clip"):
         function = F if patched else trainfast.torch
         out = function.scaled_dot_product_attention(jagged, jagged, jagged)
         for part, mine in zip(parts, out.transpose(1, 2).unbind(), strict=True):
@@ -158,7 +158,7 @@ def test_jagged_tensors_stay_torchs(patched):
 def test_modules_can_still_be_scripted():
     layer = torch.nn.MultiheadAttention(16, 4)
     x = torch.randn(2, 5, 16)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         scripted = torch.jit.script(layer)
         out, _ = scripted(x, x, x, need_weights=False)
     torch.testing.assert_close(out, layer(x, x, x, need_weights=False)[0])
@@ -168,7 +168,7 @@ def test_patched_model_compiles_without_a_break():
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     x = torch.randn(3, 5, 16)
     wanted = layer(x)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), wanted)
@@ -200,7 +200,7 @@ def test_nested_tensors_work_as_without_the_patch(kind, grad):
     run = attend_itself if kind == "attention" else (lambda module, x: module(x))
     with torch.set_grad_enabled(grad):
         wanted = run(module, x)
-        with trainfast.patched("attention"):
+        with trainfast.patch("attention"):
             found = run(module, x)
             assert "a nested tensor, in multi-head attention" in fallbacks()
             with pytest.raises(AssertionError, match="does not support NestedTensor"):
@@ -229,7 +229,7 @@ def test_nested_tensors_hinder_no_other_thread():
         found.append(attend_itself(module, x).to_padded_tensor(0))
 
     module.register_forward_pre_hook(patch_meanwhile)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         threads = [threading.Thread(target=attend) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -258,14 +258,14 @@ def test_padded_batch_of_an_encoder_is_right_where_it_has_rows(n):
     padded = torch.arange(n) >= torch.tensor([3, n, 2])[:, None]
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         wanted = model(x, src_key_padding_mask=padded)
-        with trainfast.patched("attention"):
+        with trainfast.patch("attention"):
             found = model(x, src_key_padding_mask=padded)
     assert calls() == 2
     torch.testing.assert_close(found[~padded], wanted[~padded])
 
 
 def test_the_users_own_setting_of_the_fused_path_holds():
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         assert torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         assert not torch.backends.mha.get_fastpath_enabled()
@@ -286,7 +286,7 @@ FUSED = "a small input: torch's fused inference path is faster"
 def test_small_calls_are_torchs_and_counted(options, grad):
     q, k, v = (torch.randn(1, 4, 8, 16, requires_grad=grad) for _ in range(3))
     wanted = F.scaled_dot_product_attention(q, k, v, **options)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         out = F.scaled_dot_product_attention(q, k, v, **options)
     assert torch.equal(out, wanted) and out.requires_grad == grad
     assert fallbacks() == {SMALL: 1} and calls() == 0
@@ -294,7 +294,7 @@ def test_small_calls_are_torchs_and_counted(options, grad):
 
 def test_large_calls_are_the_kernels():
     q = torch.randn(1, 4, 128, 16)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         F.scaled_dot_product_attention(q, q, q)
     assert fallbacks() == {} and calls() == 1
 
@@ -302,7 +302,7 @@ def test_large_calls_are_the_kernels():
 def test_masks_and_dropout_stay_with_the_kernel_at_any_size():
     """A row without a key is 0 at any size, in any version of torch."""
     q, mask = torch.randn(1, 4, 8, 16), torch.zeros(8, 8, dtype=torch.bool)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         assert not F.scaled_dot_product_attention(q, q, q, mask).any()
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     assert calls() == 2 and fallbacks() == {}
@@ -310,7 +310,7 @@ def test_masks_and_dropout_stay_with_the_kernel_at_any_size():
 
 def test_by_its_own_name_the_kernel_runs_at_any_size():
     q = torch.randn(1, 4, 8, 16)
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         scaled_dot_product_attention(q, q, q)
         trainfast.torch.attention(q, q, q)
     assert calls() == 2 and fallbacks() == {}
@@ -320,7 +320,7 @@ def test_by_its_own_name_the_kernel_runs_at_any_size():
 def test_arguments_that_are_no_tensors_have_torchs_error(arguments):
     with pytest.raises(TypeError):
         F.scaled_dot_product_attention(*arguments)
-    with trainfast.patched("attention"), pytest.raises(TypeError):
+    with trainfast.patch("attention"), pytest.raises(TypeError):
         F.scaled_dot_product_attention(*arguments)
 
 
@@ -332,7 +332,7 @@ def test_inference_takes_the_faster_way_and_counts_it_once(kind, n):
     run = attend_itself if kind == "attention" else (lambda module, x: module(x))
     with torch.no_grad():
         wanted = run(module, x)
-        with trainfast.patched("attention"):
+        with trainfast.patch("attention"):
             found = run(module, x)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     if n == 8:
@@ -346,11 +346,11 @@ def test_a_module_that_has_no_fused_path_counts_its_own_calls():
     layer = torch.nn.TransformerEncoderLayer(
         16, 4, 32, activation=torch.tanh, batch_first=True
     ).eval()
-    with torch.no_grad(), trainfast.patched("attention"):
+    with torch.no_grad(), trainfast.patch("attention"):
         layer(torch.randn(2, 8, 16))  # its attention has one
         assert fallbacks() == {FUSED: 1}
     trainfast.reset_stats()
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         layer(torch.randn(2, 8, 16))
     assert fallbacks() == {SMALL: 1}
 
@@ -383,14 +383,14 @@ def test_where_torch_has_flash_attention_patch_leaves_attention_alone(monkeypatc
 def test_a_block_within_patch_takes_the_setting_of_its_name_back():
     trainfast.patch()
     patched = F.scaled_dot_product_attention
-    with trainfast.patched("attention"):
-        with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
+        with trainfast.patch("attention"):
             assert attention_route.is_named()
         assert attention_route.is_named()
     assert not attention_route.is_named()
     assert F.scaled_dot_product_attention is patched
     trainfast.unpatch()
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         assert attention_route.is_named()
     assert not attention_route.is_named()
 
@@ -460,6 +460,6 @@ def test_traced_attention_is_no_nested_tensor():
         def forward(self, x):
             return self.attention(x, x, x, need_weights=False)[0]
 
-    with trainfast.patched("attention"):
+    with trainfast.patch("attention"):
         traced = torch.fx.symbolic_trace(Model().eval())
     assert any(node.op == "call_module" for node in traced.graph.nodes)

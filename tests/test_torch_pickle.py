@@ -51,7 +51,7 @@ def step(optimizer):
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_patched_optimizer_loads_as_torchs_without_trainfast(name, fused, tmp_path):
     path = tmp_path / "optimizer.pt"
-    with trainfast.patched("adamw"):
+    with trainfast.patch("adamw"):
         optimizer = trained(getattr(torch.optim, name), fused=fused)
         assert isinstance(optimizer, (Adam, AdamW))
         torch.save(optimizer, path)
@@ -73,7 +73,7 @@ def test_patched_optimizer_loads_as_torchs_without_trainfast(name, fused, tmp_pa
 def test_copies_stay_trainfasts(duplicate, cls, patched):
     optimizer = trained(cls)
     if patched:
-        with trainfast.patched("adamw"):
+        with trainfast.patch("adamw"):
             twin = duplicate(optimizer)
     else:
         twin = duplicate(optimizer)
@@ -99,7 +99,7 @@ def test_copies_stay_trainfasts(duplicate, cls, patched):
 def test_options_keep_an_optimizer_trainfasts(options, patched):
     optimizer = trained(AdamW, **options)
     if patched:
-        with trainfast.patched("adamw"):
+        with trainfast.patch("adamw"):
             data = pickle.dumps(optimizer)
     else:
         data = pickle.dumps(optimizer)
@@ -114,7 +114,7 @@ def test_options_keep_an_optimizer_trainfasts(options, patched):
 
 def test_outside_of_patch_and_in_subclasses_it_stays_what_it_is():
     assert type(pickle.loads(pickle.dumps(trained(AdamW)))) is AdamW
-    with trainfast.patched("adamw"):
+    with trainfast.patch("adamw"):
         assert type(pickle.loads(pickle.dumps(trained(Mine)))) is Mine
 
 

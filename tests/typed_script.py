@@ -31,5 +31,5 @@ def attend(q: Tensor) -> None:
 
 def load(path: str) -> None:
     assert_type(trainfast.graph_cache.open(path), trainfast.graph_cache.Cache)
-    with trainfast.patched("adamw") as report:
+    with trainfast.patch("adamw") as report:
         assert_type(report, trainfast.PatchReport)

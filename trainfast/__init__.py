@@ -14,7 +14,7 @@ from trainfast._core import version as __version__
 from trainfast.adamw import AdamW, adamw_step
 from trainfast.amp import LossScaler
 from trainfast.attention import AttentionGradients, attention, attention_backward
-from trainfast.patching import PatchReport, patch, patched, unpatch
+from trainfast.patching import PatchReport, is_patched, patch, unpatch
 from trainfast.stats import reset_stats, stats
 
 if TYPE_CHECKING:  # __getattr__ loads them
@@ -33,8 +33,8 @@ __all__ = [
     "attention_backward",
     "backends",
     "graph_cache",
+    "is_patched",
     "patch",
-    "patched",
     "reset_stats",
     "stats",
     "unpatch",

@@ -13,8 +13,7 @@ import ast
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from threading import RLock
 from types import ModuleType
@@ -128,7 +127,7 @@ _registry: dict[str, list[Target | Setting]] = {}
 _by_name: dict[str, list[Setting]] = {}
 _opt_in: set[str] = set()
 _active: dict[str, list[Replacement | Changed]] = {}
-# How many blocks of `patched` hold what was not in force before them.
+# How many `with patch()` blocks hold what was not in force before them.
 _blocks: Counter[Target | Setting] = Counter()
 _lock = RLock()
 
@@ -156,7 +155,7 @@ def register(
         _opt_in.add(name)
 
 
-def patch(*names: str) -> "PatchReport":
+def patch(*names: str) -> "Patch":
     """Replaces a framework's names by trainfast's; without names all of torch's.
 
     Names: "adamw", "amp", "clip" and "attention"; and three that must be asked for:
@@ -172,6 +171,10 @@ def patch(*names: str) -> "PatchReport":
     nothing more, except that it finds what was imported around the first one. Objects
     that exist stay what they are: call it before you create an optimizer.
 
+    `with trainfast.patch(...):` takes it back at the end of the block. What was patched
+    before the block stays patched, and so does what another thread's block has patched,
+    until the last of these blocks ends.
+
     Returns:
         A report of the names and places that changed; print it.
 
@@ -182,8 +185,10 @@ def patch(*names: str) -> "PatchReport":
         lacks is no error: it is skipped, and the report lists it.
     """
     with _lock:
+        wanted = [e for n in _chosen(names) for e in _entries(n, n in names)]
         ready = {name: _prepare(name, name in names) for name in _chosen(names)}
-        report = PatchReport("patched")
+        known = _known()
+        report = Patch(names, [e for e in wanted if e not in known or _blocks[e]])
         for name, (replacements, skipped) in ready.items():
             _active[name] = replacements
             for replacement in replacements:
@@ -213,22 +218,18 @@ def unpatch(*names: str) -> "PatchReport":
         return report
 
 
-@contextmanager
-def patched(*names: str) -> Iterator["PatchReport"]:
-    """`patch(*names)` for a `with` block; what was patched before it stays patched, and
-    so does what another thread's block has patched, until the last of them ends."""
-    with _lock:
-        wanted = [e for n in _chosen(names) for e in _entries(n, n in names)]
-        before = {each.entry for ready in _active.values() for each in ready}
-        fresh = [entry for entry in wanted if entry not in before or _blocks[entry]]
-        report = patch(*names)
-        _blocks.update(fresh)
-    try:
-        yield report
-    finally:
-        with _lock:
-            _blocks.subtract(fresh)
-            _end({entry for entry in fresh if not _blocks[entry]})
+def is_patched(name: str) -> bool:
+    """Whether `patch` has replaced what this name stands for, such as "adamw".
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    return all(each in _active for each in _check((name,)))
+
+
+def _known() -> set[Target | Setting]:
+    """What is in force."""
+    return {each.entry for ready in _active.values() for each in ready}
 
 
 def _end(entries: set[Target | Setting]) -> None:
@@ -303,6 +304,27 @@ class PatchReport(Report):
         changes = [change._asdict() for change in self.changes]
         skipped = [each._asdict() for each in self.skipped]
         return {"action": self.action, "changes": changes, "skipped": skipped}
+
+
+class Patch(PatchReport):
+    """What `patch` returns: its report, and a context manager that takes it back."""
+
+    def __init__(self, names: tuple[str, ...], fresh: list[Target | Setting]) -> None:
+        super().__init__("patched")
+        self._names = names
+        self._fresh = fresh  # what no patch() outside a block had put in force before
+
+    def __enter__(self) -> PatchReport:
+        with _lock:
+            if not _known().issuperset(self._fresh):  # another thread's block has ended
+                patch(*self._names)
+            _blocks.update(self._fresh)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            _blocks.subtract(self._fresh)
+            _end({entry for entry in self._fresh if not _blocks[entry]})
 
 
 def _check(names: tuple[str, ...]) -> list[str]:
