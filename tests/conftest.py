@@ -136,6 +136,12 @@ def backend(usable_backend):
     trainfast.use_backend(None)
 
 
+@pytest.fixture(autouse=True)
+def fresh_stats():
+    """No test sees what another one has counted."""
+    trainfast.reset_stats()
+
+
 @pytest.fixture(scope="module")
 def simt():
     """The SIMT library by itself, through ctypes."""

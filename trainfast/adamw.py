@@ -136,7 +136,7 @@ def _relayout(relaid: list[tuple[Array, Array]]) -> Callable[[Array, Array], Arr
 
     def copy(like: Array, array: Array) -> Array:
         if hasattr(like, "untyped_storage"):
-            from trainfast.torch.adamw import relayout
+            from trainfast.torch.adamw_state import relayout
 
             made = relayout(like, array)
         else:
