@@ -48,6 +48,16 @@ that says so. Versions between two rows are expected to work, and were not run.
 |---|---|---|---|---:|---:|---:|---|
 """
 
+SKIPPED = """
+## Skipped for a version of torch
+
+Left out are reasons that all rows share: backends that the tests would have to build,
+GPUs, and packages that the environments lack.
+
+| tests | torch | why |
+|---:|---|---|
+"""
+
 
 def call(*command, **options):
     subprocess.run([str(word) for word in command], check=True, **options)
@@ -76,7 +86,7 @@ def score(report):
         if bad:
             failed.append(f"{case.get('classname')}::{case.get('name')}")
         if skip is not None:
-            skips[skip.get("message").splitlines()[0]] += 1
+            skips[skip.get("message").splitlines()[0].split(": /")[0]] += 1
     return {**counts, "failures": failed, "skips": dict(skips.most_common())}
 
 
@@ -138,10 +148,12 @@ def write(results):
         if r["failures"]:
             text += f"\n## Failures with torch {r['torch']}\n\n"
             text += "".join(f"- `{name}`\n" for name in r["failures"])
-    text += "\n## Why tests were skipped\n\n| tests | torch | why |\n|---:|---|---|\n"
+    text += SKIPPED
+    everywhere = set.intersection(*(set(r["skips"]) for r in results))
     for r in results:
         for why, n in r["skips"].items():
-            text += f"| {n} | {r['torch']} | {why.replace('|', '/')} |\n"
+            if why not in everywhere:
+                text += f"| {n} | {r['torch']} | {why.replace('|', '/')} |\n"
     PAGE.write_text(text, encoding="utf-8")
 
 
