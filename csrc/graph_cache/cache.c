@@ -20,9 +20,9 @@ look_at(const char *path, bool open, int64_t *pending, bool *alive)
 {
     const int file = graph_io_table->open(path, O_RDONLY);
 
-    /* -ENOENT: since the directory was listed, a writer has closed the open segment, or
-     * the end of a build has deleted the sealed one. A segment that cannot be opened for
-     * another reason (-EACCES) may hold graphs. */
+    /* -ENOENT: since the directory was listed, a writer has closed the open segment,
+     * or the end of a build has deleted the sealed one. A segment that cannot be opened
+     * for another reason (-EACCES) may hold graphs. */
     *pending += file != -ENOENT;
     if (open && file >= 0) {
         const int error = graph_io_table->lock(file, LOCK_SH | LOCK_NB);

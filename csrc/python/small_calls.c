@@ -180,7 +180,7 @@ reason_of(const small_calls *self, PyObject *const *tensors)
 {
     input q, k;
     double n_q, n_k, dim, scores;
-    bool grad;
+    bool few, amx, grad;
 
     if (!is_plain(self, tensors[2]) || !read_input(self, tensors[0], &q) ||
         !read_input(self, tensors[1], &k) || q.dtype == OTHER || k.dtype != q.dtype ||
@@ -203,14 +203,19 @@ reason_of(const small_calls *self, PyObject *const *tensors)
                    ? SMALL
                    : NONE;
     }
-    if (self->amx && q.dtype == BFLOAT16 && n_q * n_k * dim > AMX_HEAD) {
+    few = n_q <= FEW_QUERIES && k.numel <= FEW_KEYS;
+    amx = self->amx && q.dtype == BFLOAT16;
+    if (amx && n_q * n_k * dim > AMX_HEAD) {
         return AMX;
+    }
+    if (!amx && !few) { /* with gradients or without */
+        return NONE;
     }
     grad = has_grad(self, tensors);
-    if (self->amx && q.dtype == BFLOAT16 && !grad) {
+    if (amx && !grad) {
         return AMX;
     }
-    return n_q <= (grad ? 1 : FEW_QUERIES) && k.numel <= FEW_KEYS ? SMALL : NONE;
+    return few && (n_q <= 1 || !grad) ? SMALL : NONE;
 }
 
 /* Whether dropout_p is the number 0; false for other objects (proxies of tracers). */
