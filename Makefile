@@ -14,6 +14,8 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 WORKERS ?= auto
+# pytest-xdist may be missing where no package index is reached: one process, then.
+PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(WORKERS)")
 INSTALLED := .venv/.installed
 C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
     -o -name '*.cpp' | grep -v /vec_
@@ -32,10 +34,10 @@ demo-graphs: .venv/.demo build
 	$(RUN) examples/graph_syntax_trees.py
 
 test: .venv/.test build
-	$(RUN) -m pytest --quick -n $(WORKERS)
+	$(RUN) -m pytest --quick $(PARALLEL)
 
 test-all: .venv/.test build
-	$(RUN) -m pytest -n $(WORKERS)
+	$(RUN) -m pytest $(PARALLEL)
 
 # Builds into trainfast/ only what has changed; setup.py knows what that is.
 build: $(INSTALLED)

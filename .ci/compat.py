@@ -103,17 +103,8 @@ def run(version, wheel, tree, commit):
         call(*pip, "--disable-pip-version-check", f"torch=={torch}", *NEEDED, wheel)
         print(f"torch {version}: installed in {time.monotonic() - begin:.0f} s")
         ignored = [f"--ignore=tests/test_{name}.py" for name in NOT_HERE]
-        command = [
-            env / "bin" / "python",
-            "-m",
-            "pytest",
-            "--quick",
-            "-n",
-            "auto",
-            "-q",
-        ]
-        command += ignored
-        command += [f"--junitxml={report}", "--maxfail=500"]
+        command = [env / "bin" / "python", "-m", "pytest", "--quick", *ignored]
+        command += ["-n", "auto", "-q", "--maxfail=500", f"--junitxml={report}"]
         env_vars = {k: v for k, v in os.environ.items() if k[:9] != "TRAINFAST"}
         begin = time.monotonic()
         subprocess.run(list(map(str, command)), cwd=tree, env=env_vars)
@@ -136,7 +127,7 @@ def run(version, wheel, tree, commit):
 
 def write(results):
     """Both files; the page is made from the results alone."""
-    results.sort(key=lambda r: ([int(n) for n in r["torch"].split("+")[0].split(".")],))
+    results.sort(key=lambda r: [int(n) for n in r["torch"].split("+")[0].split(".")])
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text = HEAD
     for r in results:
