@@ -302,7 +302,7 @@ def forward_ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
     if not problem.window:
         attention = ours("trainfast.torch.scaled_dot_product_attention")
         return with_torch_signature(inputs, attention)
-    options = {"window": (problem.window - 1, 0), "is_causal": True}
+    options = {"window_size": (problem.window - 1, 0), "is_causal": True}
     return partial(ours("trainfast.torch.attention"), *inputs.leaves, **options)
 
 

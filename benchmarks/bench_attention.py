@@ -54,14 +54,14 @@ def make_functional(setup: Setup) -> Contender:
     q, k, v, *bias = [tensor.detach() for tensor in inputs.leaves]
     options: dict[str, Any] = {"is_causal": problem.is_causal}
     if problem.window:
-        options["window"] = (problem.window - 1, 0)
+        options["window_size"] = (problem.window - 1, 0)
     elif inputs.mask is not None:
         options["mask"] = inputs.mask
     if bias:
         options["bias"] = bias[0]
     if problem.dropout_p:
         options |= {"dropout_p": problem.dropout_p, "seed": 0}
-    attention = ours("trainfast.attention")
+    attention = ours("trainfast.numpy.attention")
     run: Callable[[], Any] = partial(attention, q, k, v, **options)
 
     def make() -> Contender:
@@ -69,7 +69,7 @@ def make_functional(setup: Setup) -> Contender:
         if setup.which == "backward":
             both = attention(q, k, v, return_lse=True, **options)
             wanted = ("q", "k", "v", *(["bias"] if bias else []))
-            backward = ours("trainfast.attention_backward")
+            backward = ours("trainfast.numpy.attention_backward")
 
             def call() -> list[torch.Tensor]:
                 grads = backward(inputs.dout, q, k, v, *both, wanted=wanted, **options)

@@ -39,11 +39,11 @@ def to_float64(array):
 def for_reference(options):
     """The public options as the reference (and the core) names them."""
     options = {k: v for k, v in options.items() if v is not None}
-    left, right = options.pop("window", (None, None))
+    left, right = options.pop("window_size", (None, None))
     options["window_left"] = -1 if left is None else left
     options["window_right"] = -1 if right is None else right
-    options["bottom_right"] = options.pop("causal_align", "") == "bottom_right"
-    options["bnhd"] = options.pop("layout", "bhnd") == "bnhd"
+    options["bottom_right"] = options.pop("causal_align", "") == "lower_right"
+    options["bnhd"] = options.pop("layout", "bhsd") == "bshd"
     return options
 
 
@@ -74,7 +74,7 @@ class Problem:
             if options.get("cu_seqlens_q") is not None:
                 size = (n, h, d)
             else:
-                middle = (n, h) if options.get("layout") == "bnhd" else (h, n)
+                middle = (n, h) if options.get("layout") == "bshd" else (h, n)
                 size = (batch, *middle, d)
             setattr(self, name, self.normal(size))
         lse_shape = (batch, heads, n_q)
@@ -99,13 +99,13 @@ class Problem:
         """(out, lse) by the core, where the backend leaves them."""
         arrays = self.moved(self.q, self.k, self.v)
         options = self.moved_options()
-        return trainfast.attention(*arrays, return_lse=True, **options)
+        return trainfast.numpy.attention(*arrays, return_lse=True, **options)
 
     def backward(self, dlse=True):
         """All gradients by the core, from its own out and lse."""
         self.wanted = ["q", "k", "v"]
         self.wanted += [n for n in OPTION_GRADIENTS if self.options.get(n) is not None]
-        return trainfast.attention_backward(
+        return trainfast.numpy.attention_backward(
             *self.moved(self.dout, self.q, self.k, self.v),
             *self.forward(),
             dlse=on_device(self.dlse, self.device) if dlse else None,
@@ -148,7 +148,7 @@ class Problem:
         rows = true_out
         if self.options.get("cu_seqlens_q") is not None:
             empty = empty.T
-        elif self.options.get("layout") == "bnhd":
+        elif self.options.get("layout") == "bshd":
             empty = empty.swapaxes(1, 2)
         assert (out[empty] == 0).all(), "a row without a key must have output 0"
         noise = factor * NOISE[self.dtype]

@@ -47,7 +47,7 @@ def _refuse_to_fork(*_):
 # child waits for ever for the one that a thread had, were it but ending. Threads end
 # beside workers, which torch's queues feed, and JAX starts its own.
 if "libasan" in os.environ.get("LD_PRELOAD", ""):
-    sys.modules["jax"] = sys.modules["jraph"] = None
+    sys.modules["jax"] = None
     multiprocessing.popen_fork.Popen._launch = _refuse_to_fork
 
 
@@ -186,7 +186,7 @@ def rng():
 @pytest.fixture
 def amp_kernels_at_any_size(monkeypatch):
     """trainfast.torch.GradScaler leaves nothing to torch for its size."""
-    from trainfast.torch import amp
+    from trainfast.torch.amp import grad_scaler as amp
 
     monkeypatch.setattr(amp, "_are_small", lambda grads: False)
     monkeypatch.setattr(amp, "_is_torchs_update", lambda scaler, flags: False)
@@ -195,7 +195,7 @@ def amp_kernels_at_any_size(monkeypatch):
 @pytest.fixture
 def kernels_at_any_size(monkeypatch):
     """trainfast.patch("attention") leaves no call to torch for its size."""
-    from trainfast.torch import attention_patch
+    from trainfast.torch.attention import replacements
 
-    monkeypatch.setattr(attention_patch, "is_small", lambda *tensors: False)
-    monkeypatch.setattr(attention_patch, "is_fused_faster", lambda *sizes: False)
+    monkeypatch.setattr(replacements, "is_small", lambda *tensors: False)
+    monkeypatch.setattr(replacements, "is_fused_faster", lambda *sizes: False)

@@ -115,7 +115,7 @@ def adamw(dtypes, options):
     for name, dtype in (("grad_scale", np.float32), ("clip_coef", np.float64)):
         if name in options:
             options[name] = np.array(options[name], dtype)
-    trainfast.adamw_step(
+    trainfast.numpy.adamw_step(
         params, grads, first, second, step=3, lr=0.01, weight_decay=0.1, **options
     )
     return [x for one in arrays for x in one]
@@ -195,8 +195,8 @@ ATTENTION_CALLS = {
     "several tiles": ((1, 1, 1, 200, 270, 32, 32), {}),
     "causal": ((1, 2, 1, 130, 130, 16, 16), {"is_causal": True}),
     "causal end": ((1, 1, 1, 40, 150, 24, 8), {"is_causal": True, "end": True}),
-    "window": ((1, 1, 1, 210, 210, 16, 16), {"window": (37, 20)}),
-    "narrow window": ((1, 2, 2, 65, 65, 33, 33), {"window": (0, 0), "bnhd": True}),
+    "window": ((1, 1, 1, 210, 210, 16, 16), {"window_size": (37, 20)}),
+    "narrow window": ((1, 2, 2, 65, 65, 33, 33), {"window_size": (0, 0), "bnhd": True}),
     "softcap": ((1, 2, 1, 50, 70, 16, 16), {"softcap": 3.0}),
     "bool mask": ((2, 2, 2, 35, 60, 16, 16), {"mask": "bool"}),
     "padding": ((2, 2, 2, 35, 60, 16, 16), {"mask": "padding"}),
@@ -210,7 +210,7 @@ ATTENTION_CALLS = {
     "all": (
         (1, 2, 1, 45, 99, 24, 24),
         {"bias": (1, 2, 45, 99), "alibi": True, "sinks": True, "softcap": 5.0}
-        | {"dropout_p": 0.1, "seed": 9, "window": (60, 5)},
+        | {"dropout_p": 0.1, "seed": 9, "window_size": (60, 5)},
     ),
     "kv lens": ((2, 2, 2, 33, 80, 16, 16), {"kv_lens": [80, 19]}),
     "packed": ((3, 2, 2, 120, 120, 16, 16), {"packed": [0, 50, 51, 120]}),
@@ -247,9 +247,9 @@ def attention_options(shape, options, dtype):
     wide = np.float64 if dtype == "f64" else np.float32
     options = dict(options)
     if options.pop("end", False):
-        options["causal_align"] = "bottom_right"
+        options["causal_align"] = "lower_right"
     if options.pop("bnhd", False):
-        options["layout"] = "bnhd"
+        options["layout"] = "bshd"
     if "mask" in options:
         options["mask"] = attention_mask(options["mask"], shape, wide)
     if "bias" in options:
@@ -283,10 +283,10 @@ def attention(shape, options, dtype):
     v, dout = rows(13, kv_heads, n_k, dim_v), rows(14, heads, n_q, dim_v)
     if bad is not None:
         k[:, :, bad, 2] = v[:, :, bad, 3] = np.inf
-    out, lse = trainfast.attention(q, k, v, return_lse=True, **options)
+    out, lse = trainfast.numpy.attention(q, k, v, return_lse=True, **options)
     names = [n for n in ("bias", "alibi_slopes", "sinks") if n in options]
     dlse = numbers(15, lse.shape).astype(lse.dtype)
-    grads = trainfast.attention_backward(
+    grads = trainfast.numpy.attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, wanted=["q", "k", "v", *names], **options
     )
     return [out, lse, *[x for x in grads if x is not None]]

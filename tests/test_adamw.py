@@ -38,7 +38,7 @@ def step_both(slots, **options):
                 **{**reference_options, "step": at},
             )
         )
-    trainfast.adamw_step(*positional, **{**options, **keywords})
+    trainfast.numpy.adamw_step(*positional, **{**options, **keywords})
     return exact
 
 
@@ -107,7 +107,7 @@ def test_misaligned_arrays_give_the_same_bits(backend, device, numel):
             device=device,
         )
         positional, keywords = lists([slot])
-        trainfast.adamw_step(*positional, step=2, **HYPER, **keywords)
+        trainfast.numpy.adamw_step(*positional, step=2, **HYPER, **keywords)
         return slot.bits()
 
     want = after((0, 0, 0, 0, 0))
@@ -127,7 +127,7 @@ def test_backends_agree_bit_for_bit(backend, device, dtype):
         slots[1].grad.array[:3] = 0
         positional, keywords = lists(slots)
         for _ in range(3):
-            trainfast.adamw_step(*positional, **HYPER, **keywords, maximize=True)
+            trainfast.numpy.adamw_step(*positional, **HYPER, **keywords, maximize=True)
         return [s.bits() for s in slots]
 
     assert run(backend, device) == run("scalar", "cpu")
@@ -157,7 +157,7 @@ def test_backends_agree_on_extras_bit_for_bit(
             [Framed(rng.standard_normal(s.param.size), d, device=where) for s in slots]
             for d in ("float32", copy)
         )
-        trainfast.adamw_step(
+        trainfast.numpy.adamw_step(
             *lists(slots)[0],
             step=3,
             **HYPER,
@@ -179,7 +179,7 @@ def test_the_last_bits_of_every_half_are_right(backend, device):
         every = np.arange(65536, dtype=np.uint16).view(dtype)
         param = every.copy()
         zeros = [np.zeros(65536, dtype) for _ in range(3)]
-        trainfast.adamw_step(
+        trainfast.numpy.adamw_step(
             [param], [zeros[0]], [zeros[1]], [zeros[2]], step=1, lr=0.0, eps=1.0
         )
         numbers = ~np.isnan(every.astype(np.float32))
@@ -194,7 +194,7 @@ def test_the_last_bits_of_every_half_are_right(backend, device):
             ]
         )
         m = np.zeros(grads.size, dtype)
-        trainfast.adamw_step(
+        trainfast.numpy.adamw_step(
             [np.zeros_like(grads, dtype)], [grads], [m], [np.zeros_like(m)],
             step=1, lr=0.0, eps=1.0, betas=(0.5, 0.5),
         )  # fmt: skip
@@ -217,7 +217,7 @@ def test_found_inf_changes_nothing(backend, device, rng, found):
     positional, keywords = lists(slots)
     flag = Framed(np.array([found]), device=device)
     scale = Framed(np.array([4.0]), device=device)
-    trainfast.adamw_step(
+    trainfast.numpy.adamw_step(
         *positional, **HYPER, **keywords, found_inf=flag.array, grad_scale=scale.array
     )
     assert [s.bits() for s in slots] == before
@@ -238,7 +238,7 @@ def test_grad_scale_divides_and_is_written_back_if_asked(
         slot.param.get(), grad, slot.exp_avg.get(), slot.exp_avg_sq.get(), top,
         step=2, grad_scale=64.0, maximize=True, **HYPER,
     )  # fmt: skip
-    trainfast.adamw_step(
+    trainfast.numpy.adamw_step(
         *positional,
         step=2,
         grad_scale=scale.array,
@@ -255,8 +255,10 @@ def test_lr_may_be_an_array(backend, device, rng):
     a, b = (Slot(np.random.default_rng(1), (99,), device=device) for _ in range(2))
     lr = np.float32(0.0125)
     on_device = Framed(np.array([lr]), device=device)
-    trainfast.adamw_step(*lists([a])[0], step=2, **{**HYPER, "lr": on_device.array})
-    trainfast.adamw_step(*lists([b])[0], step=2, **{**HYPER, "lr": float(lr)})
+    trainfast.numpy.adamw_step(
+        *lists([a])[0], step=2, **{**HYPER, "lr": on_device.array}
+    )
+    trainfast.numpy.adamw_step(*lists([b])[0], step=2, **{**HYPER, "lr": float(lr)})
     assert a.bits() == b.bits()
 
 
@@ -265,7 +267,7 @@ def test_nan_and_inf_in_gradients_propagate(backend, device, rng):
     slot.grad.array[3] = np.nan
     slot.grad.array[40] = np.inf
     positional, _ = lists([slot])
-    trainfast.adamw_step(*positional, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*positional, step=1, **HYPER)
     bad = {3, 40}
     assert set(np.flatnonzero(np.isnan(slot.param.get()))) == bad
     assert set(np.flatnonzero(~np.isfinite(slot.exp_avg.get()))) == bad
@@ -276,7 +278,7 @@ def test_amsgrad_keeps_nan(backend, device, rng):
     slot.grad.array[5] = np.nan
     positional, keywords = lists([slot])
     for step in (1, 2):
-        trainfast.adamw_step(*positional, step=step, **HYPER, **keywords)
+        trainfast.numpy.adamw_step(*positional, step=step, **HYPER, **keywords)
     assert set(np.flatnonzero(np.isnan(slot.max_exp_avg_sq.get()))) == {5}
 
 
@@ -285,7 +287,7 @@ def test_infinite_parameters_stay_without_weight_decay(backend, device, rng):
     slot.param.array[2] = np.inf
     positional, _ = lists([slot])
     options = {**HYPER, "weight_decay": 0.0, "decoupled_weight_decay": False}
-    trainfast.adamw_step(*positional, step=1, **options)
+    trainfast.numpy.adamw_step(*positional, step=1, **options)
     assert slot.param.get()[2] == np.inf
 
 
@@ -297,10 +299,10 @@ def test_many_slots_of_every_size_match_the_reference(backend, device, rng):
 
 
 def test_nothing_to_do_is_fine(backend, device, rng):
-    trainfast.adamw_step([], [], [], [], step=1, lr=0.1)
+    trainfast.numpy.adamw_step([], [], [], [], step=1, lr=0.1)
     slot = Slot(rng, (0, 3), device=device, step=2)
     positional, keywords = lists([slot])
-    trainfast.adamw_step(*positional, **HYPER, **keywords)
+    trainfast.numpy.adamw_step(*positional, **HYPER, **keywords)
     assert slot.step.get() == 3
 
 
@@ -317,11 +319,11 @@ def test_layouts_in_any_order_of_dimensions_work(backend, device, rng):
 
         param, g = laid_out(values), laid_out(grad)
         m, v = (laid_out(np.zeros_like(values)) for _ in range(2))
-        trainfast.adamw_step([param], [g], [m], [v], step=1, **HYPER)
+        trainfast.numpy.adamw_step([param], [g], [m], [v], step=1, **HYPER)
         results.append(np.ascontiguousarray(param))
         param = laid_out(values)
         m[...] = v[...] = 0
-        trainfast.adamw_step([param], [grad], [m], [v], step=1, **HYPER)
+        trainfast.numpy.adamw_step([param], [grad], [m], [v], step=1, **HYPER)
         results.append(np.ascontiguousarray(param))
     for other in results[1:]:
         np.testing.assert_array_equal(results[0], other)
@@ -336,7 +338,7 @@ def test_any_number_of_threads_gives_the_same_bits(numel):
         rng = np.random.default_rng(3)
         slots = [Slot(rng, (n,), step=1) for n in (numel, 5, numel // 3)]
         positional, keywords = lists(slots)
-        trainfast.adamw_step(*positional, **HYPER, **keywords)
+        trainfast.numpy.adamw_step(*positional, **HYPER, **keywords)
         results.append([s.bits() for s in slots])
     torch.set_num_threads(before)
     assert all(r == results[0] for r in results)
@@ -348,7 +350,7 @@ class TestForNumPyUsers:
             pytest.skip("NumPy arrays")
         w, b = rng.standard_normal((7, 3)), np.zeros(3)
         exact = [[a.copy(), np.zeros_like(a), np.zeros_like(a)] for a in (w, b)]
-        optimizer = trainfast.AdamW([w, b], lr=0.05, weight_decay=0.2)
+        optimizer = trainfast.numpy.AdamW([w, b], lr=0.05, weight_decay=0.2)
         for step in range(1, 6):
             grads = [rng.standard_normal(a.shape) for a in (w, b)]
             optimizer.step(grads)
@@ -364,12 +366,12 @@ class TestForNumPyUsers:
     def test_state_dict_continues_where_it_was_taken(self, rng):
         w = rng.standard_normal(50)
         grads = [rng.standard_normal(50) for _ in range(4)]
-        optimizer = trainfast.AdamW([w], lr=0.1, amsgrad=True)
+        optimizer = trainfast.numpy.AdamW([w], lr=0.1, amsgrad=True)
         optimizer.step([grads[0]])
         state, there = optimizer.state_dict(), w.copy()
         for g in grads[1:]:
             optimizer.step([g])
-        again = trainfast.AdamW([there], amsgrad=True)
+        again = trainfast.numpy.AdamW([there], amsgrad=True)
         again.load_state_dict(state)
         for g in grads[1:]:
             again.step([g])
@@ -378,11 +380,11 @@ class TestForNumPyUsers:
     def test_torch_tensors_are_sent_to_the_torch_optimizer(self):
         torch = pytest.importorskip("torch")
         for tensor in (torch.zeros(3), torch.nn.Parameter(torch.zeros(3))):
-            with pytest.raises(TypeError, match=r"trainfast\.torch\.AdamW"):
-                trainfast.AdamW([tensor])
+            with pytest.raises(TypeError, match=r"trainfast\.AdamW"):
+                trainfast.numpy.AdamW([tensor])
 
     def test_loading_what_does_not_fit_changes_nothing(self, rng):
-        optimizer = trainfast.AdamW([rng.standard_normal(5)])
+        optimizer = trainfast.numpy.AdamW([rng.standard_normal(5)])
         optimizer.step([rng.standard_normal(5)])
         before = optimizer.state_dict()
         for name, value in [
@@ -400,6 +402,6 @@ class TestForNumPyUsers:
 
     def test_parameters_that_are_no_list_of_arrays_are_refused(self):
         with pytest.raises(TypeError, match="params must be arrays"):
-            trainfast.AdamW([[1.0, 2.0]])
+            trainfast.numpy.AdamW([[1.0, 2.0]])
         with pytest.raises(TypeError, match="list of arrays"):
-            trainfast.AdamW(np.zeros(3))
+            trainfast.numpy.AdamW(np.zeros(3))

@@ -41,7 +41,7 @@ def test_tensors_without_plain_memory_are_not_implemented(kind, at, name):
     columns = [[torch.ones(6), torch.ones(6)] for _ in range(4)]
     columns[at][1] = NOT_TAKEN[kind]()
     with pytest.raises(NotImplementedError, match=rf"{name}\[1\] must "):
-        trainfast.adamw_step(*columns, step=1, **HYPER)
+        trainfast.numpy.adamw_step(*columns, step=1, **HYPER)
     assert all((column[0] == 1).all() for column in columns)
 
 
@@ -49,7 +49,7 @@ def test_strides_of_dimensions_of_size_1_mean_nothing():
     def step(strides):
         arrays = [torch.empty_strided((1, 6, 1), s).fill_(1.0) for s in strides]
         arrays[1] *= torch.arange(6.0).reshape(1, 6, 1)
-        trainfast.adamw_step(*([a] for a in arrays), step=1, **HYPER)
+        trainfast.numpy.adamw_step(*([a] for a in arrays), step=1, **HYPER)
         return arrays[0].flatten()
 
     plain = step([(6, 1, 1)] * 4)
@@ -60,7 +60,7 @@ def test_strides_of_dimensions_of_size_1_mean_nothing():
 def test_inference_tensors_are_stepped():
     with torch.inference_mode():
         columns = [[torch.ones(6)] for _ in range(4)]
-    trainfast.adamw_step(*columns, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*columns, step=1, **HYPER)
     assert not (columns[0][0] == 1).any()
 
 
@@ -73,8 +73,8 @@ def test_arrays_of_jax_are_gradients_and_never_outputs():
         values = np.linspace(-1, 1, 6).astype(dtype)
         params = [np.ones(6, np.float32) for _ in range(2)]
         for param, grad in zip(params, (values, jnp.asarray(values)), strict=True):
-            optimizer = trainfast.AdamW([param], max_grad_norm=0.5)
-            assert trainfast.LossScaler(8.0).step(optimizer, [grad])
+            optimizer = trainfast.numpy.AdamW([param], max_grad_norm=0.5)
+            assert trainfast.numpy.LossScaler(8.0).step(optimizer, [grad])
         np.testing.assert_array_equal(*params)
         assert (params[0] != 1).all()
     ones = jnp.ones(6)
@@ -82,13 +82,13 @@ def test_arrays_of_jax_are_gradients_and_never_outputs():
     for at, name in [(0, "params"), (2, "exp_avgs"), (3, "exp_avg_sqs")]:
         columns = [*plain[:at], [ones], *plain[at + 1 :]]
         with pytest.raises(ValueError, match=rf"{name}\[0\] must be writable"):
-            trainfast.adamw_step(*columns, step=1, **HYPER)
+            trainfast.numpy.adamw_step(*columns, step=1, **HYPER)
     param = np.ones(6, np.float32)
     for option in ("zero_grad", "write_back_grads"):
         with pytest.raises(ValueError, match=r"grads\[0\] must be writable"):
-            trainfast.AdamW([param], **{option: True}).step([ones])
+            trainfast.numpy.AdamW([param], **{option: True}).step([ones])
     with pytest.raises(ValueError, match=r"grads\[0\] must be writable"):
-        trainfast.LossScaler(8.0).unscale_(trainfast.AdamW([param]), [ones])
+        trainfast.numpy.LossScaler(8.0).unscale_(trainfast.numpy.AdamW([param]), [ones])
     assert (ones == 1).all() and (param == 1).all()
     assert all((column[0] == 1).all() for column in plain)
 
@@ -153,8 +153,8 @@ def test_arrays_of_more_than_2_to_the_31_elements(rng):
     for grads, norm in ((grad.array, norms[0]), (alone[1], norms[1])):
         _core.amp_grads([grads], _core.Workspace(), total_norm=norm, found_inf=flag)
         assert flag == 0
-    trainfast.adamw_step(*([a.array] for a in arrays), step=1, **HYPER)
-    trainfast.adamw_step(*([a] for a in alone), step=1, **HYPER)
+    trainfast.numpy.adamw_step(*([a.array] for a in arrays), step=1, **HYPER)
+    trainfast.numpy.adamw_step(*([a] for a in alone), step=1, **HYPER)
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     for long, short in zip(arrays, alone, strict=True):
         assert long.tail.tobytes() == short.tobytes()

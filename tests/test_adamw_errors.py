@@ -27,7 +27,7 @@ def slots(backend, device, rng):
 def assert_refused(slots, error, message, *positional, **options):
     before = [s.bits() for s in slots]
     with pytest.raises(error, match=message):
-        trainfast.adamw_step(*positional, **{"step": 1, **HYPER, **options})
+        trainfast.numpy.adamw_step(*positional, **{"step": 1, **HYPER, **options})
     assert [s.bits() for s in slots] == before
 
 
@@ -88,7 +88,7 @@ def test_scalars_out_of_range_are_refused(slots, name, value, message):
 def test_scalar_out_of_range_is_named_where_the_device_cannot_be_used():
     lists_on_it = [[OnDevice(np.zeros(4, np.float32))] for _ in range(4)]
     with pytest.raises(ValueError, match="lr must be finite and >= 0, got -1"):
-        trainfast.adamw_step(*lists_on_it, **{"step": 1, **HYPER, "lr": -1.0})
+        trainfast.numpy.adamw_step(*lists_on_it, **{"step": 1, **HYPER, "lr": -1.0})
 
 
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
@@ -121,7 +121,7 @@ def test_other_dtypes_are_not_implemented(dtype):
     with pytest.raises(
         NotImplementedError, match=r"params\[0\] must be float64, float3"
     ):
-        trainfast.adamw_step([a[0]], [a[1]], [a[2]], [a[3]], step=1, **HYPER)
+        trainfast.numpy.adamw_step([a[0]], [a[1]], [a[2]], [a[3]], step=1, **HYPER)
 
 
 def four():
@@ -131,7 +131,7 @@ def four():
 def assert_four_refused(arrays, error, message, **options):
     before = [a[0].copy() for a in arrays if isinstance(a[0], np.ndarray)]
     with pytest.raises(error, match=message):
-        trainfast.adamw_step(*arrays, **{"step": 1, **HYPER, **options})
+        trainfast.numpy.adamw_step(*arrays, **{"step": 1, **HYPER, **options})
     after = [a[0] for a in arrays if isinstance(a[0], np.ndarray)]
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -147,7 +147,7 @@ def test_read_only_outputs_are_refused_but_gradients_may_be(at, name):
     assert_four_refused(arrays, ValueError, message)
     arrays = four()
     arrays[1][0].flags.writeable = False
-    trainfast.adamw_step(*arrays, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*arrays, step=1, **HYPER)
     message = r"grads\[0\] must be writable"
     for option in ("write_back_grads", "zero_grad"):
         assert_four_refused(arrays, ValueError, message, **{option: True})
@@ -186,7 +186,7 @@ def test_a_refused_call_holds_no_buffer():
     ):
         columns[at][1] = wrong
         with pytest.raises(error, match=message):
-            trainfast.adamw_step(*columns, step=1, **HYPER)
+            trainfast.numpy.adamw_step(*columns, step=1, **HYPER)
         columns[at][1] = four()[0][0]
     for view, m in zip(views, memory, strict=True):
         view.release()
@@ -202,7 +202,7 @@ def test_lazily_negated_gradients_are_refused():
     arrays[1] = torch.ones(4, dtype=torch.complex64).conj().imag
     assert arrays[1].is_neg()
     with pytest.raises(NotImplementedError, match=r"grads\[0\] must not be a lazily"):
-        trainfast.adamw_step(*([array] for array in arrays), step=1, **HYPER)
+        trainfast.numpy.adamw_step(*([array] for array in arrays), step=1, **HYPER)
 
 
 def test_gaps_are_not_implemented_in_parameters_and_copied_in_gradients():
@@ -215,12 +215,12 @@ def test_gaps_are_not_implemented_in_parameters_and_copied_in_gradients():
     strided, plain = four(), four()
     values = np.arange(12, dtype=np.float32)
     strided[1][0], plain[1][0] = values[::2], values[::2].copy()
-    trainfast.adamw_step(*strided, step=1, **HYPER)
-    trainfast.adamw_step(*plain, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*strided, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*plain, step=1, **HYPER)
     np.testing.assert_array_equal(strided[0], plain[0])
     negative = four()
     negative[1][0] = values[::-2]
-    trainfast.adamw_step(*negative, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*negative, step=1, **HYPER)
     assert np.isfinite(negative[0][0]).all()
 
 
@@ -228,9 +228,9 @@ def test_a_gradient_with_gaps_is_written_back():
     arrays, values = four(), np.arange(12, dtype=np.float32)
     arrays[1][0] = values[::2]
     options = dict(HYPER, grad_scale=np.float32([2.0]), write_back_grads=True)
-    trainfast.adamw_step(*arrays, step=1, **options)
+    trainfast.numpy.adamw_step(*arrays, step=1, **options)
     np.testing.assert_array_equal(values, [0, 1, 1, 3, 2, 5, 3, 7, 4, 9, 5, 11])
-    trainfast.adamw_step(*arrays, step=2, **HYPER, zero_grad=True)
+    trainfast.numpy.adamw_step(*arrays, step=2, **HYPER, zero_grad=True)
     np.testing.assert_array_equal(values, [0, 1, 0, 3, 0, 5, 0, 7, 0, 9, 0, 11])
 
 
@@ -250,7 +250,7 @@ def test_overlapping_outputs_are_refused():
     shared = np.ones(6, np.float32)
     arrays = [[a[0], a[0].copy()] for a in four()]
     arrays[1] = [shared, shared]  # two gradients may share memory: they are only read
-    trainfast.adamw_step(*arrays, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*arrays, step=1, **HYPER)
     for option in ("zero_grad", "write_back_grads"):
         message = r"grads\[1\] must not overlap grads\[0\]"
         assert_four_refused(arrays, _core.PlacementError, message, **{option: True})
@@ -270,7 +270,7 @@ def test_what_is_no_array_is_refused():
     assert_four_refused(arrays, TypeError, "grads must be a list of arrays")
     arrays = four()
     with pytest.raises(TypeError, match="not iterable"):
-        trainfast.adamw_step(arrays[0], 5, *arrays[2:], step=1, **HYPER)
+        trainfast.numpy.adamw_step(arrays[0], 5, *arrays[2:], step=1, **HYPER)
     arrays = four()
     arrays[0][0] = np.ma.masked_array(np.ones(6, np.float32), mask=True)
     assert_four_refused(arrays, TypeError, "masked")
@@ -363,7 +363,7 @@ def test_buffers_and_other_producers_work():
             return self.values.__dlpack__()
 
     want = four()
-    trainfast.adamw_step(*want, step=1, **HYPER)
+    trainfast.numpy.adamw_step(*want, step=1, **HYPER)
     makers = [
         OnlyDlpack,
         OldDlpack,
@@ -372,7 +372,7 @@ def test_buffers_and_other_producers_work():
     ]
     for make in makers:
         made = [[make(a[0])] for a in four()]
-        trainfast.adamw_step(*made, step=1, **HYPER)
+        trainfast.numpy.adamw_step(*made, step=1, **HYPER)
         result = getattr(made[0][0], "values", made[0][0])
         np.testing.assert_array_equal(np.asarray(result), want[0][0])
     read_only = four()
@@ -380,10 +380,10 @@ def test_buffers_and_other_producers_work():
     values.flags.writeable = False
     read_only[0][0] = OnlyDlpack(values)
     with pytest.raises((ValueError, NotImplementedError)):
-        trainfast.adamw_step(*read_only, step=1, **HYPER)
+        trainfast.numpy.adamw_step(*read_only, step=1, **HYPER)
     read_only[0][0] = memoryview(values)
     with pytest.raises(ValueError, match="writable"):
-        trainfast.adamw_step(*read_only, step=1, **HYPER)
+        trainfast.numpy.adamw_step(*read_only, step=1, **HYPER)
 
 
 def test_bytes_as_gradients_and_wrong_formats():
@@ -400,7 +400,9 @@ def test_a_workspace_is_for_one_thread():
     def work():
         for _ in range(20):
             try:
-                trainfast.adamw_step(*arrays, step=1, workspace=workspace, **HYPER)
+                trainfast.numpy.adamw_step(
+                    *arrays, step=1, workspace=workspace, **HYPER
+                )
             except RuntimeError as error:
                 refused.append(str(error))
             except BaseException as error:
@@ -414,7 +416,7 @@ def test_a_workspace_is_for_one_thread():
     assert not errors
     assert all("two threads at once" in r for r in refused)
     with pytest.raises(TypeError, match="workspace must be a Workspace"):
-        trainfast.adamw_step(*four(), step=1, workspace=3, **HYPER)
+        trainfast.numpy.adamw_step(*four(), step=1, workspace=3, **HYPER)
 
 
 def test_a_failed_step_is_not_trusted_by_the_next_one():
@@ -425,7 +427,7 @@ def test_a_failed_step_is_not_trusted_by_the_next_one():
     arrays[0][0], arrays[2][0] = memory[:6], memory[5:11]
     for _ in range(3):
         with pytest.raises(ValueError, match="overlap"):
-            trainfast.adamw_step(*arrays, step=1, workspace=workspace, **HYPER)
+            trainfast.numpy.adamw_step(*arrays, step=1, workspace=workspace, **HYPER)
 
 
 def test_interrupted_step_is_whole(rng):
@@ -434,7 +436,7 @@ def test_interrupted_step_is_whole(rng):
     arrays = [[np.zeros(n, np.float32)] for _ in range(4)]
     arrays[1][0][:] = 1
     step = [np.zeros((), np.float32)]
-    trainfast.adamw_step(*arrays, step=step, **HYPER)
+    trainfast.numpy.adamw_step(*arrays, step=step, **HYPER)
 
     def interrupt():
         time.sleep(0.005)
@@ -444,7 +446,7 @@ def test_interrupted_step_is_whole(rng):
     with pytest.raises(KeyboardInterrupt):
         thread.start()
         while True:
-            trainfast.adamw_step(*arrays, step=step, **HYPER)
+            trainfast.numpy.adamw_step(*arrays, step=step, **HYPER)
     thread.join()
     for a in (arrays[0][0], arrays[2][0], arrays[3][0]):
         assert (a == a[0]).all()
@@ -460,12 +462,12 @@ import os, sys, numpy as np
 import torch
 import trainfast
 a = [[np.ones(100_000, np.float32)] for _ in range(4)]
-trainfast.adamw_step(*a, step=1, lr=0.1)
+trainfast.numpy.adamw_step(*a, step=1, lr=0.1)
 torch.ones(1000, 1000) @ torch.ones(1000, 1000)
 pid = os.fork()
 if pid == 0:
     b = [[np.ones(100_000, np.float32)] for _ in range(4)]
-    trainfast.adamw_step(*b, step=1, lr=0.1)
+    trainfast.numpy.adamw_step(*b, step=1, lr=0.1)
     os._exit(0 if (b[0][0] == a[0][0]).all() else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """

@@ -1,4 +1,4 @@
-"""The options of trainfast.AdamW for NumPy, alone and in pairs, and its checkpoints."""
+"""The options of trainfast.numpy.AdamW, alone and in pairs, and its checkpoints."""
 
 import copy
 import itertools
@@ -139,7 +139,7 @@ def check_against(optimizer, exact, grads, options, dtype):
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_of_options_matches_the_reference(rng, pair, dtype):
     options = {name: OPTIONS[name] for name in pair}
-    optimizer = trainfast.AdamW(arrays(rng, dtype), **HYPER, **options)
+    optimizer = trainfast.numpy.AdamW(arrays(rng, dtype), **HYPER, **options)
     exact = Exact(optimizer)
     for _ in range(3):
         grads = arrays(rng, dtype, factor=8.0)
@@ -155,7 +155,7 @@ def test_every_pair_of_options_matches_the_reference(rng, pair, dtype):
 def test_all_compatible_options_together_match_the_reference(rng):
     for leave_out in itertools.product(*CONTRADICTIONS):
         options = {n: v for n, v in OPTIONS.items() if n not in leave_out}
-        optimizer = trainfast.AdamW(arrays(rng, "float32"), **HYPER, **options)
+        optimizer = trainfast.numpy.AdamW(arrays(rng, "float32"), **HYPER, **options)
         exact = Exact(optimizer)
         for _ in range(2):
             grads = arrays(rng, "float32")
@@ -170,7 +170,9 @@ def test_parameters_and_gradients_of_several_dtypes(rng, clip):
     params = [rng.standard_normal(40).astype(DTYPES[k]) for k in kinds]
     grads = [rng.standard_normal(40).astype(DTYPES[k]) for k in kinds[::-1]]
     options = dict(max_grad_norm=clip, master_weights=True, ema_decay=0.5)
-    optimizer = trainfast.AdamW(params, **HYPER, **options, state_dtype=np.float32)
+    optimizer = trainfast.numpy.AdamW(
+        params, **HYPER, **options, state_dtype=np.float32
+    )
     assert [m.dtype.name for m in optimizer.master_params] == (
         ["float32"] * 3 + ["float64"]
     )
@@ -190,9 +192,9 @@ def test_parameters_and_gradients_of_several_dtypes(rng, clip):
 def test_masters_keep_what_half_parameters_would_lose():
     small = dict(lr=1e-5, weight_decay=0.0)
     params = [np.ones(8, BF16)]
-    optimizer = trainfast.AdamW(params, **small, master_weights=True)
+    optimizer = trainfast.numpy.AdamW(params, **small, master_weights=True)
     plain = [np.ones(8, BF16)]
-    rival = trainfast.AdamW(plain, **small)
+    rival = trainfast.numpy.AdamW(plain, **small)
     for _ in range(500):
         optimizer.step([np.ones(8, np.float32)])
         rival.step([np.ones(8, np.float32)])
@@ -205,7 +207,7 @@ def test_masters_keep_what_half_parameters_would_lose():
 def test_a_skipped_step_changes_nothing_but_zeroed_gradients(rng, found, zero):
     options = dict(ema_decay=0.9, max_grad_norm=1.0, zero_grad=zero)
     params = arrays(rng, "bfloat16")
-    optimizer = trainfast.AdamW(params, **HYPER, **options, master_weights=True)
+    optimizer = trainfast.numpy.AdamW(params, **HYPER, **options, master_weights=True)
     optimizer.step(arrays(rng, "bfloat16"))
     before = everything(optimizer)
     grads = arrays(rng, "bfloat16")
@@ -232,7 +234,7 @@ def test_read_only_and_strided_gradients_are_clipped(rng):
     strided.flags.writeable = plain.flags.writeable = False
     norms = []
     for param, grad in zip(params, (strided, plain), strict=True):
-        optimizer = trainfast.AdamW(param, max_grad_norm=0.1)
+        optimizer = trainfast.numpy.AdamW(param, max_grad_norm=0.1)
         optimizer.step([grad])
         norms.append(optimizer.grad_norm)
     np.testing.assert_array_equal(params[0], params[1])
@@ -241,7 +243,7 @@ def test_read_only_and_strided_gradients_are_clipped(rng):
 
 def test_fortran_order_is_kept_by_all_state(rng):
     param = np.asfortranarray(rng.standard_normal((4, 5)).astype(BF16))
-    optimizer = trainfast.AdamW([param], master_weights=True, ema_decay=0.5)
+    optimizer = trainfast.numpy.AdamW([param], master_weights=True, ema_decay=0.5)
     optimizer.step([np.ones((4, 5), BF16)])
     for array in (optimizer.master_params[0], optimizer.emas[0], optimizer.exp_avgs[0]):
         assert array.strides == tuple(
@@ -253,7 +255,7 @@ def test_fortran_order_is_kept_by_all_state(rng):
 def test_max_grad_norm_0_is_off(later):
     params = [[np.ones(3)] for _ in range(2)]
     for param, limit in zip(params, (None, 0), strict=True):
-        optimizer = trainfast.AdamW(param, max_grad_norm=1.0 if later else limit)
+        optimizer = trainfast.numpy.AdamW(param, max_grad_norm=1.0 if later else limit)
         optimizer.max_grad_norm = limit
         optimizer.step([np.full(3, 1e-9)])
         assert optimizer.max_grad_norm == limit and optimizer.grad_norm is None
@@ -264,7 +266,7 @@ def test_max_grad_norm_0_is_off(later):
 def test_zero_grad_is_a_method_beside_the_option(option):
     """A loop written for torch calls it without arguments."""
     param, grad = np.ones(3), np.full(3, 2.0)
-    optimizer = trainfast.AdamW([param], zero_grad=option)
+    optimizer = trainfast.numpy.AdamW([param], zero_grad=option)
     for twin in (optimizer, copy.deepcopy(optimizer)):
         grad[:] = 2.0
         twin.zero_grad()
@@ -296,12 +298,12 @@ BAD = [
 @pytest.mark.parametrize("options, message", BAD)
 def test_bad_options_are_refused_when_made(options, message):
     with pytest.raises(ValueError, match=message):
-        trainfast.AdamW([np.zeros(3, np.float32)], **options)
+        trainfast.numpy.AdamW([np.zeros(3, np.float32)], **options)
 
 
 def test_bad_gradients_change_nothing(rng):
     options = dict(max_grad_norm=1.0, ema_decay=0.5, zero_grad=True)
-    optimizer = trainfast.AdamW(arrays(rng, "float32"), **options)
+    optimizer = trainfast.numpy.AdamW(arrays(rng, "float32"), **options)
     optimizer.step(arrays(rng, "float32"))
     before, norm = everything(optimizer), optimizer.grad_norm
     good = arrays(rng, "float32")
@@ -327,7 +329,9 @@ def test_bad_gradients_change_nothing(rng):
 def test_extra_lists_are_checked(name):
     def step(extra):
         four = [[np.ones(4, np.float32)] for _ in range(4)]
-        trainfast.adamw_step(*four, step=1, lr=0.1, **{name: extra}, ema_decay=0.5)
+        trainfast.numpy.adamw_step(
+            *four, step=1, lr=0.1, **{name: extra}, ema_decay=0.5
+        )
 
     step([np.ones(4, np.float16)])
     step([None])
@@ -346,7 +350,7 @@ def test_extra_lists_are_checked(name):
 )
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_numbers_that_are_no_scale_are_refused(scale, clip):
-    optimizer = trainfast.AdamW([np.ones(3, np.float32)], max_grad_norm=clip)
+    optimizer = trainfast.numpy.AdamW([np.ones(3, np.float32)], max_grad_norm=clip)
     before = everything(optimizer)
     with pytest.raises(ValueError, match="grad_scale must be a float32 > 0 and finite"):
         optimizer.step([np.ones(3, np.float32)], grad_scale=scale)
@@ -354,7 +358,7 @@ def test_numbers_that_are_no_scale_are_refused(scale, clip):
 
 
 def test_scalars_of_another_kind_are_refused(rng):
-    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
+    optimizer = trainfast.numpy.AdamW([np.ones(3, np.float32)])
     for name in ("grad_scale", "found_inf"):
         with pytest.raises(ValueError, match=f"{name} must hold one float32"):
             optimizer.step([np.ones(3, np.float32)], **{name: np.ones(2, np.float32)})
@@ -376,12 +380,14 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", LAYOUTS)
 def test_every_layout_round_trips_and_continues_bit_for_bit(rng, options, dtype):
-    optimizer = trainfast.AdamW(arrays(rng, dtype), **HYPER, **options)
+    optimizer = trainfast.numpy.AdamW(arrays(rng, dtype), **HYPER, **options)
     for _ in range(2):
         optimizer.step(arrays(rng, dtype))
     state = optimizer.state_dict()
     params = [p.copy() for p in optimizer.params]
-    again = trainfast.AdamW(params, **{**options, "amsgrad": "amsgrad" in options})
+    again = trainfast.numpy.AdamW(
+        params, **{**options, "amsgrad": "amsgrad" in options}
+    )
     again.load_state_dict(state)
     assert everything(again) == everything(optimizer)
     for _ in range(2):
@@ -398,10 +404,10 @@ def test_every_layout_round_trips_and_continues_bit_for_bit(rng, options, dtype)
 
 @pytest.mark.parametrize("saved, wanted", list(itertools.permutations(LAYOUTS[:5], 2)))
 def test_a_state_of_another_layout_is_converted(rng, saved, wanted):
-    old = trainfast.AdamW(arrays(rng, "bfloat16"), **HYPER, **saved)
+    old = trainfast.numpy.AdamW(arrays(rng, "bfloat16"), **HYPER, **saved)
     old.step(arrays(rng, "bfloat16"))
     params = [p.copy() for p in old.params]
-    new = trainfast.AdamW([np.zeros_like(p) for p in params], **HYPER, **wanted)
+    new = trainfast.numpy.AdamW([np.zeros_like(p) for p in params], **HYPER, **wanted)
     for mine, value in zip(new.params, params, strict=True):
         mine[...] = value
     with warnings.catch_warnings(record=True) as caught:
@@ -426,14 +432,14 @@ def test_a_state_of_another_layout_is_converted(rng, saved, wanted):
 
 
 def test_masters_that_are_the_parameters_are_not_missed(rng):
-    old = trainfast.AdamW(arrays(rng, "float32"), master_weights=True)
+    old = trainfast.numpy.AdamW(arrays(rng, "float32"), master_weights=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainfast.AdamW(arrays(rng, "float32")).load_state_dict(old.state_dict())
+        trainfast.numpy.AdamW(arrays(rng, "float32")).load_state_dict(old.state_dict())
 
 
 def test_a_state_from_before_the_options_loads(rng):
-    optimizer = trainfast.AdamW(arrays(rng, "float32"), ema_decay=0.5)
+    optimizer = trainfast.numpy.AdamW(arrays(rng, "float32"), ema_decay=0.5)
     optimizer.params[0][...] = 3
     state = optimizer.state_dict()
     for name in ("emas", "weight_copies", "master_params"):
@@ -443,10 +449,10 @@ def test_a_state_from_before_the_options_loads(rng):
 
 
 def test_what_cannot_be_converted_is_named_and_changes_nothing(rng):
-    optimizer = trainfast.AdamW(arrays(rng, "float32"), ema_decay=0.5)
+    optimizer = trainfast.numpy.AdamW(arrays(rng, "float32"), ema_decay=0.5)
     optimizer.step(arrays(rng, "float32"))
     before, state = everything(optimizer), optimizer.state_dict()
-    other = trainfast.AdamW(arrays(rng, "float32"), amsgrad=True).state_dict()
+    other = trainfast.numpy.AdamW(arrays(rng, "float32"), amsgrad=True).state_dict()
     for bad, message in [
         (other, "max_exp_avg_sqs must be None, got 4 arrays"),
         ({**state, "emas": state["emas"][:3]}, "emas must be 4 arrays, got 3"),
@@ -465,7 +471,7 @@ def test_what_cannot_be_converted_is_named_and_changes_nothing(rng):
 )
 @pytest.mark.parametrize("options", LAYOUTS)
 def test_copies_of_an_optimizer_go_on_by_themselves(rng, way, options):
-    optimizer = trainfast.AdamW(arrays(rng, "bfloat16"), **HYPER, **options)
+    optimizer = trainfast.numpy.AdamW(arrays(rng, "bfloat16"), **HYPER, **options)
     grads = [arrays(rng, "bfloat16") for _ in range(3)]
     optimizer.step(grads[0])
     twin = way(optimizer)
@@ -479,10 +485,10 @@ def test_copies_of_an_optimizer_go_on_by_themselves(rng, way, options):
 
 def test_a_state_in_an_npz_file_goes_on_bit_for_bit(rng, tmp_path):
     params = [rng.standard_normal(7).astype(np.float32) for _ in range(2)]
-    optimizer = trainfast.AdamW(params, lr=0.1, betas=(0.8, 0.9), ema_decay=0.5)
+    optimizer = trainfast.numpy.AdamW(params, lr=0.1, betas=(0.8, 0.9), ema_decay=0.5)
     optimizer.step([np.ones(7, np.float32)] * 2)
     np.savez(tmp_path / "state.npz", **optimizer.state_dict())
-    again = trainfast.AdamW([p.copy() for p in params], ema_decay=0.5)
+    again = trainfast.numpy.AdamW([p.copy() for p in params], ema_decay=0.5)
     with np.load(tmp_path / "state.npz", allow_pickle=True) as file:  # for None
         again.load_state_dict(dict(file))
     for each in (optimizer, again):
@@ -508,7 +514,7 @@ def test_a_state_in_an_npz_file_goes_on_bit_for_bit(rng, tmp_path):
     ],
 )
 def test_a_state_that_no_step_takes_is_not_loaded(name, value, message):
-    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
+    optimizer = trainfast.numpy.AdamW([np.ones(3, np.float32)])
     optimizer.step([np.ones(3, np.float32)])
     before, state = everything(optimizer), optimizer.state_dict()
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""trainfast.LossScaler: its scale against torch's, its order of calls, its steps."""
+"""trainfast.numpy.LossScaler: its scale against torch's, order of calls, steps."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ def host_only(device):
 
 def make(dtype="float32", **options):
     params = [np.ones(5, DTYPES[dtype]), np.ones((2, 3), DTYPES[dtype])]
-    return trainfast.AdamW(params, **HYPER, **options)
+    return trainfast.numpy.AdamW(params, **HYPER, **options)
 
 
 def grads_of(optimizer, scale=1.0, bad=None):
@@ -41,7 +41,7 @@ def grads_of(optimizer, scale=1.0, bad=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("clip", [None, 0.25])
 def test_a_scaled_step_is_the_unscaled_one(dtype, clip):
-    scaler = trainfast.LossScaler(1024.0)
+    scaler = trainfast.numpy.LossScaler(1024.0)
     optimizer, plain = make(dtype, max_grad_norm=clip), make(dtype, max_grad_norm=clip)
     for _ in range(3):
         grads = grads_of(optimizer, 1024.0)
@@ -61,7 +61,7 @@ def test_a_scaled_step_is_the_unscaled_one(dtype, clip):
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_overflow_skips_the_step_and_halves_the_scale(bad, unscale, dtype):
-    scaler, optimizer = trainfast.LossScaler(8.0), make(dtype, ema_decay=0.5)
+    scaler, optimizer = trainfast.numpy.LossScaler(8.0), make(dtype, ema_decay=0.5)
     scaler.step(optimizer, grads_of(optimizer))
     scaler.update()
     before = [a.tobytes() for a in (*optimizer.params, *optimizer.emas)]
@@ -76,7 +76,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(bad, unscale, dtype):
 
 
 def test_read_only_gradients_are_stepped_with_but_not_unscaled():
-    scaler, optimizer = trainfast.LossScaler(8.0), make(max_grad_norm=1.0)
+    scaler, optimizer = trainfast.numpy.LossScaler(8.0), make(max_grad_norm=1.0)
     grads = grads_of(optimizer)
     for grad in grads:
         grad.flags.writeable = False
@@ -87,7 +87,7 @@ def test_read_only_gradients_are_stepped_with_but_not_unscaled():
 
 
 def test_unscaled_gradients_are_not_scaled_again():
-    scaler, optimizer, plain = trainfast.LossScaler(64.0), make(), make()
+    scaler, optimizer, plain = trainfast.numpy.LossScaler(64.0), make(), make()
     grads = grads_of(optimizer, 64.0)
     assert scaler.unscale_(optimizer, grads) is True
     np.testing.assert_array_equal(grads[0], grads_of(optimizer)[0])
@@ -102,7 +102,7 @@ def test_unscaled_gradients_may_become_other_arrays(fused):
         def step(self, grads):
             self.seen = grads
 
-    scaler, optimizer, plain = trainfast.LossScaler(64.0), make(), make()
+    scaler, optimizer, plain = trainfast.numpy.LossScaler(64.0), make(), make()
     used = optimizer if fused else Notes()
     for _ in range(2):  # also after an update()
         grads = grads_of(optimizer, 64.0)
@@ -118,7 +118,7 @@ def test_unscaled_gradients_may_become_other_arrays(fused):
 
 
 def test_an_overflow_that_unscaling_found_is_kept_though_clipping_hides_it():
-    scaler, optimizer = trainfast.LossScaler(8.0), make()
+    scaler, optimizer = trainfast.numpy.LossScaler(8.0), make()
     grads = grads_of(optimizer, bad=np.inf)
     assert scaler.unscale_(optimizer, grads) is False
     assert scaler.step(optimizer, [np.clip(g, -1, 1) for g in grads]) is False
@@ -128,7 +128,7 @@ def test_an_overflow_that_unscaling_found_is_kept_though_clipping_hides_it():
 
 def test_gradients_with_gaps_are_unscaled_in_place():
     values = np.arange(12, dtype=np.float32)
-    assert trainfast.LossScaler(2.0).unscale_(make(), [values[::2]])
+    assert trainfast.numpy.LossScaler(2.0).unscale_(make(), [values[::2]])
     np.testing.assert_array_equal(values, [0, 1, 1, 3, 2, 5, 3, 7, 4, 9, 5, 11])
 
 
@@ -139,7 +139,7 @@ def test_another_optimizer_gets_unscaled_gradients_and_no_bad_ones():
         def step(self, grads):
             seen.append([g.copy() for g in grads])
 
-    scaler, other = trainfast.LossScaler(4.0), Descent()
+    scaler, other = trainfast.numpy.LossScaler(4.0), Descent()
     assert scaler.step(other, [np.float32([4, 8])])
     scaler.update()
     assert not scaler.step(other, [np.float32([4, np.nan])])
@@ -150,7 +150,7 @@ def test_another_optimizer_gets_unscaled_gradients_and_no_bad_ones():
 
 
 def test_one_overflow_among_two_optimizers_backs_off_once():
-    scaler, one, two = trainfast.LossScaler(8.0), make(), make()
+    scaler, one, two = trainfast.numpy.LossScaler(8.0), make(), make()
     assert scaler.step(one, grads_of(one))
     assert not scaler.step(two, grads_of(two, bad=np.inf))
     scaler.update()
@@ -159,7 +159,7 @@ def test_one_overflow_among_two_optimizers_backs_off_once():
 
 
 def test_a_refused_step_can_be_repeated():
-    scaler, optimizer = trainfast.LossScaler(8.0), make()
+    scaler, optimizer = trainfast.numpy.LossScaler(8.0), make()
     with pytest.raises(ValueError, match="grads must hold 2 arrays"):
         scaler.step(optimizer, grads_of(optimizer)[:1])
     with pytest.raises(AssertionError, match="prior to update"):
@@ -168,7 +168,7 @@ def test_a_refused_step_can_be_repeated():
 
 
 def test_scale_multiplies_numbers_arrays_and_lists():
-    scaler = trainfast.LossScaler(4.0)
+    scaler = trainfast.numpy.LossScaler(4.0)
     assert scaler.scale(1.5) == 6.0
     assert scaler.scale((1.0, [2.0])) == (4.0, [8.0])
     for dtype in DTYPES.values():
@@ -178,7 +178,7 @@ def test_scale_multiplies_numbers_arrays_and_lists():
         )
         assert (scaled == 4).all()
     for name in ("float16", "bfloat16"):  # 65536 * 3 is infinite as a float16
-        scaled = trainfast.LossScaler().scale(DTYPES[name].type(3))
+        scaled = trainfast.numpy.LossScaler().scale(DTYPES[name].type(3))
         assert scaled == 3 * 65536 and scaled.dtype == np.float32
 
 
@@ -197,7 +197,7 @@ class Descent:
 
 @pytest.mark.parametrize("maker", [make, Descent])
 def test_calls_out_of_order_raise_as_torchs_do(maker):
-    scaler, optimizer = trainfast.LossScaler(), maker()
+    scaler, optimizer = trainfast.numpy.LossScaler(), maker()
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to"):
         scaler.update()
     grads = grads_of(optimizer)
@@ -227,7 +227,7 @@ def test_any_order_of_calls_ends_as_torchs_does(seed):
     rng = np.random.default_rng(seed)
     theirs = torch.amp.GradScaler("cpu", 8.0, growth_interval=2)
     theirs.scale(torch.ones(()))
-    mine = trainfast.LossScaler(8.0, growth_interval=2)
+    mine = trainfast.numpy.LossScaler(8.0, growth_interval=2)
     param, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     descents = [torch.optim.SGD([p], lr=0.5) for p in (param, other)]
 
@@ -289,9 +289,9 @@ def test_any_order_of_calls_ends_as_torchs_does(seed):
 )
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        trainfast.LossScaler(**options)
+        trainfast.numpy.LossScaler(**options)
     with pytest.raises(ValueError, match="new_scale must be"):
-        trainfast.LossScaler().update(float("inf"))
+        trainfast.numpy.LossScaler().update(float("inf"))
 
 
 # ---- The scale -----------------------------------------------------------------------
@@ -327,45 +327,47 @@ def test_the_scale_follows_torchs():
             theirs.step(descent)
             theirs.update()
             scales.append(theirs.get_scale())
-        mine = trainfast.LossScaler(**arguments)
+        mine = trainfast.numpy.LossScaler(**arguments)
         assert run(mine, overflows) == scales
         assert mine.state_dict() == theirs.state_dict()
         theirs.load_state_dict(mine.state_dict())
-        again = trainfast.LossScaler()
+        again = trainfast.numpy.LossScaler()
         again.load_state_dict(theirs.state_dict())
         assert again.state_dict() == mine.state_dict()
 
 
 def test_the_scale_stays_within_its_bounds():
-    scaler = trainfast.LossScaler(4.0, growth_interval=1, min_scale=3.0, max_scale=10.0)
+    scaler = trainfast.numpy.LossScaler(
+        4.0, growth_interval=1, min_scale=3.0, max_scale=10.0
+    )
     assert run(scaler, [1, 1, 0, 0, 0]) == [3.0, 3.0, 6.0, 10.0, 10.0]
 
 
 def test_hysteresis_waits_for_several_overflows():
-    scaler = trainfast.LossScaler(8.0, growth_interval=100, hysteresis=3)
+    scaler = trainfast.numpy.LossScaler(8.0, growth_interval=100, hysteresis=3)
     assert run(scaler, [1, 1, 0, 1, 1, 1, 0, 1]) == [8, 8, 8, 8, 8, 4, 4, 4]
     state = scaler.state_dict()
-    again = trainfast.LossScaler(hysteresis=3)
+    again = trainfast.numpy.LossScaler(hysteresis=3)
     again.load_state_dict(state)
     assert run(again, [1, 1]) == run(scaler, [1, 1]) == [4, 2]
 
 
 def test_a_new_scale_is_taken_as_it_is():
-    scaler = trainfast.LossScaler()
+    scaler = trainfast.numpy.LossScaler()
     scaler.update(3.0)
     assert scaler.get_scale() == 3.0
 
 
 def test_a_saved_scale_beyond_the_bounds_is_taken_as_it_is():
-    state = trainfast.LossScaler(2.0).state_dict()
-    scaler = trainfast.LossScaler(8.0, min_scale=4.0, growth_interval=1)
+    state = trainfast.numpy.LossScaler(2.0).state_dict()
+    scaler = trainfast.numpy.LossScaler(8.0, min_scale=4.0, growth_interval=1)
     scaler.load_state_dict(state)
     assert scaler.get_scale() == 2.0
     assert run(scaler, [1]) == [2.0]  # nor moved by the bound, see csrc/tfast.h
 
 
 def test_states_that_do_not_fit_change_nothing():
-    scaler = trainfast.LossScaler(8.0)
+    scaler = trainfast.numpy.LossScaler(8.0)
     before = scaler.state_dict()
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         scaler.load_state_dict({})
@@ -377,8 +379,8 @@ def test_states_that_do_not_fit_change_nothing():
 
 
 def test_scale_that_has_backed_off_to_0_is_refused():
-    scaler, param = trainfast.LossScaler(1e-45), np.ones(3, np.float32)
-    optimizer, good = trainfast.AdamW([param]), np.ones(3, np.float32)
+    scaler, param = trainfast.numpy.LossScaler(1e-45), np.ones(3, np.float32)
+    optimizer, good = trainfast.numpy.AdamW([param]), np.ones(3, np.float32)
     scaler.step(optimizer, [np.full(3, np.inf, np.float32)])
     scaler.update()
     with pytest.raises(ValueError, match=r"the loss scale must be .* got 0"):
@@ -389,9 +391,9 @@ def test_scale_that_has_backed_off_to_0_is_refused():
 
 
 def test_state_beyond_the_range_of_its_new_dtype_is_refused():
-    first = trainfast.AdamW([np.ones(3, np.float32)])
+    first = trainfast.numpy.AdamW([np.ones(3, np.float32)])
     first.step([np.full(3, 1e4, np.float32)])
-    small = trainfast.AdamW([np.ones(3, np.float32)], state_dtype="float16")
+    small = trainfast.numpy.AdamW([np.ones(3, np.float32)], state_dtype="float16")
     with pytest.raises(ValueError, match=r"exp_avg_sqs\[0\] must fit into float16"):
         small.load_state_dict(first.state_dict())
     assert (small.exp_avgs[0] == 0).all() and small.step_count == 0
@@ -399,8 +401,8 @@ def test_state_beyond_the_range_of_its_new_dtype_is_refused():
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda s: dumped(s)])
 def test_a_copied_scaler_goes_on_by_itself(way):
-    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
-    scaler = trainfast.LossScaler(8.0, growth_interval=2, hysteresis=2)
+    optimizer = trainfast.numpy.AdamW([np.ones(3, np.float32)])
+    scaler = trainfast.numpy.LossScaler(8.0, growth_interval=2, hysteresis=2)
     scaler.step(optimizer, [np.ones(3, np.float32)])
     with pytest.raises(AssertionError, match="may only be copied at the beginning"):
         way(scaler)
@@ -417,9 +419,9 @@ def dumped(scaler):
 
 
 def test_a_scalers_state_of_numpys_numbers_is_loaded(tmp_path):
-    scaler = trainfast.LossScaler(8.0, growth_interval=7)
+    scaler = trainfast.numpy.LossScaler(8.0, growth_interval=7)
     np.savez(tmp_path / "state.npz", **scaler.state_dict())
-    again = trainfast.LossScaler()
+    again = trainfast.numpy.LossScaler()
     with np.load(tmp_path / "state.npz") as file:
         again.load_state_dict(dict(file))
     assert again.state_dict() == scaler.state_dict()

@@ -38,7 +38,7 @@ def test_every_head_dim_agrees_with_the_reference(rng, device, dim):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("heads", [1, 2, 6])
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_grouped_heads_share_their_keys(rng, device, batch, heads, layout):
     for kv_heads in (1, heads // 2 or 1, heads):
         check(
@@ -57,7 +57,7 @@ def test_grouped_heads_share_their_keys(rng, device, batch, heads, layout):
 )
 def test_regression_shapes_agree_with_the_reference(rng, device, shape):
     check(rng, device, shape)
-    check(rng, device, shape, is_causal=True, causal_align="bottom_right")
+    check(rng, device, shape, is_causal=True, causal_align="lower_right")
 
 
 @pytest.mark.parametrize("bias", ["1111", "11qk", "1hqk", "b1qk", "bhqk", "1h1k", "qk"])
@@ -102,7 +102,7 @@ def test_without_a_key_the_output_is_zero(rng, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_every_dtype_agrees_with_the_reference(rng, device, dtype, layout):
     for is_causal in (False, True):
         check(
@@ -168,14 +168,14 @@ def option_values(rng, batch=2, heads=4, n_q=33, n_k=49):
         "bias": {"bias": normal((1, heads, n_q, n_k)).astype("f")},
         "column_bias": {"bias": normal((batch, 1, 1, n_k)).astype("f")},
         "causal": causal,
-        "bottom_right": causal | {"causal_align": "bottom_right"},
-        "window": {"window": (5, 9), "causal_align": "bottom_right"},
-        "left_window": {"window": (3, None)},
+        "bottom_right": causal | {"causal_align": "lower_right"},
+        "window_size": {"window_size": (5, 9), "causal_align": "lower_right"},
+        "left_window": {"window_size": (3, None)},
         "softcap": {"softcap": 1.5},
         "alibi": {"alibi_slopes": rng.random(heads).astype("f")},
         "item_alibi": {
             "alibi_slopes": rng.random((batch, heads)).astype("f"),
-            "causal_align": "bottom_right",
+            "causal_align": "lower_right",
         },
         "sinks": {"sinks": normal(heads).astype("f")},
         "dropout": {"dropout_p": 0.3, "seed": -7},
@@ -197,7 +197,7 @@ def test_every_option_agrees_with_the_reference(rng, device, name, dtype):
             for k, v in options.items()
         }
     check(rng, device, dtype=dtype, **options)
-    check(rng, device, dtype=dtype, kv_heads=2, layout="bnhd", **options)
+    check(rng, device, dtype=dtype, kv_heads=2, layout="bshd", **options)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -210,7 +210,7 @@ def test_every_pair_of_options_agrees_with_the_reference(rng, device, name):
 
 def test_all_options_together_agree_with_the_reference(rng, device):
     values = option_values(rng)
-    names = ("mask", "bias", "bottom_right", "window", "softcap", "item_alibi")
+    names = ("mask", "bias", "bottom_right", "window_size", "softcap", "item_alibi")
     names += ("sinks", "dropout", "kv_lens")
     options = {k: v for name in names for k, v in values[name].items()}
     check(rng, device, kv_heads=2, **options)
@@ -266,7 +266,7 @@ def test_rows_without_a_key_are_zero(rng, device, dtype, additive):
 
 
 def test_causal_rows_before_the_first_key_are_zero(rng, device):
-    options = dict(is_causal=True, causal_align="bottom_right", dim_v=3)
+    options = dict(is_causal=True, causal_align="lower_right", dim_v=3)
     problem = Problem(rng, (1, 2, 50, 20, 8), device=device, **options)
     problem.check()
     out = to_float64(problem.forward()[0])
@@ -295,7 +295,7 @@ def test_what_masked_keys_and_values_hold_does_not_leak(rng, device, dtype, bad)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (4, 2)}])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window_size": (4, 2)}])
 def test_what_lies_past_the_diagonal_does_not_leak(rng, device, options, dtype):
     options = dict(options, dtype=dtype, device=device)
     problem = Problem(rng, (1, 2, 40, 60, 8), **options)
@@ -327,7 +327,7 @@ def test_a_query_without_a_key_may_be_nan(rng, device):
 @pytest.mark.parametrize("rows", [1, 200])
 def test_a_nan_query_reaches_no_key_that_it_must_not_see(rng, device, rows):
     bias = np.zeros((1, 1, rows, 200), np.float32)
-    window = {"window": (10, 0), "bias": bias, "device": device}
+    window = {"window_size": (10, 0), "bias": bias, "device": device}
     problem = Problem(rng, (1, 1, 200, 200, 16), **window)
     problem.q[0, 0, 110] = np.nan
     found = problem.backward(dlse=False)
@@ -376,7 +376,7 @@ def test_windows_past_every_key_are_none(rng, device, side):
     problem = Problem(rng, device=device, is_causal=True)
     expected = [to_float64(x) for x in problem.forward()]
     for window in ((side, None), (None, side), (side, side)):
-        problem.options["window"] = window
+        problem.options["window_size"] = window
         for mine, true in zip(problem.forward(), expected):
             np.testing.assert_array_equal(to_float64(mine), true)
 
@@ -392,7 +392,9 @@ VARIED = [([5, 0, 33, 1, 16], [7, 4, 40, 0, 16]), ([0, 0], [3, 0]), ([129], [70]
 
 
 @pytest.mark.parametrize("lengths_q, lengths_k", VARIED)
-@pytest.mark.parametrize("name", ["", "bottom_right", "window", "dropout", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["", "bottom_right", "window_size", "dropout", "sinks"]
+)
 def test_packed_items_agree_with_the_reference(rng, device, lengths_q, lengths_k, name):
     options = option_values(rng)[name] if name else {}
     problem = Problem(
@@ -420,7 +422,7 @@ def test_packed_items_take_terms_and_lengths_of_their_own(rng, device):
         mask=rng.random((5, 1, 33, 40)) < 0.8,
         bias=rng.standard_normal((1, 4, 33, 40)).astype("f"),
         alibi_slopes=rng.random((5, 4)).astype("f"),
-        causal_align="bottom_right",
+        causal_align="lower_right",
     )
     problem.check()
 
@@ -453,7 +455,7 @@ def test_packed_items_equal_separate_calls(rng, device):
             on_device(x[None, first:last].copy(), device)
             for x in (problem.q, problem.k, problem.v)
         )
-        one = trainfast.attention(q, k, v, is_causal=True, layout="bnhd")
+        one = trainfast.numpy.attention(q, k, v, is_causal=True, layout="bshd")
         np.testing.assert_allclose(packed[first:last], to_float64(one)[0], atol=1e-6)
 
 
@@ -462,12 +464,12 @@ def test_packed_items_equal_separate_calls(rng, device):
 def test_few_queries_against_many_keys_agree_with_the_reference(
     rng, device, n_q, dtype
 ):
-    bottom_right = {"causal_align": "bottom_right"}
+    bottom_right = {"causal_align": "lower_right"}
     sinks = np.ones(4, "f")
     for options in (
         {},
         {"is_causal": True, **bottom_right},
-        {"window": (777, 0), "sinks": sinks, **bottom_right},
+        {"window_size": (777, 0), "sinks": sinks, **bottom_right},
         {"kv_lens": np.array([1234]), "dropout_p": 0.1, "seed": 3},
         {"kv_lens": np.array([5])},
     ):
@@ -492,7 +494,7 @@ def test_one_query_agrees_at_every_width_of_rows(rng, device, dim, kv_heads):
 def test_neighbouring_blocks_of_ragged_items_agree_with_the_reference(rng, device):
     at = cumulated([301, 0, 97, 192, 5])
     shape = (5, 2, 595, 595, 16)
-    for options in ({"is_causal": True}, {"window": (50, 3)}):
+    for options in ({"is_causal": True}, {"window_size": (50, 3)}):
         Problem(
             rng, shape, cu_seqlens_q=at, cu_seqlens_k=at, device=device, **options
         ).check()
@@ -505,10 +507,10 @@ def test_more_keys_than_32_bits_count_are_found(rng, device):
     k, v = (rng.standard_normal((1, 1, 1, 8)).astype("f") for _ in range(2))
     k, v = (np.broadcast_to(x, (1, 1, n_k, 8)) for x in (k, v))
     q = rng.standard_normal((1, 1, 2, 8)).astype("f")
-    options = dict(window=(3, 0), causal_align="bottom_right", return_lse=True)
-    out, lse = trainfast.attention(q, k, v, **options)
+    options = dict(window_size=(3, 0), causal_align="lower_right", return_lse=True)
+    out, lse = trainfast.numpy.attention(q, k, v, **options)
     np.testing.assert_allclose(out, np.broadcast_to(v[:, :, :2], out.shape), rtol=1e-6)
-    few, few_lse = trainfast.attention(
+    few, few_lse = trainfast.numpy.attention(
         q, k[:, :, :9].copy(), v[:, :, :9].copy(), **options
     )
     np.testing.assert_array_equal(lse, few_lse)
@@ -566,7 +568,7 @@ def test_padding_at_either_end_is_left_out(rng, device, hole, bottom_right):
         item[..., begin:end] = True
         if hole:
             item[..., 120:125] = False
-    align = "bottom_right" if bottom_right else "top_left"
+    align = "lower_right" if bottom_right else "upper_left"
     for options in ({}, {"is_causal": True, "causal_align": align}):
         problem = Problem(
             rng,

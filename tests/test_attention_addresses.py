@@ -102,8 +102,8 @@ sizes = [(1, 1), (2, 8), (3, 24), (20, 24), (4, 97)]
 for dtype, (n_q, n_k), (d, e) in itertools.product("fde", sizes, dims):
     q, k = at_the_end((1, 2, n_q, d), dtype), at_the_end((1, 2, n_k, d), dtype)
     v, dout = at_the_end((1, 2, n_k, e), dtype), at_the_end((1, 2, n_q, e), dtype)
-    out, lse = trainfast.attention(q, k, v, return_lse=True)
-    trainfast.attention_backward(dout, q, k, v, out, lse)
+    out, lse = trainfast.numpy.attention(q, k, v, return_lse=True)
+    trainfast.numpy.attention_backward(dout, q, k, v, out, lse)
 print("done")
 """
 

@@ -60,14 +60,14 @@ def test_any_strides_give_the_same_bits(rng, dtype, pad):
 @pytest.mark.usefixtures("host_only")
 def test_one_packed_array_may_hold_q_k_and_v(rng):
     packed = rng.standard_normal((2, 33, 3, 4, 16)).astype("f")
-    problem = Problem(rng, (2, 4, 33, 33, 16), layout="bnhd", is_causal=True)
+    problem = Problem(rng, (2, 4, 33, 33, 16), layout="bshd", is_causal=True)
     problem.q, problem.k, problem.v = packed.transpose(2, 0, 1, 3, 4)
     problem.check()
 
 
 @pytest.mark.usefixtures("host_only")
 def test_gradients_may_lie_in_one_packed_array(rng):
-    problem = Problem(rng, (2, 4, 33, 33, 16), layout="bnhd")
+    problem = Problem(rng, (2, 4, 33, 33, 16), layout="bshd")
     expected = problem.backward()
     whole = np.full((2, 33, 4, 4, 16), np.nan, "f")
     out, lse = problem.forward()
@@ -114,7 +114,7 @@ def test_lse_may_have_gaps(rng):
     problem = Problem(rng)
     expected = problem.backward()
     out, lse = problem.forward()
-    found = trainfast.attention_backward(
+    found = trainfast.numpy.attention_backward(
         *(problem.dout, problem.q, problem.k, problem.v, out, strided(lse, 2)),
         dlse=np.asfortranarray(problem.dlse),
         scale=problem.options["scale"],
@@ -163,7 +163,7 @@ def test_nothing_is_written_outside_the_outputs(rng, device, dtype, offset, dim_
 @pytest.mark.parametrize(
     "shape", [(1, 4, 33, 49), (2, 1, 33, 49), (1, 1, 33, 49), (2, 4, 1, 49), (33, 1)]
 )
-@pytest.mark.parametrize("bound", ["none", "causal", "window", "kv_lens", "mask"])
+@pytest.mark.parametrize("bound", ["none", "causal", "window_size", "kv_lens", "mask"])
 def test_gradients_overwrite_what_was_there(rng, shape, bound):
     """Also where no query looks at a key: there is nothing to write, but zeros."""
     bias = rng.standard_normal(shape).astype("f")
@@ -178,10 +178,10 @@ def test_gradients_overwrite_what_was_there(rng, shape, bound):
         rng,
         kv_heads=2,
         is_causal=bound == "causal",
-        window=(3, 0) if bound == "window" else None,
+        window_size=(3, 0) if bound == "window_size" else None,
         **options,
     )
-    if bound == "window":
+    if bound == "window_size":
         options |= dict(window_left=3, window_right=0)
     options["is_causal"] = bound == "causal"
     expected = problem.backward()
@@ -210,7 +210,7 @@ def test_each_gradient_alone_has_the_same_bits(rng, count):
     arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
     options = dict(dlse=problem.dlse, **problem.options)
     both = problem.backward()
-    alone = trainfast.attention_backward(*arrays, wanted=[name], **options)
+    alone = trainfast.numpy.attention_backward(*arrays, wanted=[name], **options)
     assert sum(x is not None for x in alone) == 1
     np.testing.assert_array_equal(alone[count], both[count])
 
@@ -219,7 +219,7 @@ def test_each_gradient_alone_has_the_same_bits(rng, count):
 def test_out_is_written_and_returned(rng):
     problem = Problem(rng)
     out = np.full((2, 33, 4, 16), np.nan, "f").swapaxes(1, 2)
-    found = trainfast.attention(problem.q, problem.k, problem.v, out=out)
+    found = trainfast.numpy.attention(problem.q, problem.k, problem.v, out=out)
     assert found is out
     np.testing.assert_array_equal(out, problem.forward()[0])
 
@@ -227,12 +227,12 @@ def test_out_is_written_and_returned(rng):
 @pytest.mark.usefixtures("host_only")
 def test_out_may_lie_between_the_rows_of_an_input(rng):
     whole = rng.standard_normal((2, 9, 2, 4, 8)).astype("f")
-    problem = Problem(rng, (2, 4, 9, 9, 8), layout="bnhd")
+    problem = Problem(rng, (2, 4, 9, 9, 8), layout="bshd")
     problem.q = whole[:, :, 0]
     expected = problem.forward()[0]
     out = whole[:, :, 1]
-    trainfast.attention(
-        problem.q, problem.k, problem.v, layout="bnhd", out=out, scale=8**-0.5
+    trainfast.numpy.attention(
+        problem.q, problem.k, problem.v, layout="bshd", out=out, scale=8**-0.5
     )
     np.testing.assert_array_equal(out, expected)
 
@@ -289,7 +289,7 @@ def test_out_of_torch_tells_autograd_that_it_changed(rng):
 
     q, k, v, out = (torch.randn(1, 2, 5, 8) for _ in range(4))
     before = out._version
-    trainfast.attention(q, k, v, out=out)
+    trainfast.numpy.attention(q, k, v, out=out)
     assert out._version > before
 
 
@@ -301,9 +301,9 @@ def test_tensors_that_need_a_gradient_are_refused_while_autograd_records(rng):
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     k.requires_grad_()
     with pytest.raises(ValueError, match="k must not require a gradient"):
-        trainfast.attention(q, k, v)
+        trainfast.numpy.attention(q, k, v)
     with torch.no_grad():
-        trainfast.attention(q, k, v)
+        trainfast.numpy.attention(q, k, v)
 
 
 @pytest.mark.usefixtures("host_only")
@@ -315,7 +315,7 @@ def test_buffers_are_taken_with_out(rng):
         memoryview(array.array("f", x.ravel().tolist())).cast("B").cast("f", shape)
         for x in (problem.q, problem.k, problem.v, np.zeros(shape))
     ]
-    found = trainfast.attention(*buffers[:3], out=buffers[3])
+    found = trainfast.numpy.attention(*buffers[:3], out=buffers[3])
     assert found is buffers[3]
     np.testing.assert_array_equal(np.asarray(found), expected)
 
@@ -339,7 +339,7 @@ def test_dlpack_arrays_are_taken(rng):
     expected = problem.forward()[0]
     arrays = [OnlyDlpack(x) for x in (problem.q, problem.k, problem.v)]
     out = np.zeros_like(expected)
-    trainfast.attention(*arrays, out=OnlyDlpack(out))
+    trainfast.numpy.attention(*arrays, out=OnlyDlpack(out))
     np.testing.assert_array_equal(out, expected)
 
 
@@ -402,8 +402,8 @@ def test_memory_grows_with_the_rows_and_not_their_square():
         q, k, v = (np.ones((1, 1, 16384, 8), np.float32) for _ in range(3))
         before = most()
         options = dict(is_causal=True)
-        out, lse = trainfast.attention(q, k, v, return_lse=True, **options)
-        trainfast.attention_backward(out, q, k, v, out, lse, **options)
+        out, lse = trainfast.numpy.attention(q, k, v, return_lse=True, **options)
+        trainfast.numpy.attention_backward(out, q, k, v, out, lse, **options)
         print(most() - before)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
@@ -490,7 +490,7 @@ def test_early_keys_weigh_as_much_as_late_ones(backend, device, n_q, softcap):
     v = k.copy()
     v[..., n_k // 2 :, :] = -1
     arrays = (on_device(x, device) for x in (q, k, v))
-    out, lse = trainfast.attention(*arrays, softcap=softcap, return_lse=True)
+    out, lse = trainfast.numpy.attention(*arrays, softcap=softcap, return_lse=True)
     assert (to_float64(out) == 0).all()
     np.testing.assert_allclose(to_float64(lse), np.log(n_k), rtol=6e-8)
 

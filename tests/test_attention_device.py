@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_device import run
 
-from trainfast import attention_lengths
+from trainfast import sequence_lengths
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TRAINFAST_SIMT_LIBRARY"), reason="no SIMT library"
@@ -28,9 +28,9 @@ def call(q, k, v, **options):
                for n, x in options.items()}
     given = [OnDevice(x) for x in (q, k, v)]
     out = OnDevice(np.full_like(q, 7))
-    made = trainfast.attention(*given, out=out, return_lse=True, **options)
+    made = trainfast.numpy.attention(*given, out=out, return_lse=True, **options)
     ones = OnDevice(np.ones_like(q))
-    grads = trainfast.attention_backward(ones, *given, *made, **options)
+    grads = trainfast.numpy.attention_backward(ones, *given, *made, **options)
     return [x.array for x in (*made, *grads[:3])]
 
 def same(mine, theirs):
@@ -92,7 +92,7 @@ CHECKED = [
     ),
     ("call(q, k, v, kv_lens=np.array([8]))", "ValueError: kv_lens[0] must be 0 to 7"),
     (
-        "call(*(x.swapaxes(1, 2).copy() for x in (q, k, v)), layout='bnhd',"
+        "call(*(x.swapaxes(1, 2).copy() for x in (q, k, v)), layout='bshd',"
         "kv_lens=np.array([-1]))",
         "ValueError: kv_lens[0] must be 0 to 7, its item's keys, got -1",
     ),
@@ -118,12 +118,12 @@ call(q, k, v)
 def test_the_check_is_the_cores():
     ends = np.array([0, 3, 2])
     with pytest.raises(ValueError, match="cu_seqlens_q must not decrease, got 2 after"):
-        attention_lengths.check_lengths(
+        sequence_lengths.check_lengths(
             (3, 2, 8), (3, 2, 8), cu_seqlens_q=ends, cu_seqlens_k=ends, kv_lens=None
         )
     ends = np.array([0, 1, 3])
     with pytest.raises(ValueError, match="max_seqlen_k must be at least the longest"):
-        attention_lengths.check_lengths(
+        sequence_lengths.check_lengths(
             *((3, 2, 8), (3, 2, 8)),
             cu_seqlens_q=ends,
             cu_seqlens_k=ends,
@@ -142,7 +142,7 @@ def test_arrays_on_different_gpus_are_refused():
             f"""
 given = dict(q=q, k=k, v=v, out=q.copy(), mask=np.ones((5, 7), bool))
 given = {{n: OnDevice(x, index=n == {name!r}) for n, x in given.items()}}
-trainfast.attention(**given)
+trainfast.numpy.attention(**given)
 """,
             f"ValueError: {name} must be on cuda:0 as q, got cuda:1",
         )
@@ -150,11 +150,11 @@ trainfast.attention(**given)
 
 def test_arrays_on_the_cpu_beside_a_gpu_are_refused():
     refused(
-        "trainfast.attention(OnDevice(q), OnDevice(k), v, out=OnDevice(q))",
+        "trainfast.numpy.attention(OnDevice(q), OnDevice(k), v, out=OnDevice(q))",
         "ValueError: v must be on cuda:0 as q, got cpu",
     )
     refused(
-        "trainfast.attention(q, k, v, kv_lens=OnDevice(np.array([3])))",
+        "trainfast.numpy.attention(q, k, v, kv_lens=OnDevice(np.array([3])))",
         "ValueError: kv_lens must be on cpu as q, got cuda:0",
     )
 
@@ -163,7 +163,7 @@ def test_a_gpu_that_the_runtime_does_not_know_is_its_error():
     refused(
         """
 given = [OnDevice(x, 7) for x in (q, k, v, q.copy())]
-trainfast.attention(*given[:3], out=given[3])
+trainfast.numpy.attention(*given[:3], out=given[3])
 """,
         "RuntimeError: cudaSetDevice(device): invalid device ordinal",
     )

@@ -27,9 +27,9 @@ def refused(error, message, **options):
     """Both directions refuse."""
     q, lse = ones(1, 2, 5, 8), ones(1, 2, 5)
     with pytest.raises(error, match=re.escape(message)):
-        trainfast.attention(q, q, q, **options)
+        trainfast.numpy.attention(q, q, q, **options)
     with pytest.raises(error, match=re.escape(message)):
-        trainfast.attention_backward(q, q, q, q, q, lse, **options)
+        trainfast.numpy.attention_backward(q, q, q, q, q, lse, **options)
 
 
 # ---- Numbers -------------------------------------------------------------------------
@@ -71,7 +71,7 @@ RANGES = [
 def test_numbers_that_kernels_cannot_hold_are_refused(options, message):
     refused(ValueError, message, **options)
     q = np.ones((1, 2, 5, 8))
-    assert (trainfast.attention(q, q, q, **options) == 1).all()
+    assert (trainfast.numpy.attention(q, q, q, **options) == 1).all()
 
 
 NO_NUMBERS = [
@@ -91,7 +91,7 @@ def test_errors_name_what_is_no_number(options, error, message):
 
 
 @pytest.mark.usefixtures("host_only")
-@pytest.mark.parametrize("name", ["scale", "window", "stream"])
+@pytest.mark.parametrize("name", ["scale", "window_size", "stream"])
 def test_ctrl_c_in_a_conversion_is_no_wrong_number(name):
     class Pressed:
         def __float__(self):
@@ -99,7 +99,7 @@ def test_ctrl_c_in_a_conversion_is_no_wrong_number(name):
 
         __index__ = __float__
 
-    value = (Pressed(), 1) if name == "window" else Pressed()
+    value = (Pressed(), 1) if name == "window_size" else Pressed()
     refused(KeyboardInterrupt, "pressed", **{name: value})
 
 
@@ -121,7 +121,7 @@ def test_numbers_for_heads_are_real(name):
 def test_wanted_may_be_read_only_once(rng):
     problem = Problem(rng)
     arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
-    found = trainfast.attention_backward(*arrays, wanted=iter(["v", "q"]))
+    found = trainfast.numpy.attention_backward(*arrays, wanted=iter(["v", "q"]))
     assert [x is not None for x in found] == [True, False, True, False, False, False]
 
 
@@ -196,11 +196,11 @@ def test_tensors_that_no_kernel_reads_are_named():
     q = torch.ones(1, 2, 5, 8)
     for bad in (q.to_sparse(), q.to("meta"), q.to_mkldnn()):
         with pytest.raises(NotImplementedError, match=r"^q must be "):
-            trainfast.attention(bad, q, q)
+            trainfast.numpy.attention(bad, q, q)
     only_dlpack = Bare(q.bfloat16())
     del only_dlpack.shape
     with pytest.raises(NotImplementedError, match=r"^k must be an array that NumPy"):
-        trainfast.attention(q.bfloat16(), only_dlpack, q.bfloat16())
+        trainfast.numpy.attention(q.bfloat16(), only_dlpack, q.bfloat16())
 
 
 @pytest.mark.usefixtures("host_only")
@@ -216,8 +216,8 @@ def test_nothing_is_written_or_read_behind_the_back_of_autograd(name):
 
     def call():
         if name == "out":
-            return trainfast.attention(q, q, q, out=given["out"])
-        return trainfast.attention_backward(q, q, q, q, **given)
+            return trainfast.numpy.attention(q, q, q, out=given["out"])
+        return trainfast.numpy.attention_backward(q, q, q, q, **given)
 
     with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
         call()

@@ -35,10 +35,10 @@ def refused(error, message, **changes):
     out = np.full((2, 4, 7, 5), 7, np.float32)
     lse = np.full((2, 4, 7), 7, np.float32)
     with pytest.raises(error, match=re.escape(message)):
-        trainfast.attention(q, k, v, out=out, **given)
+        trainfast.numpy.attention(q, k, v, out=out, **given)
     assert (out == 7).all()
     with pytest.raises(error, match=re.escape(message)):
-        trainfast.attention_backward(out, q, k, v, out, lse, **given)
+        trainfast.numpy.attention_backward(out, q, k, v, out, lse, **given)
     assert (out == 7).all()
 
 
@@ -78,21 +78,24 @@ def test_heads_of_keys_without_one_of_queries_are_refused():
     q, k = f32(2, 0, 7, 8), f32(2, 3, 9, 8)
     message = "q must have heads where k has 3, got 0"
     with pytest.raises(ValueError, match=message):
-        trainfast.attention(q, k, k)
+        trainfast.numpy.attention(q, k, k)
     with pytest.raises(ValueError, match=message):
-        trainfast.attention_backward(q, q, k, k, q, f32(2, 0, 7))
+        trainfast.numpy.attention_backward(q, q, k, k, q, f32(2, 0, 7))
 
 
 @pytest.mark.parametrize("dim_v", [0, 257])
 def test_value_dims_out_of_range_are_refused(dim_v):
     given = inputs(v=f32(2, 2, 9, dim_v))
     with pytest.raises(ValueError, match=f"v's dim must be 1 to 256, got {dim_v}"):
-        trainfast.attention(**given)
+        trainfast.numpy.attention(**given)
 
 
 def test_a_layout_decides_what_the_dimensions_mean():
-    refused(ValueError, "k must have heads that divide", layout="bnhd")
-    refused(ValueError, "layout must be 'bhnd' or 'bnhd', got 'nhd'", layout="nhd")
+    refused(ValueError, "k must have heads that divide", layout="bshd")
+    refused(
+        ValueError, "layout must be 'bhsd', 'bshd' or 'thd', got 'nhd'", layout="nhd"
+    )
+    refused(ValueError, "layout 'thd' needs cu_seqlens_q", layout="thd")
 
 
 # ---- Terms ---------------------------------------------------------------------------
@@ -133,12 +136,21 @@ def test_a_bias_must_be_of_floats():
 NUMBERS = [
     (
         {"causal_align": "left"},
-        "causal_align must be 'top_left' or 'bottom_right', got",
+        "causal_align must be 'upper_left' or 'lower_right', got",
     ),
-    ({"window": (-1, 3)}, "window must be None or >= 0 on a side, got (-1, 3)"),
-    ({"window": (1, -3)}, "window must be None or >= 0 on a side, got (1, -3)"),
-    ({"window": (1, 2, 3)}, "window must be (left, right) or None, got (1, 2, 3)"),
-    ({"window": 3}, "window must be (left, right) or None, got 3"),
+    (
+        {"window_size": (-1, 3)},
+        "window_size must be None or >= 0 on a side, got (-1, 3)",
+    ),
+    (
+        {"window_size": (1, -3)},
+        "window_size must be None or >= 0 on a side, got (1, -3)",
+    ),
+    (
+        {"window_size": (1, 2, 3)},
+        "window_size must be (left, right) or None, got (1, 2, 3)",
+    ),
+    ({"window_size": 3}, "window_size must be (left, right) or None, got 3"),
     ({"scale": np.nan}, "scale must be finite, got nan"),
     ({"scale": np.inf}, "scale must be finite, got inf"),
     ({"softcap": -1.0}, "softcap must be finite and >= 0, got -1"),
@@ -166,7 +178,11 @@ def test_numbers_out_of_range_are_refused(changes, message):
 
 @pytest.mark.parametrize("window", [(1.5, 2), ("a", None)])
 def test_windows_must_be_integers(window):
-    refused(TypeError, "window must be None or an integer on a side", window=window)
+    refused(
+        TypeError,
+        "window_size must be None or an integer on a side",
+        window_size=window,
+    )
 
 
 def test_a_seed_must_be_an_integer():
@@ -217,7 +233,7 @@ PACKED = [
 @pytest.mark.parametrize("given, message", PACKED)
 def test_lengths_of_packed_items_are_checked(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        trainfast.attention(**given)
+        trainfast.numpy.attention(**given)
 
 
 def test_the_longest_item_must_not_be_longer_than_said():
@@ -256,24 +272,24 @@ def test_dtypes_must_be_the_same(name):
     wrong = right[name].astype(np.float16)
     other = "float32, got float16" if name != "q" else "float16, got float32"
     with pytest.raises(ValueError, match=f"must be {other}"):
-        trainfast.attention(**(right | {name: wrong}))
+        trainfast.numpy.attention(**(right | {name: wrong}))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
 def test_other_dtypes_are_not_implemented(dtype):
     with pytest.raises(NotImplementedError, match=f"q must be float64.*got {dtype}"):
-        trainfast.attention(**inputs(q=np.ones((2, 4, 7, 8), dtype)))
+        trainfast.numpy.attention(**inputs(q=np.ones((2, 4, 7, 8), dtype)))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "sinks", "cu_seqlens_q"])
 def test_what_is_no_array_is_refused(name):
     with pytest.raises(TypeError, match=f"{name} must be an array"):
-        trainfast.attention(**inputs(**{name: object()}))
+        trainfast.numpy.attention(**inputs(**{name: object()}))
 
 
 def test_masked_arrays_are_refused():
     with pytest.raises(TypeError, match="q must not be a masked array"):
-        trainfast.attention(**inputs(q=np.ma.ones((2, 4, 7, 8), "f")))
+        trainfast.numpy.attention(**inputs(q=np.ma.ones((2, 4, 7, 8), "f")))
 
 
 def test_a_library_without_new_arrays_of_a_dtype_that_numpy_has_not_needs_out():
@@ -286,7 +302,7 @@ def test_a_library_without_new_arrays_of_a_dtype_that_numpy_has_not_needs_out():
 
     given = inputs()
     with pytest.raises(TypeError, match="out must be given for arrays of Bare"):
-        trainfast.attention(**(given | {"q": Bare(given["q"])}))
+        trainfast.numpy.attention(**(given | {"q": Bare(given["q"])}))
 
 
 OUTS = [
@@ -304,7 +320,7 @@ OUTS = [
 @pytest.mark.parametrize("out, message", OUTS)
 def test_outputs_that_do_not_fit_are_refused(out, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        trainfast.attention(**inputs(), out=out)
+        trainfast.numpy.attention(**inputs(), out=out)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias"])
@@ -315,17 +331,17 @@ def test_out_must_not_overlap_inputs(rng, name):
     given[name] = pool[79 : 79 + np.prod(shape)].reshape(shape)
     out = pool[:80].reshape(1, 2, 5, 8)
     with pytest.raises(ValueError, match=f"out must not overlap {name}"):
-        trainfast.attention(**given, out=out)
+        trainfast.numpy.attention(**given, out=out)
     pool_before = pool.copy()
     given[name] = pool[80 : 80 + np.prod(shape)].reshape(shape)
-    trainfast.attention(**given, out=out)
+    trainfast.numpy.attention(**given, out=out)
     np.testing.assert_array_equal(pool[80:], pool_before[80:])
 
 
 def test_out_without_unit_stride_is_refused():
     out = np.zeros((2, 4, 5, 7), "f").swapaxes(2, 3)
     with pytest.raises(NotImplementedError, match="out must have stride 1"):
-        trainfast.attention(**inputs(), out=out)
+        trainfast.numpy.attention(**inputs(), out=out)
 
 
 # ---- Backward ------------------------------------------------------------------------
@@ -334,7 +350,7 @@ def test_out_without_unit_stride_is_refused():
 def backward(*, out=None, dout=None, lse=None, **options):
     given = inputs()
     shape = (2, 4, 7, 5)
-    return trainfast.attention_backward(
+    return trainfast.numpy.attention_backward(
         f32(*shape) if dout is None else dout,
         *(given["q"], given["k"], given["v"]),
         f32(*shape) if out is None else out,

@@ -62,12 +62,12 @@ def test_rows_masked_by_large_numbers_agree_with_the_reference(
 
 OPTIONS = {
     "causal": {"is_causal": True},
-    "window": {"window": (7, 3)},
+    "window_size": {"window_size": (7, 3)},
     "bias": {"bias": np.linspace(-2, 2, 49, dtype="f").round(2)},
     "dropout": {"dropout_p": 0.3, "seed": 5},
     "sinks": {"sinks": np.array([0, -1e9, 3e4, LEAST], "f")},
     "kv_lens": {"kv_lens": np.array([31, 49])},
-    "bnhd": {"layout": "bnhd"},
+    "bnhd": {"layout": "bshd"},
 }
 
 
@@ -134,7 +134,7 @@ def test_an_lse_of_more_keys_is_no_rounding(rng, backend):
     for keys in (slice(20), slice(20, None)):
         k, v = problem.moved(problem.k[:, :, keys], problem.v[:, :, keys])
         options = problem.moved_options()
-        part = trainfast.attention_backward(dout, q, k, v, out, lse, **options)
+        part = trainfast.numpy.attention_backward(dout, q, k, v, out, lse, **options)
         parts = parts + to_float64(part.dq)
     np.testing.assert_allclose(parts, whole, atol=1e-3)
 

@@ -53,9 +53,9 @@ def any_options(rng, full, wide, packed):
     batch, heads, _, n_k = full
     options = any_terms(rng, full, wide)
     options["is_causal"] = bool(rng.random() < 0.4)
-    options["causal_align"] = any_of(rng, "top_left", "bottom_right")
+    options["causal_align"] = any_of(rng, "upper_left", "lower_right")
     if rng.random() < 0.3:
-        options["window"] = tuple(
+        options["window_size"] = tuple(
             None if rng.random() < 0.3 else int(rng.integers(0, 70)) for _ in range(2)
         )
     if rng.random() < 0.2:
@@ -82,7 +82,7 @@ def any_problem(rng, device, dtypes=tuple(DTYPES), dims=DIMS):
     heads = kv_heads * any_of(rng, 1, 1, 2, 3)
     batch, n_q, n_k = any_of(rng, 1, 2, 3), any_size(rng), any_size(rng)
     packed = rng.random() < 0.25
-    options = {"layout": any_of(rng, "bhnd", "bnhd")}
+    options = {"layout": any_of(rng, "bhsd", "bshd")}
     full = (batch, heads, n_q, n_k)
     if packed:
         at_q, at_k = (any_lengths(rng, batch, n) for n in (n_q, n_k))

@@ -72,21 +72,21 @@ class Case:
             "scale": self.attributes.get("scale"),
             "softcap": self.attributes.get("softcap"),
             "is_causal": bool(self.attributes.get("is_causal", 0)),
-            "window": (left, right),
+            "window_size": (left, right),
             "mask": self.mask(),
             "kv_lens": self.given.get("nonpad_kv_seqlen"),
         }
         bounded = options["is_causal"] or left is not None or right is not None
         if self.name in NEITHER_ALIGNMENT:
-            options |= {"is_causal": False, "window": None}
+            options |= {"is_causal": False, "window_size": None}
             options["mask"] = self.bounds(left, right)
         elif options["kv_lens"] is not None:
-            options["causal_align"] = "bottom_right"
+            options["causal_align"] = "lower_right"
         elif self.past and bounded:
             # query i may look as far as key past + i: so many keys count
             length = self.past + self.q.shape[2]
             options["kv_lens"] = np.full(self.q.shape[0], length)
-            options["causal_align"] = "bottom_right"
+            options["causal_align"] = "lower_right"
         return options
 
     def mask(self):
@@ -119,7 +119,7 @@ def test_all_cases_are_here():
 def test_onnx_attention_cases_pass(case, device):
     arrays = [on_device(x, device) for x in (case.q, case.k, case.v)]
     options = {k: on_device(v, device) for k, v in case.options().items()}
-    out = to_float64(trainfast.attention(*arrays, **options))
+    out = to_float64(trainfast.numpy.attention(*arrays, **options))
     if case.expected.ndim == 3:
         out = out.swapaxes(1, 2).reshape(case.expected.shape)
     # theirs is computed in the inputs' dtype throughout

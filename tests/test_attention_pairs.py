@@ -37,7 +37,7 @@ def test_weights_are_rounded_where_pairs_are_multiplied(backend):
     q = bfloat16(np.ones((1, 1, 20, 1)))
     k = bfloat16([0, -0.69140625]).reshape(1, 1, 2, 1)
     v = bfloat16([-1, 2]).reshape(1, 1, 2, 1)
-    out = to_float64(trainfast.attention(q, k, v, scale=1.0))
+    out = to_float64(trainfast.numpy.attention(q, k, v, scale=1.0))
     weight = np.exp(-0.69140625)
     pairs = backend == "wide" or (backend == "avx512" and HAS_PAIRS)
     expected = 0 if pairs else (2 * weight - 1) / (1 + weight)
@@ -51,14 +51,19 @@ def test_weights_are_rounded_where_pairs_are_multiplied(backend):
         {"shape": (1, 2, 33, 47, 31), "dim_v": 17},
         {"shape": (2, 1, 97, 131, 20)},
         {"shape": (1, 1, 130, 129, 65), "is_causal": True},
-        {"shape": (1, 1, 45, 99, 7), "window": (5, 3)},
-        {"shape": (1, 2, 65, 65, 33), "window": (0, 0), "layout": "bnhd"},
+        {"shape": (1, 1, 45, 99, 7), "window_size": (5, 3)},
+        {"shape": (1, 2, 65, 65, 33), "window_size": (0, 0), "layout": "bshd"},
         # The last query that looks at a block of keys has an even number.
-        {"shape": (1, 1, 150, 150, 16), "window": (5, 3)},
-        {"shape": (1, 1, 150, 150, 16), "window": (5, 0), "softcap": 2.0},
-        {"shape": (1, 1, 45, 24, 7), "window": (5, 3), "dropout_p": 0.2, "seed": 1},
-        {"shape": (1, 2, 400, 100, 24), "window": (31, 0)},
-        {"shape": (1, 2, 260, 260, 24), "window": (127, 0), "kv_heads": 1},
+        {"shape": (1, 1, 150, 150, 16), "window_size": (5, 3)},
+        {"shape": (1, 1, 150, 150, 16), "window_size": (5, 0), "softcap": 2.0},
+        {
+            "shape": (1, 1, 45, 24, 7),
+            "window_size": (5, 3),
+            "dropout_p": 0.2,
+            "seed": 1,
+        },
+        {"shape": (1, 2, 400, 100, 24), "window_size": (31, 0)},
+        {"shape": (1, 2, 260, 260, 24), "window_size": (127, 0), "kv_heads": 1},
         {"shape": (1, 4, 35, 41, 16), "kv_heads": 2, "softcap": 3.0},
         {"shape": (1, 1, 99, 97, 8), "dropout_p": 0.25, "seed": 3},
     ],
@@ -76,8 +81,10 @@ def test_rows_need_not_lie_on_pairs(rng, backend):
     dense = [np.ascontiguousarray(x) for x in odd]
     results = []
     for dout, q, k, v in (odd, dense):
-        out, lse = trainfast.attention(q, k, v, return_lse=True, is_causal=True)
-        grads = trainfast.attention_backward(dout, q, k, v, out, lse, is_causal=True)
+        out, lse = trainfast.numpy.attention(q, k, v, return_lse=True, is_causal=True)
+        grads = trainfast.numpy.attention_backward(
+            dout, q, k, v, out, lse, is_causal=True
+        )
         results.append([to_float64(x) for x in (out, *grads) if x is not None])
     for mine, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(mine, expected)
@@ -87,9 +94,9 @@ def test_a_forbidden_neighbour_may_be_nan(rng, backend):
     """A key shares its pair with one that only later queries may look at."""
     q, k, v, dout = (bfloat16(rng.standard_normal((1, 1, 50, 16))) for _ in range(4))
     k[..., 25:, :] = v[..., 25:, :] = np.nan
-    out, lse = trainfast.attention(q, k, v, return_lse=True, is_causal=True)
-    dq = trainfast.attention_backward(dout, q, k, v, out, lse, is_causal=True)[0]
-    few = trainfast.attention(
+    out, lse = trainfast.numpy.attention(q, k, v, return_lse=True, is_causal=True)
+    dq = trainfast.numpy.attention_backward(dout, q, k, v, out, lse, is_causal=True)[0]
+    few = trainfast.numpy.attention(
         *(np.ascontiguousarray(x[..., :25, :]) for x in (q, k, v)), is_causal=True
     )
     np.testing.assert_allclose(

@@ -164,9 +164,9 @@ def test_selftest_json_has_every_row():
 
 def test_selftest_exits_with_1_when_a_kernel_is_wrong():
     done = run(
-        code="import sys, trainfast; right = trainfast.adamw_step\n"
+        code="import sys, trainfast; right = trainfast.numpy.adamw_step\n"
         "def wrong(*lists, lr, **rest): right(*lists, lr=lr * 1.001, **rest)\n"
-        "trainfast.adamw_step = wrong\n"
+        "trainfast.numpy.adamw_step = wrong\n"
         "from trainfast.cli import main\n"
         "sys.exit(main(['selftest', '--backend', 'scalar']))"
     )
@@ -176,7 +176,7 @@ def test_selftest_exits_with_1_when_a_kernel_is_wrong():
 
 @pytest.mark.parametrize("damage", ["forgets", "nan", "ignores_found_inf", "raises"])
 def test_selftest_finds_a_damaged_kernel(monkeypatch, damage):
-    right = trainfast.adamw_step
+    right = trainfast.numpy.adamw_step
 
     def wrong(params, *rest, found_inf=None, **options):
         if damage == "forgets":  # the last element of every parameter
@@ -192,7 +192,7 @@ def test_selftest_finds_a_damaged_kernel(monkeypatch, damage):
         else:
             raise RuntimeError("out of order")
 
-    monkeypatch.setattr(trainfast, "adamw_step", wrong)
+    monkeypatch.setattr(trainfast.numpy, "adamw_step", wrong)
     report = selftest.selftest(["scalar"])
     assert not report.ok
     assert any(row.ok is False and row.dtype == "float32" for row in report.rows)
@@ -221,8 +221,8 @@ ATTENTION_DAMAGES = {
     "bias": ("both", lambda o: halve(o, "bias")),
     "softcap": ("both", lambda o: halve(o, "softcap")),
     "causal": ("both", lambda o: {**o, "is_causal": False}),
-    "diagonal": ("both", lambda o: {**o, "causal_align": "top_left"}),
-    "window": ("both", lambda o: {**o, "window": None}),
+    "diagonal": ("both", lambda o: {**o, "causal_align": "upper_left"}),
+    "window_size": ("both", lambda o: {**o, "window_size": None}),
     "slopes": ("both", lambda o: halve(o, "alibi_slopes")),
     "sinks": ("both", lambda o: halve(o, "sinks")),
     "no dropout": ("both", lambda o: {**o, "dropout_p": 0.0}),
@@ -245,7 +245,8 @@ def test_selftest_finds_damaged_attention(monkeypatch, damage):
 
     for name, check in checks.items():
         with monkeypatch.context() as patch:
-            patch.setattr(trainfast, name, damaged(getattr(trainfast, name), change))
+            right = getattr(trainfast.numpy, name)
+            patch.setattr(trainfast.numpy, name, damaged(right, change))
             for dtype in ("float32", "float64"):
                 error, allowed = check((dtype,), selftest.NumpyArrays())
                 assert error > allowed
@@ -253,14 +254,14 @@ def test_selftest_finds_damaged_attention(monkeypatch, damage):
 
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])
 def test_selftest_finds_nan_from_attention(monkeypatch, name):
-    right = getattr(trainfast, name)
+    right = getattr(trainfast.numpy, name)
 
     def wrong(*arrays, **options):
         results = right(*arrays, **options)
         results[1][..., -1:] = np.nan  # lse, or dk
         return results
 
-    monkeypatch.setattr(trainfast, name, wrong)
+    monkeypatch.setattr(trainfast.numpy, name, wrong)
     report = selftest.selftest(["scalar"])
     assert not report.ok
     json.loads(report.to_json(), parse_constant=pytest.fail)
@@ -270,7 +271,7 @@ def test_selftest_fails_where_a_kernel_refuses(monkeypatch):
     def refuse(*arrays, **options):
         raise NotImplementedError("q must be of a float dtype, got float32")
 
-    monkeypatch.setattr(trainfast, "attention", refuse)
+    monkeypatch.setattr(trainfast.numpy, "attention", refuse)
     assert not selftest.selftest(["scalar"]).ok
 
 

@@ -41,7 +41,7 @@ OPTIONS = [
     "--rebuild",
     "-h",
 ]
-OPTIONS += ["--quiet", "--graph", "--values", "--trust", "--format", "--backend", "--"]
+OPTIONS += ["--quiet", "--graph", "--values", "--trust", "--backend", "--"]
 NUMBERS = [
     "0",
     "1",
@@ -55,7 +55,7 @@ NUMBERS = [
     "nan",
 ]
 WORDS = st.one_of(
-    *map(st.sampled_from, (OBJECTS, PLACES, OPTIONS, NUMBERS, ["npz", "safetensors"])),
+    *map(st.sampled_from, (OBJECTS, PLACES, OPTIONS, NUMBERS)),
     st.text(st.characters(exclude_characters="/", codec="utf-8"), max_size=5),
 )
 LIKELY = st.builds(

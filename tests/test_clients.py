@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import trainfast
-from trainfast.torch.adamw_state import OPTIONS
+from trainfast.torch.optim.state import OPTIONS
 
 HERE = Path(__file__).parent
 CLIENTS = HERE / "clients"

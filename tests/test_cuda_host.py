@@ -97,7 +97,8 @@ for current in (0, 1):
 def test_frozen_parameter_does_not_say_where_the_step_runs(monkeypatch):
     import torch
 
-    from trainfast.torch import AdamW, adamw
+    from trainfast.torch import AdamW
+    from trainfast.torch.optim import adamw
 
     asked = []
     monkeypatch.setattr(adamw, "_current_stream", lambda p: asked.append(p) or 0)
@@ -125,10 +126,10 @@ _core.amp_update(OnDevice(one), OnDevice(count), [OnDevice(one.copy())],
                  growth_factor=2.0, backoff_factor=0.5, growth_interval=9)
 """,
     "attention": """
-trainfast.attention(*[OnDevice(np.ones((1, 1, 3, 8), "f")) for _ in range(3)])
+trainfast.numpy.attention(*[OnDevice(np.ones((1, 1, 3, 8), "f")) for _ in range(3)])
 """,
     "attention by tensor cores": """
-trainfast.attention(*[OnDevice(np.ones((1, 1, 64, 64), "e")) for _ in range(3)])
+trainfast.numpy.attention(*[OnDevice(np.ones((1, 1, 64, 64), "e")) for _ in range(3)])
 """,
 }
 
@@ -164,7 +165,7 @@ def test_capture_without_a_workspace_is_refused(simt, rng):
 def test_captured_clipping_outlives_its_thread():
     code = """
 import threading, torch
-from trainfast.torch.clip import measure
+from trainfast.torch.optim.clip import measure
 
 grads = [torch.full((4,), 2.0)]
 def capture():
@@ -190,7 +191,7 @@ def test_clipping_on_another_stream_has_a_table_of_its_own(simt, monkeypatch):
     import torch
 
     import trainfast
-    from trainfast.torch import clip
+    from trainfast.torch.optim import clip
 
     def norm(stream):
         monkeypatch.setattr(clip, "current_stream", lambda device: stream)

@@ -77,7 +77,7 @@ def test_signature_is_the_packages(name):
 OPTIONS = {
     "plain": ({}, {}),
     "causal": ({"causal": True}, {"is_causal": True}),
-    "window": ({"window_size": (3, 0)}, {"window_left": 3, "window_right": 0}),
+    "window_size": ({"window_size": (3, 0)}, {"window_left": 3, "window_right": 0}),
     "left window": ({"window_size": (3, -1)}, {"window_left": 3}),
     "scale": ({"softmax_scale": 0.3}, {"scale": 0.3}),
     "softcap": ({"softcap": 2.0}, {"softcap": 2.0}),
@@ -224,7 +224,7 @@ def test_what_is_missing_is_named():
 def test_cache_goes_in_with_its_lengths_as_the_message_says():
     q, k, v = rows(2, 1, 4, 8), rows(2, 9, 2, 8), rows(2, 9, 2, 8)
     lens = torch.tensor([9, 4])
-    options = {"layout": "bnhd", "is_causal": True, "causal_align": "bottom_right"}
+    options = {"layout": "bshd", "is_causal": True, "causal_align": "lower_right"}
     out = attention(q, k, v, kv_lens=lens, **options)
     for b, n in enumerate(lens):
         one = slice(b, b + 1)

@@ -339,40 +339,6 @@ def test_exported_npz_files_import_as_the_same_graphs(tmp_path, path, capsys):
     assert_same(read(tmp_path / "again"), graphs)
 
 
-def test_exported_safetensors_are_read_by_their_own_library(tmp_path, path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    from safetensors import safe_open
-
-    one = {
-        **{str(d): torch.arange(6).reshape(2, 3).to(getattr(torch, d)) for d in DTYPES},
-        **{"s": "ä", "b": b"\0\xff", "scalar": 3, "none": torch.zeros(0, 2)},
-    }
-    quiet(path, [one])
-    options = ("--format", "safetensors", "--quiet")
-    assert run("export", path, tmp_path / "out", *options) == 0
-    file = tmp_path / "out" / "000000.safetensors"
-    found = safetensors.load_file(file)
-    for name in (*DTYPES, "none"):
-        assert found[name].dtype == one[name].dtype
-        assert torch.equal(found[name].double(), one[name].double()), name
-    assert found["scalar"].item() == 3
-    with safe_open(file, "np") as content:
-        assert content.metadata() == {"s": "ä", "b": "00ff"}
-
-
-DTYPES = [
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
-    *("float32", "float64", "float8_e4m3fn", "float8_e5m2"),
-]
-
-
-def test_export_refuses_what_a_format_has_not(tmp_path, path, capsys):
-    quiet(path, [{"z": np.zeros(2, np.complex128)}])
-    target = tmp_path / "out"
-    assert run("export", path, target, "--format", "safetensors", "--quiet") == 1
-    assert "complex128" in capsys.readouterr().err
-
-
 def test_export_writes_only_into_a_new_directory(tmp_path, cache, capsys):
     (tmp_path / "mine").write_text("")
     assert run("export", cache, tmp_path) == 1

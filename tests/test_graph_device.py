@@ -9,7 +9,7 @@ import torch
 from graph_worlds import molecules
 
 from trainfast import graph_cache as gc
-from trainfast.torch import graph_device
+from trainfast.torch.graphs import device as graph_device
 
 
 @pytest.fixture

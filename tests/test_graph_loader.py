@@ -490,11 +490,6 @@ def test_follow_batch_tells_graph_of_each_entry(cache, world):
             ValueError,
             "batch_size cannot be combined with batch_sampler",
         ),
-        (
-            {"output": "jraph", "pin_memory": True},
-            ValueError,
-            "pin_memory cannot be combined with output='jraph'",
-        ),
     ],
 )
 def test_wrong_argument_is_error(cache, keywords, error, message):

@@ -354,7 +354,7 @@ def resident_bytes():
 @pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="it keeps what is freed"
 )
-@pytest.mark.parametrize("keywords", [{}, {"threads": 0}, {"output": "jraph"}])
+@pytest.mark.parametrize("keywords", [{}, {"threads": 0}])
 def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
     loader = gc.Loader(cache, 2, shuffle=True, **keywords)
     for _ in range(20):

@@ -68,7 +68,7 @@ def test_a_step_inside_a_step_with_the_same_workspace_is_refused():
 
     def step(grads):
         columns = [ones()], grads, [ones()], [ones()]
-        trainfast.adamw_step(*columns, step=1, lr=0.1, workspace=workspace)
+        trainfast.numpy.adamw_step(*columns, step=1, lr=0.1, workspace=workspace)
 
     workspace = _core.Workspace()
     step([Exports(ones(), again)])
@@ -148,7 +148,7 @@ def test_an_iteration_is_not_entered_twice(cache):
 def test_gradients_of_no_items_are_zeros(monkeypatch, backend, device, per_item):
     if device == "cuda":
         pytest.skip("arrays of NumPy's")
-    module = sys.modules["trainfast.attention"]
+    module = sys.modules["trainfast.numpy.attention"]
     make = module.empty
     monkeypatch.setattr(
         module, "empty", lambda *args, **options: make(*args, **{"fill": 7} | options)
@@ -159,8 +159,8 @@ def test_gradients_of_no_items_are_zeros(monkeypatch, backend, device, per_item)
         "sinks": ones(2),
         "alibi_slopes": np.ones((0, 2) if per_item else 2, np.float32),
     }
-    out, lse = trainfast.attention(q, q, q, return_lse=True, **options)
-    got = trainfast.attention_backward(
+    out, lse = trainfast.numpy.attention(q, q, q, return_lse=True, **options)
+    got = trainfast.numpy.attention_backward(
         out, q, q, q, out, lse, wanted=list(options), **options
     )
     for name, gradient in zip(got._fields[3:], got[3:], strict=True):
@@ -292,7 +292,7 @@ def test_numbers_of_numpy_are_steps(backend, device):
         pytest.skip("arrays of NumPy's")
     columns = [[ones()] for _ in range(4)], [[ones()] for _ in range(4)]
     for each, step in zip(columns, (3, np.int64(3)), strict=True):
-        trainfast.adamw_step(*each, step=step, lr=0.1)
+        trainfast.numpy.adamw_step(*each, step=step, lr=0.1)
     assert (columns[0][0][0] == columns[1][0][0]).all()
 
 
@@ -313,7 +313,7 @@ def test_gradients_that_repeat_elements_are_not_written(backend, device, option)
 @pytest.mark.parametrize("value", [2**31, 2**70, 1.5, "x"])
 def test_integers_of_a_scaler_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name} must be an int < 2"):
-        trainfast.LossScaler(**{name: value})
+        trainfast.numpy.LossScaler(**{name: value})
 
 
 @pytest.mark.parametrize("name", [5, b"avx2", "scalar\0x", "\udcff"])
@@ -362,9 +362,9 @@ def test_a_gradient_that_nothing_records_is_refused(name):
     shape = (3, 3) if name in ("mask", "bias") else (2,)
     given = {name: torch.ones(shape, requires_grad=True)}
     with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
-        trainfast.attention(q, q, q, **given)
+        trainfast.numpy.attention(q, q, q, **given)
     with torch.no_grad():
-        trainfast.attention(q, q, q, **given)
+        trainfast.numpy.attention(q, q, q, **given)
 
 
 @pytest.mark.parametrize("path", [5, None, "", b"", "a\0b", ["x"]])
@@ -399,7 +399,12 @@ def test_a_tensor_without_data_beside_others_is_refused(other):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 1.5), ("seed", 2**63), ("window", (1.5, None)), ("window", (-1, 2))],
+    [
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("window_size", (1.5, None)),
+        ("window_size", (-1, 2)),
+    ],
 )
 def test_integers_of_attention_are_named(name, value):
     torch = pytest.importorskip("torch")
@@ -415,4 +420,6 @@ def test_windows_beyond_any_integer_are_none():
     from trainfast.torch import attention
 
     q = torch.randn(1, 2, 3, 8)
-    assert torch.equal(attention(q, q, q, window=(2**70, 2**63)), attention(q, q, q))
+    assert torch.equal(
+        attention(q, q, q, window_size=(2**70, 2**63)), attention(q, q, q)
+    )

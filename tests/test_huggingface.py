@@ -217,27 +217,6 @@ def test_dropout_is_on_in_training_only():
     assert not torch.equal(first, second)
 
 
-def test_registration_is_listed_and_reversible():
-    trainfast.unpatch("huggingface")
-    before = dict(vars(transformers.PreTrainedModel))
-    report = trainfast.torch.huggingface.register()
-    assert vars(transformers.PreTrainedModel) != before
-    [change] = report.changes
-    assert change.name == "huggingface" and change.places
-    assert trainfast.torch.huggingface.register().changes[0].places == []
-    model = make("llama", "trainfast")
-    trainfast.unpatch()
-    assert vars(transformers.PreTrainedModel) == before
-    model(**batch())  # looks its attention up in each call
-    assert calls() == 2
-
-
-def test_patch_without_names_does_not_ask_for_transformers():
-    trainfast.unpatch("huggingface")
-    with trainfast.patch() as report:
-        assert "huggingface" not in {change.name for change in report.changes}
-
-
 def test_a_gpu_with_torchs_flash_attention_is_warned_of_once(monkeypatch):
     device = torch.device("cuda", 0)
     where = trainfast.torch.huggingface

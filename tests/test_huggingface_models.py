@@ -342,41 +342,20 @@ def test_arguments_that_change_the_result_are_all_known():
     assert {"softcap", "position_bias", "sinks"} <= taken <= known
 
 
-# ---- Tables of attention classes that models have of their own -----------------------
-
-VISION = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-TABLES = {
-    "falcon": ("FalconForCausalLM", "FalconConfig", {}),
-    "falcon with alibi": ("FalconForCausalLM", "FalconConfig", {"alibi": True}),
-    "gptj": ("GPTJForCausalLM", "GPTJConfig", {"rotary_dim": 4}),
-    "git": ("GitForCausalLM", "GitConfig", {"vision_config": VISION}),
-}
+# ---- Names that models do not take ---------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TABLES)
-def test_model_with_a_table_of_its_own_runs_what_it_has(monkeypatch, kind):
-    monkeypatch.setitem(MODELS, kind, TABLES[kind])
-    with pytest.warns(UserWarning, match="has no such kernels"):
-        model = make(kind, "trainfast")
-    default = "sdpa" if "falcon" in kind else "eager"
-    assert model.config._attn_implementation == default
-    (reason,) = trainfast.stats().fallbacks["attention"]
-    assert reason.endswith(f"of transformers has no such kernels: its {default!r} runs")
+def test_model_with_a_table_of_its_own_refuses_and_is_patched(monkeypatch):
+    kind = ("FalconForCausalLM", "FalconConfig", {})
+    monkeypatch.setitem(MODELS, "falcon", kind)
+    with pytest.raises(KeyError, match="trainfast"):
+        make("falcon", "trainfast")
     inputs = {"input_ids": ids(), "attention_mask": padded("left")}
-    wanted = logits_and_gradients(make(kind, default), **inputs)
-    assert_same(logits_and_gradients(model, **inputs), wanted)
-    assert calls() == 0
+    model = make("falcon", "sdpa")
+    wanted = logits_and_gradients(model, **inputs)
     with trainfast.patch("attention"):
         assert_same(logits_and_gradients(model, **inputs), wanted)
-    assert calls() == (4 if default == "sdpa" else 0)  # two layers, and back
-
-
-def test_parts_beside_a_table_have_the_kernels(monkeypatch):
-    monkeypatch.setitem(MODELS, "git", TABLES["git"])
-    with pytest.warns(UserWarning, match="GIT_SELF_ATTENTION_CLASSES"):
-        model = make("git", "trainfast")
-    vision = model.git.image_encoder.config
-    assert vision._attn_implementation == "trainfast"
+    assert calls() == 4  # two layers, and back
 
 
 def test_names_that_nobody_registered_are_still_refused():

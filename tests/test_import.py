@@ -33,7 +33,7 @@ MAY_LOAD += "sys, threading, types, typing, warnings"
 
 
 def test_import_loads_numpy_and_little_else():
-    """Neither torch, nor CUDA, nor trainfast's own packages."""
+    """Neither torch, nor CUDA, nor trainfast's packages but the small one of patch."""
     code = f"""
 import {MAY_LOAD}
 import numpy
@@ -41,11 +41,15 @@ before = set(sys.modules)
 import trainfast
 new = {{name: sys.modules[name] for name in set(sys.modules) - before}}
 print(sorted(name for name in new if not name.startswith("trainfast.")))
-print([name for name, module in new.items() if hasattr(module, "__path__")])
+print(sorted(name for name, module in new.items() if hasattr(module, "__path__")))
 mapped = open("/proc/self/maps").read()
 print([name for name in ("libcuda", "libcudart", "trainfast_cuda") if name in mapped])
 """
-    assert python(code).splitlines() == ["['trainfast']", "['trainfast']", "[]"]
+    assert python(code).splitlines() == [
+        "['trainfast']",
+        "['trainfast', 'trainfast.patching']",
+        "[]",
+    ]
 
 
 def test_star_import_leaves_the_users_names_alone():
@@ -55,7 +59,62 @@ torch = types.ModuleType("torch")
 from trainfast import *
 print(torch.__name__, "AdamW" in globals(), "trainfast.torch" in sys.modules)
 """
-    assert python(code) == "torch True False"
+    assert python(code) == "torch False False"
+
+
+def test_looking_at_the_package_loads_no_torch():
+    code = """
+import doctest, sys, trainfast
+dir(trainfast)
+for name in ("AdamV", "LossScaler", "adamw_step", "__wrapped__", "_ipython_display_"):
+    assert not hasattr(trainfast, name)
+doctest.DocTestFinder().find(trainfast)
+print("torch" in sys.modules, "trainfast.torch" in sys.modules)
+"""
+    assert python(code) == "False False"
+
+
+def test_a_wrong_guess_is_told_the_right_name():
+    for name in ("LossScaler", "adamw_step", "attention_backward"):
+        with pytest.raises(AttributeError, match=rf"there is trainfast.numpy.{name}$"):
+            getattr(trainfast, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'AdamV'$"):
+        _ = trainfast.AdamV
+
+
+def test_without_torch_its_names_say_what_is_there():
+    code = """
+import importlib.machinery, inspect, sys
+class WithoutTorch(importlib.machinery.PathFinder):
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] != "torch":
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+sys.meta_path[-1] = WithoutTorch
+import trainfast
+for name in ("AdamW", "GradScaler"):
+    try:
+        getattr(trainfast, name)
+    except ImportError as error:
+        print(error)
+print("AdamW" in dir(trainfast), "AdamW" in dict(inspect.getmembers(trainfast)))
+"""
+    says = "takes the place of torch's; install torch"
+    assert python(code).splitlines() == [
+        f"trainfast.AdamW {says}, or use trainfast.numpy.AdamW, which needs none",
+        f"trainfast.GradScaler {says}",
+        "False False",
+    ]
+
+
+@HAS_TORCH
+def test_names_of_this_level_are_torchs():
+    import torch
+
+    assert issubclass(trainfast.AdamW, torch.optim.AdamW)
+    assert issubclass(trainfast.GradScaler, torch.amp.GradScaler)
+    assert {"AdamW", "attention", "clip_grad_norm_"} < set(dir(trainfast))
+    for name in trainfast._TORCHS:
+        assert getattr(trainfast, name) is getattr(trainfast.torch, name), name
 
 
 def test_import_starts_no_thread():
@@ -162,13 +221,14 @@ def test_module_built_here_works_on_another_python(interpreter, tmp_path):
 CALLS = {
     "adamw_step": """
 columns = [[np.ones(6, np.float32)] for _ in range(4)]
-trainfast.adamw_step(*columns, step=1, lr=0.1)""",
+trainfast.numpy.adamw_step(*columns, step=1, lr=0.1)""",
     "AdamW": """
 params = [np.ones(6, np.float32)]
-trainfast.AdamW(params, max_grad_norm=1.0, zero_grad=True).step([np.ones(6, "f")])""",
+optimizer = trainfast.numpy.AdamW(params, max_grad_norm=1.0, zero_grad=True)
+optimizer.step([np.ones(6, "f")])""",
     "attention": """
 q = np.ones((1, 2, 4, 8), np.float32)
-trainfast.attention(q, q, q, out=np.empty_like(q))""",
+trainfast.numpy.attention(q, q, q, out=np.empty_like(q))""",
 }
 
 
@@ -195,7 +255,7 @@ ema = [torch.ones(6)]
 options = {"step": 1, "lr": 0.1, "emas": ema}
 for more in ({}, {"zero_grad": True}, {"write_back_grads": True}):
     before = [c[0]._version for c in (*columns, ema)]
-    trainfast.adamw_step(*columns, **options, **more)
+    trainfast.numpy.adamw_step(*columns, **options, **more)
     print([c[0]._version - was for c, was in zip((*columns, ema), before)])
 """
     assert python(code).splitlines() == ["[1, 0, 1, 1, 1]"] + 2 * ["[1, 1, 1, 1, 1]"]

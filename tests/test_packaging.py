@@ -140,8 +140,8 @@ import numpy as np
 import trainfast
 print(trainfast.__file__)
 param, grad, m, v = (np.full(5, value, np.float32) for value in (1, 1, 0, 0))
-trainfast.adamw_step([param], [grad], [m], [v], step=1, lr=0.1, betas=(0.9, 0.999),
-                     eps=1e-8, weight_decay=0.0)
+trainfast.numpy.adamw_step([param], [grad], [m], [v], step=1, lr=0.1,
+                           betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 print(np.allclose(param, 0.9))
 """
     path = {**os.environ, "PYTHONPATH": str(installed)}

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import trainfast
-from trainfast import patching
+from trainfast.patching import registry as patching
 
 OLD = "shop.tools.Hammer"
 
@@ -380,7 +380,8 @@ def test_a_missing_target_is_skipped_and_the_report_says_so(shop, old):
     report = trainfast.patch("saw")
     assert shop.Hammer is FastHammer
     assert [(row.name, row.old) for row in report.skipped] == [("saw", old)]
-    assert "skipped, because this version does not have them" in str(report)
+    assert "skipped, because this version does not have them" in str(report.table())
+    assert " skipped: " in str(report)
     assert report.to_dict()["skipped"][0]["old"] == old
     trainfast.unpatch("saw")
     assert shop.Hammer is Hammer
@@ -447,18 +448,20 @@ def test_registering_a_name_twice_is_an_error(shop):
 
 def test_report_has_table_html_and_dict(shop, user):
     report = trainfast.patch("hammer")
-    assert str(report).splitlines() == [
+    assert str(report) == "patched hammer (2 places)"
+    assert str(report.table()).splitlines() == [
         "patched",
         "name    old                new              modules touched",
         "------  -----------------  ---------------  -----------------",
         "hammer  shop.tools.Hammer  fastshop.Hammer  shop.tools.Hammer",
         "                                            user.H",
     ]
-    assert report._repr_html_().count("user.H") == 1
+    assert report._repr_html_() == "<p>patched hammer (2 places)</p>"
+    assert report.table()._repr_html_().count("user.H") == 1
     assert json.loads(report.to_json()) == report.to_dict()
     assert report.to_dict()["changes"][0]["places"] == ["shop.tools.Hammer", "user.H"]
-    assert str(trainfast.unpatch()).startswith("restored\n")
-    assert str(trainfast.unpatch()) == "restored: nothing"
+    assert str(trainfast.unpatch()) == "restored hammer (2 places)"
+    assert str(trainfast.unpatch()) == "restored nothing"
 
 
 # ---- torch ---------------------------------------------------------------------------

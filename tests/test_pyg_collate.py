@@ -26,7 +26,7 @@ from tests.pyg_graphs import (
     heterogeneous,
     homogeneous,
 )
-from trainfast.torch import pyg_collate
+from trainfast.torch.pyg import collate as pyg_collate
 
 
 @pytest.fixture(autouse=True)

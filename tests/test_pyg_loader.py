@@ -18,8 +18,10 @@ from torch_geometric.loader import DynamicBatchSampler, ImbalancedSampler
 
 import trainfast
 from tests.pyg_graphs import assert_same_graph, heterogeneous, homogeneous
-from trainfast.torch import graph_device, pyg_collate, pyg_loader
+from trainfast.torch.graphs import device as graph_device
 from trainfast.torch.pyg import DataLoader, cached
+from trainfast.torch.pyg import collate as pyg_collate
+from trainfast.torch.pyg import loader as pyg_loader
 
 ATTRS = [("y", "int", None, ()), ("c", "str", None, ()), ("pos", "nodes", None, (3,))]
 ATTRS = [(name, kind, torch.float32, trailing) for name, kind, _, trailing in ATTRS]

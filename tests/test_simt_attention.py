@@ -180,9 +180,9 @@ def test_sums_cut_off_as_by_cards_are_near_enough(monkeypatch, seed, ptx):
 @pytest.mark.usefixtures("backend_simt")
 def test_sums_cut_off_are_below_those_that_are_not(simt, cut_sums):
     k = (np.random.default_rng(0).random((1, 1, 64, 256)) + 0.5).astype("e")
-    cut = trainfast.attention(k, k, k, return_lse=True)[1]
+    cut = trainfast.numpy.attention(k, k, k, return_lse=True)[1]
     simt.library.tfast_simt_sums(0, 0)
-    whole = trainfast.attention(k, k, k, return_lse=True)[1]
+    whole = trainfast.numpy.attention(k, k, k, return_lse=True)[1]
     assert (whole * (1 - 1e-5) < cut).all() and (cut < whole).all()
 
 
@@ -216,7 +216,7 @@ def test_gradients_wanted_alone_have_the_same_bits(rng, wanted):
     problem = Problem(rng, (1, 2, 70, 90, 40), dtype="float16", is_causal=True)
     everything = dict(zip("qkv", problem.backward()))
     arrays = (problem.dout, problem.q, problem.k, problem.v, *problem.forward())
-    few = trainfast.attention_backward(
+    few = trainfast.numpy.attention_backward(
         *arrays, dlse=problem.dlse, wanted=wanted, **problem.options
     )
     for name, mine in zip("qkv", few):

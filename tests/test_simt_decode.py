@@ -36,7 +36,7 @@ def launches(simt, dtype, request):
 def test_few_queries_agree_with_the_reference(launches, rng, dtype, n_q, group):
     n_k = int(rng.integers(LEAST_KEYS, 700))
     shape = (1, 2 * group, n_q, n_k, 64)
-    options = dict(is_causal=n_q > 1, causal_align="bottom_right")
+    options = dict(is_causal=n_q > 1, causal_align="lower_right")
     problem = Problem(rng, shape, kv_heads=2, dtype=dtype, **options)
     assert launches(problem.check_forward) == LAUNCHES
 
@@ -55,7 +55,7 @@ def test_any_dim_is_right(launches, rng, dtype, dim, dim_v):
 @pytest.mark.parametrize("n_q, group, n_k", [(1, 1, 1000), (3, 7, 257), (2, 8, 4097)])
 def test_warps_that_share_a_tile_agree(launches, rng, dtype, dim, n_q, group, n_k):
     shape = (1, 2 * group, n_q, n_k, dim)
-    options = dict(is_causal=n_q > 1, causal_align="bottom_right")
+    options = dict(is_causal=n_q > 1, causal_align="lower_right")
     problem = Problem(rng, shape, kv_heads=2, dtype=dtype, **options)
     assert launches(problem.check_forward) == LAUNCHES
 
@@ -78,7 +78,7 @@ def test_lengths_on_the_device_bound_the_keys(launches, rng, dtype, lengths, dim
         dtype=dtype,
         kv_lens=np.array(lengths),
         is_causal=True,
-        causal_align="bottom_right",
+        causal_align="lower_right",
     )
     assert launches(problem.check_forward) == LAUNCHES
 
@@ -103,7 +103,7 @@ def any_few(rng, dtype):
     batch, n_k = int(rng.integers(1, 4)), int(rng.integers(LEAST_KEYS, 600))
     dims = (1, 16, 17, 40, 64, 80, 100, 128, 136, 192, 200, 256)
     packed = rng.random() < 0.25
-    options = {"layout": ("bhnd", "bnhd")[rng.integers(2)]}
+    options = {"layout": ("bhsd", "bshd")[rng.integers(2)]}
     if packed:
         total_q, total_k = batch * n_q, batch * n_k
         at_q = test_attention_fuzz.any_lengths(rng, batch, total_q)
@@ -205,7 +205,7 @@ def test_scores_far_apart_between_splits_are_right(rng, dtype, dim):
 
 @pytest.mark.parametrize("dim", [80, 256])
 def test_any_order_of_threads_gives_the_same_bits(simt, dtype, dim):
-    options = dict(dropout_p=0.2, seed=3, is_causal=True, causal_align="bottom_right")
+    options = dict(dropout_p=0.2, seed=3, is_causal=True, causal_align="lower_right")
     results = []
     for order in range(3):
         simt.library.tfast_simt_seed(ctypes.c_uint64(order))

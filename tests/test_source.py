@@ -47,7 +47,7 @@ FORBIDDEN_CALLS = (
     r"\b(_?exit|_Exit|quick_exit|abort|v?f?printf|puts|fputs|putchar|perror)\s*\("
 )
 ONLY_CUDA = {"gemm"}  # what has no kernels for the CPU
-MAY_IMPORT_TORCH_LAZILY = ("patching.py", "stats.py", "tools/")
+MAY_IMPORT_TORCH_LAZILY = ("patching/", "stats.py", "tools/")
 
 
 def files(root, *patterns):
@@ -175,6 +175,39 @@ def torch_out_of_place(root):
     return wrong
 
 
+def private_names_of_torch(root):
+    """`_name` of torch's modules outside the one file that may use them."""
+    wrong = []
+    for path in files(root, "trainfast/**/*.py"):
+        if path.relative_to(root).as_posix() == "trainfast/torch/private.py":
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        found, modules = [], set()  # dotted names of torch; what they are bound to
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                names = [alias for alias in node.names if of_torch(alias.name)]
+                found += [(node.lineno, alias.name) for alias in names]
+                modules |= {a.asname or a.name.partition(".")[0] for a in names}
+            elif isinstance(node, ast.ImportFrom) and of_torch(node.module or ""):
+                found += [(node.lineno, f"{node.module}.{a.name}") for a in node.names]
+                modules |= {alias.asname or alias.name for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.Attribute):
+                name = ast.unparse(node)
+                if name.partition(".")[0] in modules and "(" not in name:
+                    found.append((node.lineno, name))
+        wrong += [
+            f"{path}:{number}: {name} belongs into trainfast/torch/private.py"
+            for number, name in found
+            if re.search(r"\._(?!_)", name)
+        ]
+    return wrong
+
+
+def of_torch(module):
+    return module.partition(".")[0] == "torch"
+
+
 def long_files_and_lines(root):
     wrong = []
     c_everywhere = c_files(root, ("csrc", "cuda", "tests", "benchmarks"))
@@ -236,6 +269,7 @@ CHECKS = [
     forbidden_calls,
     macros_that_name_functions,
     torch_out_of_place,
+    private_names_of_torch,
     long_files_and_lines,
     long_functions,
     missing_layers,
@@ -286,6 +320,18 @@ PLANTED = [
     (torch_out_of_place, "trainfast/tools/a.py", "import os, torch\n"),
     (torch_out_of_place, "trainfast/a.py", "def a():\n    import torch\n"),
     (torch_out_of_place, "trainfast/a.py", 'a = import_module("torch.optim")\n'),
+    (private_names_of_torch, "trainfast/a.py", "import torch\na = torch._C._x()\n"),
+    (
+        private_names_of_torch,
+        "trainfast/torch/a.py",
+        "from torch import _foreach_add\n",
+    ),
+    (private_names_of_torch, "trainfast/a.py", "from torch._ops import OpOverload\n"),
+    (
+        private_names_of_torch,
+        "trainfast/a.py",
+        "def a():\n    from torch.nn import functional as F\n    F._in(1)\n",
+    ),
     (long_files_and_lines, "csrc/a.h", "/* " + "a" * 84 + " */\n"),
     (long_files_and_lines, "tests/a.py", "a = 1\n" * 601),
     (long_functions, "csrc/a.c", "void\na(void)\n{\n" + "    b();\n" * 61 + "}\n"),
@@ -321,6 +367,8 @@ ALLOWED = [
         "trainfast/a.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
     ),
+    (private_names_of_torch, "trainfast/torch/private.py", "from torch import _a\n"),
+    (private_names_of_torch, "trainfast/a.py", "import torch\ntorch.__version__\n"),
     (long_files_and_lines, "csrc/simd/vec_a.h", "a" * 100 + "\n"),
     (long_functions, "trainfast/a.py", 'def a():\n    """' + "b\n" * 90 + '"""\n'),
 ]

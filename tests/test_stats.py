@@ -57,7 +57,7 @@ def test_reset_forgets_everything():
 
 
 def test_a_real_step_is_counted_once():
-    optimizer = trainfast.AdamW([np.ones(3, np.float32)])
+    optimizer = trainfast.numpy.AdamW([np.ones(3, np.float32)])
     trainfast.reset_stats()  # a new optimizer may have tried its hyperparameters
     optimizer.step([np.ones(3, np.float32)])
     counts = [n for row in trainfast.stats().calls.values() for n in row.values()]

@@ -14,7 +14,7 @@ from torch_loops import OURS, assert_same_state, make_params, set_grads, train
 
 import trainfast
 from trainfast.torch import AdamW
-from trainfast.torch.adamw_state import OPTIONS
+from trainfast.torch.optim.state import OPTIONS
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ from torch_loops import assert_same_state, make_params, set_grads, train
 
 import trainfast
 from trainfast import _core
-from trainfast.torch import AdamW, adamw_fallback
+from trainfast.torch import AdamW
+from trainfast.torch.optim import torch_step
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +140,7 @@ def refused(reason):
     ],
 )
 def test_the_warning_of_a_fallback_says_what_to_do(monkeypatch, reason, remedy):
-    monkeypatch.setattr(adamw_fallback, "_warned", set())
+    monkeypatch.setattr(torch_step, "_warned", set())
     optimizer = refused(reason)
     if reason == "differentiable":
         optimizer.param_groups[0]["params"][0].requires_grad_(False)
@@ -148,7 +149,7 @@ def test_the_warning_of_a_fallback_says_what_to_do(monkeypatch, reason, remedy):
 
 
 def test_sparse_gradients_raise_torchs_error_without_a_warning(monkeypatch, recwarn):
-    monkeypatch.setattr(adamw_fallback, "_warned", set())
+    monkeypatch.setattr(torch_step, "_warned", set())
     table = torch.nn.Embedding(4, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="not support sparse gradients"):
@@ -250,7 +251,7 @@ def test_misaligned_tensors_run_torchs_step(backend, what, monkeypatch):
         optimizer.step()
         return optimizer
 
-    monkeypatch.setattr(adamw_fallback, "_warned", set())
+    monkeypatch.setattr(torch_step, "_warned", set())
     with pytest.warns(UserWarning, match="must be aligned") as warned:
         kept = [steps(AdamW) for _ in range(3)]  # at other addresses
     assert len(warned) == 1

@@ -464,7 +464,7 @@ def test_options_travel_with_the_state(backend):
     for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
         assert twin.state_dict() == state
         assert scales(twin, [1, 1]) == [8, 4]
-    del state["hysteresis"]  # of trainfast.LossScaler, which keeps its own as well
+    del state["hysteresis"]
     fresh = GradScaler("cpu", hysteresis=2)
     fresh.load_state_dict({**state, "_hysteresis_tracker": 3})
     assert fresh.state_dict()["_hysteresis_tracker"] == 2

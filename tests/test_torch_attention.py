@@ -13,11 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
 
 import trainfast
-from trainfast.torch import (
-    attention,
-    attention_route,
-    scaled_dot_product_attention,
-)
+from trainfast.torch import attention, scaled_dot_product_attention
+from trainfast.torch.attention import dispatch
+from trainfast.torch.attention import sdpa as sdpa_module
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -152,7 +150,7 @@ def test_sdpa_keeps_nan_of_masked_keys_out():
 
 
 LAYOUTS = {
-    "bhnd": lambda: torch.randn(2, 3, 5, 8),
+    "bhsd": lambda: torch.randn(2, 3, 5, 8),
     "bnhd": lambda: torch.randn(2, 5, 3, 8).transpose(1, 2),
     "nbhd": lambda: torch.randn(5, 2, 3, 8).permute(1, 2, 0, 3),
     "packed": lambda: torch.randn(2, 5, 3, 3, 8)[:, :, 1].transpose(1, 2),
@@ -345,7 +343,7 @@ NO_TENSOR_CORES = "CUDA: no kernel with tensor cores for this dtype"
 
 def test_sdpa_leaves_a_gpu_to_torch_where_its_kernels_are_faster(monkeypatch):
     # In torch 2.6 its function asks the driver, which is missing here.
-    monkeypatch.setattr("trainfast.torch.sdpa.by_torch", lambda query, *_, **__: query)
+    monkeypatch.setattr(sdpa_module, "torchs_sdpa", lambda query, *_, **__: query)
     with FakeTensorMode():
         q = torch.empty(1, 2, 5, 8, dtype=torch.float16, device="cuda")
         assert scaled_dot_product_attention(q, q, q) is q
@@ -363,10 +361,10 @@ def test_sdpa_leaves_a_gpu_to_torch_where_its_kernels_are_faster(monkeypatch):
 def test_a_gpu_without_flash_attention_takes_what_tensor_cores_do(
     monkeypatch, dtype, expected
 ):
-    monkeypatch.setattr(attention_route, "has_flash_attention", lambda device: False)
+    monkeypatch.setattr(dispatch, "has_flash_attention", lambda device: False)
     with FakeTensorMode():
         q = torch.empty(1, 2, 5, 8, dtype=dtype, device="cuda")
-        assert attention_route.torchs_are_faster(q) == expected
+        assert dispatch.torchs_are_faster(q) == expected
 
 
 def test_sdpa_scale_is_keyword_only_as_in_torch():
@@ -441,10 +439,10 @@ FEATURES = {
     "row bias": ({"bias": torch.randn(2, 1, 1, 11).requires_grad_()}, {}),
     "causal": ({"is_causal": True}, {"is_causal": True}),
     "bottom right": (
-        {"is_causal": True, "causal_align": "bottom_right"},
+        {"is_causal": True, "causal_align": "lower_right"},
         {"is_causal": True, "bottom_right": True},
     ),
-    "window": ({"window": (2, None)}, {"window_left": 2}),
+    "window_size": ({"window_size": (2, None)}, {"window_left": 2}),
     "scale": ({"scale": 0.7}, {"scale": 0.7}),
     "softcap": ({"softcap": 1.5}, {"softcap": 1.5}),
     "alibi": ({"alibi_slopes": torch.rand(2, 4).requires_grad_()}, {}),
@@ -464,7 +462,7 @@ def test_attention_agrees_with_reference(feature):
 def test_attention_takes_batch_first_layout():
     q, k, v = rows(2, 9, 4, 8), rows(2, 11, 2, 8), rows(2, 11, 2, 6)
     core = {"bnhd": True, "is_causal": True}
-    compare_with_reference(q, k, v, core=core, is_causal=True, layout="bnhd")
+    compare_with_reference(q, k, v, core=core, is_causal=True, layout="bshd")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -477,7 +475,7 @@ def test_attention_takes_variable_lengths(dtype, rest):
         v,
         core={"is_causal": True, "bottom_right": True},
         is_causal=True,
-        causal_align="bottom_right",
+        causal_align="lower_right",
         cu_seqlens_q=torch.tensor([0, 5, 5, 14], dtype=dtype),
         cu_seqlens_k=torch.tensor([0, 4, 6, 11], dtype=dtype),
     )
@@ -497,7 +495,7 @@ BAD = {
     "layout": {"layout": "nbhd"},
     "dropout_p": {"dropout_p": 1.0},
     "softcap": {"softcap": 0.0},
-    "window": {"window": (-1, 2)},
+    "window_size": {"window_size": (-1, 2)},
     "mask": {"mask": torch.ones(5, 5).requires_grad_()},
     "bias": {"bias": torch.ones(5, 6)},
     "sinks": {"sinks": torch.ones(2)},
@@ -533,7 +531,11 @@ OTHERS = [
     (ValueError, "scale must fit into float64, got 1000", {"scale": 10**400}),
     (ValueError, "scale must not require a gradient", {"scale": learned(0.3)}),
     (ValueError, "softcap must not require a gradient", {"softcap": learned(2.0)}),
-    (ValueError, "window must be (left, right) or None, got 3", {"window": 3}),
+    (
+        ValueError,
+        "window_size must be (left, right) or None, got 3",
+        {"window_size": 3},
+    ),
     (
         NotImplementedError,
         "mask must be bool or of floats, got torch.int32",

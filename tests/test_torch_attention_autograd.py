@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trainfast
-from trainfast.torch import attention, attention_math, scaled_dot_product_attention
-from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch import attention, scaled_dot_product_attention
+from trainfast.torch.attention import math_backend
+from trainfast.torch.attention.math_backend import Extras, Inputs, Options
 from trainfast.torch.flash_attn import flash_attn_qkvpacked_func
 
 
@@ -34,8 +35,8 @@ ends = torch.tensor
 FEATURES = {
     "plain": {},
     "causal": {"is_causal": True},
-    "bottom right": {"is_causal": True, "causal_align": "bottom_right"},
-    "window": {"window": (1, 1)},
+    "bottom right": {"is_causal": True, "causal_align": "lower_right"},
+    "window_size": {"window_size": (1, 1)},
     "softcap": {"softcap": 0.8},
     "mask": {"mask": torch.tensor([True, False, True, True, False])},
     "empty row": {"mask": torch.arange(4)[:, None] > 1},
@@ -45,7 +46,7 @@ FEATURES = {
     "row bias": {"bias": rows(4, 1)},
     "key bias": {"bias": rows(1, 1, 1, 5)},
     "alibi": {"alibi_slopes": rows(4)},
-    "alibi of items": {"alibi_slopes": rows(1, 4), "causal_align": "bottom_right"},
+    "alibi of items": {"alibi_slopes": rows(1, 4), "causal_align": "lower_right"},
     "sinks": {"sinks": rows(4)},
     "dropout": {"dropout_p": 0.4, "seed": 3},
     "lengths": {"kv_lens": torch.tensor([3])},
@@ -95,7 +96,7 @@ def test_every_element_of_the_derivatives_is_right():
     assert gradgradcheck(function, inputs[:3])
 
 
-@pytest.mark.parametrize("layout", ["bnhd", "lengths"])
+@pytest.mark.parametrize("layout", ["bshd", "lengths"])
 def test_derivatives_of_layout_are_right(layout):
     q, k, v = [rows(7, 4, 3), rows(9, 2, 3), rows(9, 2, 2)]
     options = {
@@ -103,8 +104,8 @@ def test_derivatives_of_layout_are_right(layout):
         "cu_seqlens_k": ends([0, 3, 4, 8]),
         "is_causal": True,
     }
-    if layout == "bnhd":
-        q, k, v, options = q[None], k[None], v[None], {"layout": "bnhd"}
+    if layout == "bshd":
+        q, k, v, options = q[None], k[None], v[None], {"layout": "bshd"}
     function, _ = function_of_leaves(options)
     assert gradcheck(function, (q, k, v), fast_mode=True)
     assert gradgradcheck(function, (q, k, v), fast_mode=True)
@@ -140,7 +141,7 @@ def test_plain_operations_take_items_without_queries_or_keys(case, dtype):
     )
     q.data[ends_q[-1] :] = math.nan  # rows of no item
     extras = Extras(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-    found = attention_math.attention(Inputs(q, k, v), extras, Options(0.5))
+    found = math_backend.attention(Inputs(q, k, v), extras, Options(0.5))
     wanted = attention(
         q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, scale=0.5, return_lse=True
     )
@@ -182,7 +183,7 @@ def test_second_derivative_does_not_depend_on_tiles(monkeypatch):
 
     q, k, v = qkv(n_q=50, n_k=60)
     whole = second()
-    monkeypatch.setattr(attention_math, "TILE", 1)
+    monkeypatch.setattr(math_backend, "TILE", 1)
     for a, b in zip(second(), whole, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -202,7 +203,7 @@ class Largest(TorchDispatchMode):
 
 def test_second_derivative_needs_no_square_of_the_length(monkeypatch):
     n = 256
-    monkeypatch.setattr(attention_math, "TILE", 32 * n)
+    monkeypatch.setattr(math_backend, "TILE", 32 * n)
     x = rows(1, 1, n, 4)
     out = scaled_dot_product_attention(x, x, x)
     (grad,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
@@ -278,7 +279,7 @@ def test_plain_operations_drop_what_the_kernel_drops():
     seed = torch.tensor(-(2**62) + 12345)
     out, lse = attention(q, k, v, dropout_p=0.7, seed=seed, return_lse=True)
     options = Options(3**-0.5, dropout_p=0.7)
-    plain = attention_math.attention(Inputs(q, k, v), Extras(seed=seed), options)
+    plain = math_backend.attention(Inputs(q, k, v), Extras(seed=seed), options)
     torch.testing.assert_close((out, lse), plain)
 
 
@@ -315,7 +316,7 @@ def test_seed_may_be_a_tensor():
 
 MAPPED = {
     "straight": lambda x: attention(x, x, x),
-    "options": lambda x: attention(x, x, x, window=(1, 2), softcap=2.0),
+    "options": lambda x: attention(x, x, x, window_size=(1, 2), softcap=2.0),
     "packed": lambda x: flash_attn_qkvpacked_func(torch.stack([x, x, x], 2)),
     "lse": lambda x: attention(x, x, x, return_lse=True)[1],
 }

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import trainfast
-from trainfast import _core, attention_lengths
-from trainfast.torch import attention, attention_ops, attention_straight, versions
+from trainfast import _core, sequence_lengths
+from trainfast.torch import attention, private
+from trainfast.torch.attention import autograd, fast_path
 
 
 @pytest.fixture
@@ -22,10 +23,10 @@ def seen(monkeypatch):
         calls.append((args, kwargs))
 
     core = SimpleNamespace(attention=record, attention_backward=record)
-    monkeypatch.setattr(attention_ops, "_core", core)
-    monkeypatch.setattr(attention_straight, "_core", core)
+    monkeypatch.setattr(autograd, "_core", core)
+    monkeypatch.setattr(fast_path, "_core", core)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.setattr(versions, "cuda_stream", lambda index: 1234)
+    monkeypatch.setattr(private, "cuda_stream", lambda index: 1234)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     trainfast.reset_stats()
     return calls
@@ -59,10 +60,10 @@ def test_scratch_comes_from_torchs_allocator_on_qs_device(seen):
     scratch = seen[0][1]["scratch"](12)
     assert (scratch.shape, scratch.dtype) == ((12,), torch.float32)
     meta = rows(1, 2, 5, 8).to("meta")
-    make = attention_ops._keywords(
-        attention_ops.Inputs(meta, meta, meta),
-        attention_ops.Extras(),
-        attention_ops.Options(1.0),
+    make = autograd._keywords(
+        autograd.Inputs(meta, meta, meta),
+        autograd.Extras(),
+        autograd.Options(1.0),
     )["scratch"]
     assert make(3).device.type == "meta"
 
@@ -86,7 +87,7 @@ LIES = [
 def test_lengths_are_checked_only_when_asked(monkeypatch, seen, call, message):
     call()
     assert len(seen) == 1
-    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
+    monkeypatch.setattr(sequence_lengths, "CHECK_ON_DEVICE", True)
     with pytest.raises(ValueError, match=message):
         call()
     assert len(seen) == 1
@@ -96,37 +97,37 @@ def test_lengths_of_the_gradients_are_checked_too(monkeypatch, seen):
     q, ends = rows(9, 3, 8).requires_grad_(), torch.tensor([0, 4, 9])
     options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5)
     out = attention(q, q, q, max_seqlen_k=5, **options)
-    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
+    monkeypatch.setattr(sequence_lengths, "CHECK_ON_DEVICE", True)
     out.sum().backward()
     ends.data[1] = 10
-    out = attention_ops.Inputs(q, q, q)
+    out = autograd.Inputs(q, q, q)
     with pytest.raises(ValueError, match="cu_seqlens_q must not decrease"):
-        attention_ops._keywords(
+        autograd._keywords(
             out,
-            attention_ops.Extras(cu_seqlens_q=ends, cu_seqlens_k=ends),
-            attention_ops.Options(1.0),
+            autograd.Extras(cu_seqlens_q=ends, cu_seqlens_k=ends),
+            autograd.Options(1.0),
         )
 
 
 def test_captured_calls_are_not_looked_at(monkeypatch, seen):
-    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
+    monkeypatch.setattr(sequence_lengths, "CHECK_ON_DEVICE", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     lengths([6, 1])
     assert len(seen) == 1
 
 
 def test_right_lengths_pass_the_check(monkeypatch, seen):
-    monkeypatch.setattr(attention_lengths, "CHECK_ON_DEVICE", True)
+    monkeypatch.setattr(sequence_lengths, "CHECK_ON_DEVICE", True)
     lengths([5, 0])
     boundaries(0, 3, 5)
     q = rows(2, 5, 3, 8)
-    attention(q, q, q, kv_lens=torch.tensor([5, 0]), layout="bnhd")
+    attention(q, q, q, kv_lens=torch.tensor([5, 0]), layout="bshd")
     attention(q, q, q)
     assert len(seen) == 4
 
 
 def test_the_core_itself_trusts_nothing_on_the_cpu():
-    assert not attention_lengths.CHECK_ON_DEVICE
+    assert not sequence_lengths.CHECK_ON_DEVICE
     with pytest.raises(ValueError, match="kv_lens"):
         lengths([6, 1])
-    assert _core is attention_ops._core
+    assert _core is autograd._core

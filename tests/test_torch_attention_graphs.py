@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import trainfast
-from trainfast.torch import attention, attention_math, scaled_dot_product_attention
-from trainfast.torch.attention_math import Extras, Inputs, Options
+from trainfast.torch import attention, scaled_dot_product_attention
+from trainfast.torch.attention import math_backend
+from trainfast.torch.attention.math_backend import Extras, Inputs, Options
 
 forward_op = torch.ops.trainfast.attention.default
 backward_op = torch.ops.trainfast.attention_backward.default
@@ -126,7 +127,7 @@ COMPILED = {
         q, q[:, :2], q[:, :2], enable_gqa=True
     ),
     "dropout": lambda q, x: attention(q, q, q, dropout_p=0.4, seed=3),
-    "window": lambda q, x: attention(q, q, q, window=(1, None), softcap=2.0),
+    "window_size": lambda q, x: attention(q, q, q, window_size=(1, None), softcap=2.0),
     "sinks": lambda q, x: attention(q, q, q, sinks=x[:, 0, 0]),
     "lse": lambda q, x: sum(attention(q, q, q, bias=x, return_lse=True)[1:]),
     "too wide": lambda q, x: scaled_dot_product_attention(*[q.repeat(1, 1, 1, 40)] * 3),
@@ -185,7 +186,12 @@ def test_compiled_function_takes_numbers_that_change():
     """The compiler makes them symbols of its own at the second call."""
 
     def function(q, n, x):
-        options = {"window": (n, 0), "softcap": x, "scale": x / 2, "dropout_p": x / 9}
+        options = {
+            "window_size": (n, 0),
+            "softcap": x,
+            "scale": x / 2,
+            "dropout_p": x / 9,
+        }
         return attention(q, q, q, seed=n, **options)
 
     q = rows(1, 2, 20, 8, grad=False)
@@ -250,10 +256,10 @@ def test_exported_program_has_torchs_operator(strict):
 @pytest.mark.parametrize(
     "options",
     [
-        {"is_causal": True, "causal_align": "bottom_right", "return_lse": True},
-        {"window": (2, 1), "softcap": 3.0, "dropout_p": 0.2, "seed": 3},
+        {"is_causal": True, "causal_align": "lower_right", "return_lse": True},
+        {"window_size": (2, 1), "softcap": 3.0, "dropout_p": 0.2, "seed": 3},
     ],
-    ids=["causal", "window"],
+    ids=["causal", "window_size"],
 )
 def test_exported_program_takes_any_length(options):
     class Model(torch.nn.Module):
@@ -275,11 +281,11 @@ def test_exported_program_takes_any_length(options):
 
 
 def test_exported_program_of_fixed_length_has_tiles(monkeypatch):
-    monkeypatch.setattr(attention_math, "TILE", 1 << 12)
+    monkeypatch.setattr(math_backend, "TILE", 1 << 12)
 
     class Model(torch.nn.Module):
         def forward(self, q):
-            return trainfast.torch.attention(q, q, q, window=(9, 9))
+            return trainfast.torch.attention(q, q, q, window_size=(9, 9))
 
     q = torch.randn(1, 2, 120, 8)
     program = torch.export.export(Model(), (q,))
@@ -364,7 +370,7 @@ TRANSFORMED = {
         lambda x: scaled_dot_product_attention(x, x, x), (q,), (q + 1,)
     )[1],
     "vmap": lambda q: torch.func.vmap(
-        lambda x: attention(x[None], x[None], x[None], window=(1, 1))
+        lambda x: attention(x[None], x[None], x[None], window_size=(1, 1))
     )(q),
 }
 

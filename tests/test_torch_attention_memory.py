@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import trainfast.torch as tt  # noqa: E402
-from trainfast.torch import attention_memory, attention_ops  # noqa: E402
-from trainfast.torch.attention_memory import LEAST, MOST, empty_large  # noqa: E402
+from trainfast.torch.attention import autograd, kept_memory  # noqa: E402
+from trainfast.torch.attention.kept_memory import LEAST, MOST, empty_large  # noqa: E402
 
 ROWS = LEAST // 4 // 64
 
@@ -18,9 +18,9 @@ ROWS = LEAST // 4 // 64
 @pytest.fixture(autouse=True)
 def nothing_kept():
     gc.collect()
-    attention_memory._kept.clear()
+    kept_memory._kept.clear()
     yield
-    attention_memory._kept.clear()
+    kept_memory._kept.clear()
 
 
 def large(rows=ROWS, dtype=torch.float32):
@@ -28,7 +28,7 @@ def large(rows=ROWS, dtype=torch.float32):
 
 
 def kept_bytes():
-    return sum(kept.bytes for kept in attention_memory._kept)
+    return sum(kept.bytes for kept in kept_memory._kept)
 
 
 def test_memory_that_nobody_uses_is_handed_out_again():
@@ -89,7 +89,7 @@ def test_no_more_is_kept_than_is_said_and_the_idle_go_first():
     idle = held.pop(3).data_ptr()
     larger = large(ROWS + 1)
     assert kept_bytes() <= MOST
-    assert idle not in [kept.address for kept in attention_memory._kept]
+    assert idle not in [kept.address for kept in kept_memory._kept]
     more = [large() for _ in range(n)]  # the longest in use are forgotten, not taken
     assert kept_bytes() <= MOST
     addresses = {x.data_ptr() for x in (*held, larger, *more)}
@@ -120,7 +120,7 @@ def test_threads_do_not_share_a_result():
 def test_who_comes_in_between_does_not_wait(monkeypatch):
     """A finaliser, or a signal's handler, that calls attention itself."""
     between = []
-    fresh = attention_memory._fresh
+    fresh = kept_memory._fresh
 
     def interrupted(n):
         if not between:
@@ -128,10 +128,10 @@ def test_who_comes_in_between_does_not_wait(monkeypatch):
             between.append(large())
         return fresh(n)
 
-    monkeypatch.setattr(attention_memory, "_fresh", interrupted)
+    monkeypatch.setattr(kept_memory, "_fresh", interrupted)
     outer = large()
     assert outer.data_ptr() != between[1].data_ptr()
-    assert not attention_memory._lock.locked()
+    assert not kept_memory._lock.locked()
 
 
 def test_no_memory_is_an_error_and_frees_what_is_kept(monkeypatch):
@@ -141,15 +141,15 @@ def test_no_memory_is_an_error_and_frees_what_is_kept(monkeypatch):
     def none(n):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(attention_memory, "_fresh", none)
+    monkeypatch.setattr(kept_memory, "_fresh", none)
     with pytest.raises(RuntimeError, match="no memory"):
         large(2 * ROWS)
-    assert not attention_memory._kept and not attention_memory._lock.locked()
+    assert not kept_memory._kept and not kept_memory._lock.locked()
 
 
 @pytest.fixture
 def little_is_large(monkeypatch):
-    monkeypatch.setattr(attention_memory, "LEAST", 1024)
+    monkeypatch.setattr(kept_memory, "LEAST", 1024)
 
 
 @pytest.mark.parametrize("value_dim", [8, 16])
@@ -193,15 +193,15 @@ def test_large_results_lie_as_small_ones(monkeypatch, heads):
         x = base.expand(2, 2, 40, 16)
         out = tt.scaled_dot_product_attention(x, x, x)
         made = [out, *torch.autograd.grad(out.sum(), x)]
-        made += [attention_ops.empty_grad(x)]
+        made += [autograd.empty_grad(x)]
         y = x.transpose(1, 2)
-        made += [attention_ops.empty_rows(y, 16), attention_ops.empty_rows(y, 8)]
+        made += [autograd.empty_rows(y, 16), autograd.empty_rows(y, 8)]
         return [tuple(m.stride()) for m in made]
 
     small = strides()
-    monkeypatch.setattr(attention_memory, "LEAST", 1024)
+    monkeypatch.setattr(kept_memory, "LEAST", 1024)
     assert strides() == small
-    assert attention_memory._kept
+    assert kept_memory._kept
 
 
 def test_modes_that_see_operators_see_torchs_own_memory(little_is_large):
@@ -209,8 +209,8 @@ def test_modes_that_see_operators_see_torchs_own_memory(little_is_large):
 
     q = torch.randn(1, 2, 40, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        attention_ops.empty_rows(q, 16)
-    assert not attention_memory._kept
+        autograd.empty_rows(q, 16)
+    assert not kept_memory._kept
 
 
 def test_gradient_that_a_parameter_keeps_is_its_own(little_is_large):
@@ -234,7 +234,7 @@ def test_function_transforms_and_fakes_have_their_own_memory(little_is_large):
     torch.testing.assert_close(mapped, single)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(q[0]), loss(q[0]))
-    assert attention_ops.empty(q.to("meta"), (1 << 40,)).device.type == "meta"
+    assert autograd.empty(q.to("meta"), (1 << 40,)).device.type == "meta"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

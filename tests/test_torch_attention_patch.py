@@ -1,4 +1,4 @@
-"""trainfast.patch("attention"), and torch's registration of implementations."""
+"""trainfast.patch("attention")."""
 
 import threading
 import types
@@ -12,12 +12,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 
 import trainfast
-from trainfast.torch import (
-    attention_patch,
-    attention_route,
-    register_flash_attention_impl,
-    scaled_dot_product_attention,
-)
+from trainfast.torch import scaled_dot_product_attention
+from trainfast.torch.attention import dispatch, replacements
 
 FLASH = "CUDA: torch's flash attention, until ours is measured beside it"
 
@@ -53,7 +49,7 @@ def test_patch_reroutes_the_function_and_unpatch_restores_it(kernel, monkeypatch
     with trainfast.patch("attention") as report:
         assert F.scaled_dot_product_attention is not before[0]
         assert user.sdpa is F.scaled_dot_product_attention
-        assert "torch.backends.mha.get_fastpath_enabled" in str(report)
+        assert "torch.backends.mha.get_fastpath_enabled" in str(report.table())
         q = torch.randn(1, 2, 5, 8)
         F.scaled_dot_product_attention(q, q, q)
         assert calls() == 1
@@ -363,20 +359,20 @@ def on_gpu(*shape):
 
 
 def test_where_torch_has_flash_attention_patch_leaves_attention_alone(monkeypatch):
-    monkeypatch.setattr(attention_route, "has_flash_attention", lambda device: True)
+    monkeypatch.setattr(dispatch, "has_flash_attention", lambda device: True)
     # In torch 2.6 its function asks the driver, which is missing here.
-    monkeypatch.setattr(attention_patch, "by_torch", lambda query, *_, **__: query)
+    monkeypatch.setattr(replacements, "torchs_sdpa", lambda query, *_, **__: query)
     left, named = [], []
     with FakeTensorMode():
         q = on_gpu(8, 8, 128, 64)
         trainfast.patch()
-        assert attention_route.torchs_are_faster(q) == FLASH
+        assert dispatch.torchs_are_faster(q) == FLASH
         F.scaled_dot_product_attention(q, q, q)
         left.append(fallbacks())
         trainfast.patch("attention")
-        assert attention_route.torchs_are_faster(q) is None
-        named.append(str(trainfast.unpatch()))
-        assert attention_route.torchs_are_faster(q) == FLASH
+        assert dispatch.torchs_are_faster(q) is None
+        named.append(str(trainfast.unpatch().table()))
+        assert dispatch.torchs_are_faster(q) == FLASH
     assert left == [{FLASH: 1}] and "is_named" in named[0]
 
 
@@ -385,70 +381,24 @@ def test_a_block_within_patch_takes_the_setting_of_its_name_back():
     patched = F.scaled_dot_product_attention
     with trainfast.patch("attention"):
         with trainfast.patch("attention"):
-            assert attention_route.is_named()
-        assert attention_route.is_named()
-    assert not attention_route.is_named()
+            assert dispatch.is_named()
+        assert dispatch.is_named()
+    assert not dispatch.is_named()
     assert F.scaled_dot_product_attention is patched
     trainfast.unpatch()
     with trainfast.patch("attention"):
-        assert attention_route.is_named()
-    assert not attention_route.is_named()
+        assert dispatch.is_named()
+    assert not dispatch.is_named()
 
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_fused_path_stays_where_our_kernels_would_refuse(monkeypatch, flash):
     """A GPU's tensors; the CPU's stand in for them."""
-    monkeypatch.setattr(attention_route, "has_flash_attention", lambda device: flash)
+    monkeypatch.setattr(dispatch, "has_flash_attention", lambda device: flash)
     with FakeTensorMode():
         x = on_gpu(2, 300, 16)
-        reason = attention_patch._stays_fused(x, weights=False)
+        reason = replacements._stays_fused(x, weights=False)
     assert reason == (FLASH if flash else None)
-
-
-# ---- torch.nn.attention.activate_flash_attention_impl --------------------------------
-
-registry = pytest.importorskip("torch.nn.attention")
-
-
-@pytest.fixture
-def activated():
-    if not register_flash_attention_impl():
-        pytest.skip("this torch has no registration of implementations")
-    if not hasattr(registry, "restore_flash_attention_impl"):
-        pytest.skip("this torch cannot take an implementation away again")
-    registry.activate_flash_attention_impl("trainfast")
-    yield
-    registry.restore_flash_attention_impl()
-
-
-def results(function, q, *args, **kwargs):
-    leaf = q.clone().requires_grad_()
-    out = function(leaf, leaf, leaf, *args, **kwargs)
-    return [out, *torch.autograd.grad(out.pow(2).sum(), leaf)]
-
-
-@pytest.mark.parametrize("dim", [8, 300])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2}])
-def test_activated_implementation_is_under_torchs_operator(activated, dim, options):
-    assert registry.current_flash_attention_impl() == "trainfast"
-    q = torch.randn(2, 3, 5, dim)
-    mine = results(F.scaled_dot_product_attention, q, **options)
-    assert calls() == (2 if dim == 8 else 0)
-    reason = "a head dim of 0 or above 256"
-    assert fallbacks() == ({} if dim == 8 else {reason: 1})
-    registry.restore_flash_attention_impl()
-    theirs = results(F.scaled_dot_product_attention, q, **options)
-    assert calls() == (2 if dim == 8 else 0)
-    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    registry.activate_flash_attention_impl("trainfast")
-
-
-def test_activated_implementation_takes_masks(activated):
-    q, mask = torch.randn(2, 3, 5, 8), torch.rand(5, 5) > 0.5
-    mine = results(F.scaled_dot_product_attention, q, mask)
-    assert calls() == 2
-    theirs = results(scaled_dot_product_attention, q, mask)
-    torch.testing.assert_close(mine, theirs)
 
 
 def test_traced_attention_is_no_nested_tensor():

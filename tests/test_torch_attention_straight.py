@@ -11,12 +11,8 @@ from torch_version import TORCH
 
 import trainfast
 from trainfast import _core
-from trainfast.torch import (
-    attention,
-    attention_route,
-    attention_straight,
-    scaled_dot_product_attention,
-)
+from trainfast.torch import attention, scaled_dot_product_attention
+from trainfast.torch.attention import dispatch, fast_path, sdpa
 
 FUNCTIONS = [attention, scaled_dot_product_attention]
 # q and k, v: self-attention, cross-attention, one query, keys and values of their own
@@ -43,14 +39,14 @@ def function(request):
 def taken(monkeypatch):
     """A list that gets an item for each call that goes the other way."""
     others = []
-    refusal_of = attention_route.refusal_of
+    refusal_of = dispatch.refusal_of
 
     def record(tensors):
         others.append(tensors)
         return refusal_of(tensors)
 
-    monkeypatch.setattr(attention_route, "refusal_of", record)
-    monkeypatch.setattr("trainfast.torch.sdpa.refusal_of", record)
+    monkeypatch.setattr(dispatch, "refusal_of", record)
+    monkeypatch.setattr(sdpa, "refusal_of", record)
     return others
 
 
@@ -106,7 +102,7 @@ def check_both_ways(function, monkeypatch, case, options, kind):
     straight = results(function, tensors, **options)
     with torch.no_grad():
         straight.append(function(*tensors, **options))
-    monkeypatch.setattr(attention_straight, "is_open", lambda *tensors: False)
+    monkeypatch.setattr(fast_path, "is_open", lambda *tensors: False)
     other = results(function, tensors, **options)
     with torch.no_grad():
         other.append(function(*tensors, **options))
@@ -259,7 +255,7 @@ def test_gradients_that_nobody_wants_are_not_made(function, monkeypatch):
             made.append([x is not None for x in args[7:]])
             _core.attention_backward(*args, **kwargs)
 
-    monkeypatch.setattr(attention_straight, "_core", Core)
+    monkeypatch.setattr(fast_path, "_core", Core)
     function(q, k, v).sum().backward()
     assert made == [[True, False, True, False, False, False]]
     assert k.grad is None and q.grad is not None and v.grad is not None

@@ -10,13 +10,9 @@ from torch_version import TORCH
 
 import trainfast
 from trainfast.stats import CallTally
-from trainfast.torch import (
-    adamw_state,
-    clip_grad_norm_,
-    clip_grad_value_,
-    get_total_norm,
-)
-from trainfast.torch.clip import _Measuring, measure
+from trainfast.torch import clip_grad_norm_, clip_grad_value_, get_total_norm
+from trainfast.torch.optim import state as adamw_state
+from trainfast.torch.optim.clip import _Measuring, measure
 
 SHAPES = [(), (1,), (7,), (10, 10), (257,), (0, 4), (300, 61)]
 NORMS = [2.0, 1, 0.5, 1.5, 3, 4, "inf", math.inf]

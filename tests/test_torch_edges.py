@@ -411,7 +411,7 @@ def test_distributed_tensors_run_torchs_step(distribute):
 
 
 def test_distributed_tensors_are_warned_of_once(distribute, monkeypatch):
-    monkeypatch.setattr("trainfast.torch.adamw_fallback._warned", set())
+    monkeypatch.setattr("trainfast.torch.optim.torch_step._warned", set())
     p = torch.nn.Parameter(distribute(torch.ones(4)))
     p.grad = distribute(torch.ones(4))
     with pytest.warns(UserWarning, match="torch's own step runs for all .* DTensor"):
@@ -423,7 +423,7 @@ def test_distributed_tensors_are_warned_of_once(distribute, monkeypatch):
 
 @pytest.mark.parametrize("cls", [AdamW, Adam])
 def test_whole_fallbacks_are_warned_of_once(backend, monkeypatch, cls):
-    monkeypatch.setattr("trainfast.torch.adamw_fallback._warned", set())
+    monkeypatch.setattr("trainfast.torch.optim.torch_step._warned", set())
     params = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in "ab"]
     params += [torch.nn.Parameter(torch.ones(3))]
 

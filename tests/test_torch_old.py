@@ -54,7 +54,7 @@ def refusal(grad, param=None):
     param = torch.nn.Parameter(torch.ones(2, 3)) if param is None else param
     arrays = [[torch.zeros_like(param)] for _ in range(2)]
     try:
-        trainfast.adamw_step([param], [grad], *arrays, step=1, lr=0.1)
+        trainfast.numpy.adamw_step([param], [grad], *arrays, step=1, lr=0.1)
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)
     return None
@@ -88,7 +88,7 @@ assert trainfast.stats().fallbacks == {}, trainfast.stats()
 # What the module keeps a reference to is known to the garbage collector.
 REFERENTS = """
 import gc
-trainfast.adamw_step(*([torch.ones(2)] for _ in range(4)), step=1, lr=0.1)
+trainfast.numpy.adamw_step(*([torch.ones(2)] for _ in range(4)), step=1, lr=0.1)
 known = {id(each) for each in gc.get_referents(_core)}
 for kept in (torch.strided, torch.float32, torch.bfloat16, _core.Workspace):
     assert id(kept) in known, kept

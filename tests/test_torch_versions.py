@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainfast.torch import Adam, AdamW, adamw_state, versions  # noqa: E402
+from trainfast.torch import Adam, AdamW, private  # noqa: E402
+from trainfast.torch.optim import state as adamw_state  # noqa: E402
 
 
 def python(code, *arguments):
@@ -42,7 +43,7 @@ for load in ("import trainfast.torch", "from trainfast.torch import AdamW",
 @pytest.mark.parametrize("version", ["2.6.0a0+ecf3bae", "2.15.0.dev20260101", "3.0.0"])
 def test_pre_releases_and_new_versions_are_supported(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
-    versions._require_supported()
+    private._require_supported()
 
 
 # ---- Adam before torch 2.7, whose groups do not name their weight decay --------------
@@ -51,9 +52,9 @@ def test_pre_releases_and_new_versions_are_supported(monkeypatch, version):
 @pytest.fixture
 def before_2_7(monkeypatch):
     """Optimizers of trainfast whose torch is older than it is."""
-    if not versions.ADAM_DECOUPLES:
+    if not private.ADAM_DECOUPLES:
         return
-    monkeypatch.setattr(versions, "ADAM_DECOUPLES", False)
+    monkeypatch.setattr(private, "ADAM_DECOUPLES", False)
     complete = adamw_state.complete
 
     def forget(group, *args):
@@ -102,7 +103,7 @@ def test_state_before_2_7_loads(before_2_7):
 
 
 def test_decoupled_adam_before_2_7_is_refused(monkeypatch):
-    monkeypatch.setattr(versions, "ADAM_DECOUPLES", False)
+    monkeypatch.setattr(private, "ADAM_DECOUPLES", False)
     message = (
         "^decoupled_weight_decay of Adam must be False in torch before 2.7, got True "
         f"with torch {torch.__version__}; use AdamW$".replace("+", r"\+")
@@ -117,7 +118,7 @@ def test_decoupled_adam_before_2_7_is_refused(monkeypatch):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.skipif(not versions.ADAM_DECOUPLES, reason="torch before 2.7 has none")
+@pytest.mark.skipif(not private.ADAM_DECOUPLES, reason="torch before 2.7 has none")
 def test_decoupled_adam_is_adamw():
     adam, _ = trained(Adam, decoupled_weight_decay=True)
     adamw, _ = trained(AdamW)
@@ -251,5 +252,5 @@ def test_kernels_run_where_a_private_name_has_another_in_its_place():
 
 def test_steps_are_kept_from_compilers_without_torchs_private_name(monkeypatch):
     monkeypatch.delattr(torch, "_disable_dynamo")
-    names = runpy.run_path(versions.__file__)
+    names = runpy.run_path(private.__file__)
     assert names["disable_dynamo"] is torch.compiler.disable

@@ -1,8 +1,9 @@
-"""Fast kernels for existing training scripts: fused AdamW and attention.
+"""Fast kernels for existing training scripts: AdamW, attention, loss scaling, graphs.
 
-Importing trainfast loads neither torch nor CUDA and patches nothing. The adapters for
-torch are in `trainfast.torch`, the cache of graphs in `trainfast.graph_cache`, both
-loaded when first asked for.
+The names at this level take torch's place: `trainfast.AdamW` is torch.optim.AdamW on
+trainfast's kernel. `trainfast.numpy` has the kernels for NumPy and other arrays, and
+`trainfast.graph_cache` the cache of graphs. Importing trainfast loads neither torch nor
+CUDA and patches nothing: each of torch's names is loaded when it is first used.
 """
 
 from importlib import import_module
@@ -11,35 +12,51 @@ from typing import TYPE_CHECKING
 from trainfast._core import backends as _backends
 from trainfast._core import use_backend
 from trainfast._core import version as __version__
-from trainfast.adamw import AdamW, adamw_step
-from trainfast.amp import LossScaler
-from trainfast.attention import AttentionGradients, attention, attention_backward
 from trainfast.patching import PatchReport, is_patched, patch, unpatch
 from trainfast.stats import reset_stats, stats
 
 if TYPE_CHECKING:  # __getattr__ loads them
-    from trainfast import graph_cache
+    from trainfast import graph_cache as graph_cache
+    from trainfast import numpy as numpy
     from trainfast import torch as torch
+    from trainfast.tools.env import env as env
+    from trainfast.tools.selftest import selftest as selftest
+    from trainfast.torch import Accumulator as Accumulator
+    from trainfast.torch import Adam as Adam
+    from trainfast.torch import AdamW as AdamW
+    from trainfast.torch import GradScaler as GradScaler
+    from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
+    from trainfast.torch import clip_grad_norm_ as clip_grad_norm_
+    from trainfast.torch import clip_grad_value_ as clip_grad_value_
+    from trainfast.torch import scaled_dot_product_attention as _sdpa
+    from trainfast.torch.attention.functional import attention as attention
 
-# Without "torch": `from trainfast import *` must not rebind the user's name.
+    scaled_dot_product_attention = _sdpa
+
+# `from trainfast import *` imports these: it must not load torch, nor rebind the names
+# torch and numpy.
 __all__ = [
-    "AdamW",
-    "AttentionGradients",
-    "LossScaler",
     "PatchReport",
     "__version__",
-    "adamw_step",
-    "attention",
-    "attention_backward",
     "backends",
+    "env",
     "graph_cache",
     "is_patched",
     "patch",
     "reset_stats",
+    "selftest",
     "stats",
     "unpatch",
     "use_backend",
 ]
+
+_PACKAGES = ("graph_cache", "numpy", "torch")
+_TOOLS = ("env", "selftest")
+_TORCHS = (
+    *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
+    *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
+)
+_NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 
 
 def backends() -> list[dict[str, object]]:
@@ -55,10 +72,38 @@ def backends() -> list[dict[str, object]]:
 
 
 def __getattr__(name: str) -> object:
-    if name in ("graph_cache", "torch"):
+    if name in _PACKAGES:
         return import_module(f"trainfast.{name}")
-    raise AttributeError(f"module 'trainfast' has no attribute {name!r}")
+    if name in _TOOLS:
+        return getattr(import_module(f"trainfast.tools.{name}"), name)
+    if name in _TORCHS:
+        return _of_torch(name)
+    error = f"module 'trainfast' has no attribute {name!r}"
+    if name in _NUMPYS:
+        error += f"; for NumPy and other arrays there is trainfast.numpy.{name}"
+    raise AttributeError(error)
+
+
+def _of_torch(name: str) -> object:
+    try:
+        found: object = getattr(import_module("trainfast.torch"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        without = getattr(import_module("trainfast.numpy"), name, None)
+        raise ImportError(
+            f"trainfast.{name} takes the place of torch's; install torch"
+            + (f", or use trainfast.numpy.{name}, which needs none" if without else ""),
+            name="torch",
+        ) from error
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "graph_cache", "torch"})
+    from importlib.util import find_spec
+
+    names = {*globals(), *_PACKAGES, *_TOOLS, *_TORCHS}
+    if find_spec("torch") is None:  # help() would stop at the ImportErrors
+        names -= {"torch", *_TORCHS}
+    return sorted(names)

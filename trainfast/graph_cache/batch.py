@@ -1,8 +1,8 @@
 """What a batch is to hold, and batches as plain dicts.
 
 The core puts graphs together into one arena (`GraphBatch`); an assembler makes of that
-what the training loop gets. This file has the one for dicts, jraph.py the one for
-GraphsTuples, trainfast.torch.pyg the one for PyG.
+what the training loop gets. This file has the one for dicts, trainfast.torch.pyg the
+one for PyG.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -247,6 +247,6 @@ def _like(ptrs: list[Any]) -> Callable[[np.ndarray], Any]:
     from importlib import import_module
 
     device = ptrs[0].device
-    return lambda array: import_module("trainfast.torch.graph_device").tensor(
+    return lambda array: import_module("trainfast.torch.graphs.device").tensor(
         array, device
     )

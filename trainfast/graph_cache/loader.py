@@ -27,7 +27,7 @@ from trainfast.graph_cache.cache import Cache, Subset
 from trainfast.graph_cache.padding import Bucket, chooser, plan_buckets
 from trainfast.graph_cache.sampling import Cut, as_indices, of_subset
 
-OUTPUTS = ("dict", "pyg", "jraph")
+OUTPUTS = ("dict", "pyg")
 OVERSIZE = ("error", "alone")
 _MOST_THREADS = 64  # of the core
 
@@ -58,8 +58,8 @@ class Loader:
     is made when it is asked for, a large one on torch's threads. One thread is enough
     unless graphs are large. Where all cores are busy 0 can be faster, because a thread
     takes time from the training step.
-    output: "dict" (see batch.dict_assembler), "pyg" (a DataBatch or HeteroDataBatch),
-    "jraph" (a GraphsTuple); or a function that takes a BatchPlan and returns the
+    output: "dict" (see batch.dict_assembler), "pyg" (a DataBatch or HeteroDataBatch);
+    or a function that takes a BatchPlan and returns the
     function from a GraphBatch to what you get. Its attribute array_type, if it has
     one, says what the arrays are (torch.Tensor); otherwise they are NumPy's.
     pad_to: static shapes, (graphs, nodes, edges), a dict with these keys (in
@@ -383,23 +383,15 @@ class Loader:
         """The function from a GraphBatch to what the user gets."""
         on_torch = self.output == "pyg" or self.device is not None or self.pin_memory
         self._array_type = getattr(self.output, "array_type", None)
-        if on_torch and self.output == "jraph":
-            raise ValueError(
-                "device and pin_memory cannot be combined with output='jraph'; pass "
-                "the GraphsTuple to jax.device_put instead"
-            )
         if self.output == "dict":
             assemble = dict_assembler(self._plan)
         elif self.output == "pyg":
             assemble = import_module("trainfast.torch.pyg").assembler(self._plan)
-        elif self.output == "jraph":
-            jraph = import_module("trainfast.graph_cache.jraph")
-            assemble = jraph.jraph_assembler(self._plan)
         else:
             assert callable(self.output)
             assemble = self.output(self._plan)
         if on_torch:
-            torch_side = import_module("trainfast.torch.graph_device")
+            torch_side = import_module("trainfast.torch.graphs.device")
             self._array_type = torch_side.Tensor
             move = torch_side.mover(self.device, self.pin_memory)
             if move is not None:

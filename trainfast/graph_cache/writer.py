@@ -324,7 +324,7 @@ class Writer:
         if pyg is None or not isinstance(graph, pyg.Data | pyg.HeteroData):
             return as_mapping(graph)
         if self._flattener is None or self._flattener.kind is not type(graph):
-            rules: Any = import_module("trainfast.torch.pyg_rules")
+            rules: Any = import_module("trainfast.torch.pyg.rules")
             self._flattener = rules.Flattener([graph])
         return self._flattener(graph)
 

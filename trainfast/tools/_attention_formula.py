@@ -64,8 +64,8 @@ def term_of(array: np.ndarray, b: int) -> np.ndarray:
 class Item:
     """Batch item b: q, k and v are [heads, rows, dim], scores [heads, queries, keys].
 
-    `options` are those of `trainfast.attention`; `drawn` has those that are arrays and
-    may have a gradient, for all items.
+    `options` are those of `trainfast.numpy.attention`; `drawn` has those that are
+    arrays and may have a gradient, for all items.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Item:
         options = self.options
         i, j = np.arange(self.n_q)[:, None], np.arange(self.n_k)[None, :]
         length = options["kv_lens"][self.b] if "kv_lens" in options else self.n_k
-        bottom_right = options.get("causal_align") == "bottom_right"
+        bottom_right = options.get("causal_align") == "lower_right"
         distance = i + (length - self.n_q if bottom_right else 0) - j
         allowed = np.broadcast_to(j < length, (self.heads, self.n_q, self.n_k))
         if options.get("is_causal"):
             allowed = allowed & (distance >= 0)
-        if "window" in options:
-            left, right = options["window"]
+        if "window_size" in options:
+            left, right = options["window_size"]
             allowed = allowed & (distance <= left) & (-distance <= right)
         if "mask" in self.drawn:
             allowed = allowed & term_of(self.drawn["mask"], self.b)

@@ -15,7 +15,7 @@ class Graphs:
     """All graphs of files and directories, in the order of the names in a directory.
 
     A directory of PyG (with `processed` in it) stands for the files there. `trust`:
-    see `trainfast.torch.graph_files.load_graphs`.
+    see `trainfast.torch.graphs.files.load_graphs`.
     """
 
     def __init__(self, sources: list[str], trust: bool = False) -> None:
@@ -37,7 +37,7 @@ class Graphs:
                 yield load_npz(file)
                 continue
             # Torch is loaded only where there is one of its files.
-            reader: Any = import_module("trainfast.torch.graph_files")
+            reader: Any = import_module("trainfast.torch.graphs.files")
             load: Callable[..., Iterator[Any]] = reader.load_graphs
             yield from load(file, self._trust)
 

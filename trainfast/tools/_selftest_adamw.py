@@ -64,7 +64,7 @@ def _adamw_error(
     if found_inf is not None:
         device["found_inf"] = arrays.put(np.array([found_inf]), "float32")
     params, grads, exp_avgs, exp_avg_sqs, maxima = lists
-    trainfast.adamw_step(
+    trainfast.numpy.adamw_step(
         params,
         grads,
         exp_avgs,
@@ -125,7 +125,7 @@ def adamw_reference(
     maximize: bool = False,
     decoupled_weight_decay: bool = True,
 ) -> list[np.ndarray]:
-    """The step in float64, straight from the formula in `trainfast.adamw_step`."""
+    """The step in float64, straight from the formula in `numpy.adamw_step`."""
     p, g, m, v, v_max = arrays
     unscaled = g / grad_scale
     g = -unscaled if maximize else unscaled

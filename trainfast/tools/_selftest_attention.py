@@ -25,12 +25,12 @@ class Case:
     kv_heads: int = 2
     dim: int = 16
     dim_v: int = 16
-    layout: str = "bhnd"  # or "bnhd", or "packed": with cu_seqlens
+    layout: str = "bhsd"  # or "bshd", or "packed": with cu_seqlens
     options: dict[str, Any] = field(default_factory=dict)
     drawn: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
+CAUSAL = {"is_causal": True, "causal_align": "lower_right"}
 CASES = [
     Case((33, 33), (49, 49), dim=64, dim_v=64),
     Case((257,), (257,), 2, 1, 40, 72, options={"is_causal": True}),
@@ -40,11 +40,11 @@ CASES = [
     Case(
         (50, 50),
         (50, 50),
-        options={"window": (9, 4)},
+        options={"window_size": (9, 4)},
         drawn={"alibi_slopes": (2, 2), "sinks": (2,)},
     ),
     Case((40, 40), (90, 90), options={"dropout_p": 0.2, "seed": SEED}),
-    Case((9, 9, 9), (80, 80, 80), layout="bnhd", options={"kv_lens": (80, 33, 0)}),
+    Case((9, 9, 9), (80, 80, 80), layout="bshd", options={"kv_lens": (80, 33, 0)}),
     Case((5, 0, 64), (9, 3, 71), layout="packed", options=CAUSAL),
 ]
 
@@ -88,7 +88,7 @@ def _forward_error(problem: "Problem") -> float:
 def _backward_error(problem: "Problem") -> float:
     q, k, v = problem.qkv
     out, lse = problem.forward()
-    got = trainfast.attention_backward(
+    got = trainfast.numpy.attention_backward(
         problem.put_rows(problem.dout),
         q,
         k,
@@ -164,8 +164,8 @@ class Problem:
             options[name] = put(values, dtypes.get(name, self.wide))
         if "kv_lens" in options:
             options["kv_lens"] = put(np.array(options["kv_lens"]), "int64")
-        if case.layout == "bnhd":
-            options["layout"] = "bnhd"
+        if case.layout == "bshd":
+            options["layout"] = "bshd"
         if case.layout == "packed":
             for name, rows in (("q", case.queries), ("k", case.keys)):
                 ends = np.cumsum((0, *rows))
@@ -174,7 +174,7 @@ class Problem:
 
     def forward(self) -> tuple[Array, Array]:
         q, k, v = self.qkv
-        return trainfast.attention(q, k, v, return_lse=True, **self.options)
+        return trainfast.numpy.attention(q, k, v, return_lse=True, **self.options)
 
     def reference(self, b: int) -> Item:
         return Item(self.q[b], self.k[b], self.v[b], b, self.case.options, self.drawn)
@@ -182,10 +182,10 @@ class Problem:
     # Between lists of items and the arrays of the call
 
     def pack(self, items: Iterable[np.ndarray]) -> np.ndarray:
-        if self.case.layout == "bhnd":
+        if self.case.layout == "bhsd":
             return np.stack(list(items))
         rows = [item.swapaxes(0, 1) for item in items]
-        return np.stack(rows) if self.case.layout == "bnhd" else np.concatenate(rows)
+        return np.stack(rows) if self.case.layout == "bshd" else np.concatenate(rows)
 
     def pack_lse(self, items: Iterable[np.ndarray]) -> np.ndarray:
         if self.case.layout == "packed":

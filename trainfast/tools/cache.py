@@ -291,12 +291,10 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    """Writes each graph of a cache to a file of its own."""
+    """Writes each graph of a cache to an .npz file of its own."""
     cache, schema = _open(args.path)
     keys = () if schema is None else schema.keys
-    written = _cache_export.export(
-        cache, keys, Path(args.target), args.format, not args.quiet
-    )
+    written = _cache_export.export(cache, keys, Path(args.target), not args.quiet)
     facts = {"path": args.path, "target": args.target, **written}
     rows = [(name, value) for name, value in written.items()]
     _show(args, CacheReport(facts, [Table(args.target, ("what", "value"), rows)]))
@@ -306,8 +304,6 @@ def _export(args: argparse.Namespace) -> int:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_path(parser)
     parser.add_argument("target", help="a new directory")
-    formats = tuple(_cache_export.FORMATS)
-    parser.add_argument("--format", choices=formats, default=formats[0])
     _add_quiet(parser)
 
 

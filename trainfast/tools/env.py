@@ -12,6 +12,7 @@ from typing import Any
 
 import trainfast
 from trainfast import _core
+from trainfast.cuda_library import find_cuda_library
 from trainfast.report import Report, Table
 
 _PACKAGES = ("numpy", "torch", "ml_dtypes")
@@ -214,9 +215,7 @@ def _gpus_of_torch() -> list[dict[str, str]]:
 
 def cuda_library() -> dict[str, Any]:
     """Where the CUDA library is looked for, and whether a file is there."""
-    forced = os.environ.get("TRAINFAST_CUDA_LIBRARY")
-    beside = Path(_core.__file__ or "").with_name("libtrainfast_cuda.so")
-    path = Path(forced) if forced else beside
+    path = Path(find_cuda_library())
     return {"path": str(path), "exists": path.exists()}
 
 

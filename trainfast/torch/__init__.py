@@ -1,24 +1,40 @@
 """Adapters for torch: the same names, arguments and state as torch's own.
 
-`trainfast.torch.pyg`, for PyTorch Geometric, is loaded when it is asked for.
+Each name is loaded when it is first used, so that a future torch that breaks one
+capability leaves the others alone.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-import trainfast.torch.versions  # noqa: F401  (first: refuses a torch too old)
-from trainfast.torch import flash_attn, huggingface
-from trainfast.torch.accumulator import Accumulator
-from trainfast.torch.adamw import Adam, AdamW
-from trainfast.torch.amp import GradScaler
-from trainfast.torch.attention import attention
-from trainfast.torch.clip import clip_grad_norm_, clip_grad_value_, get_total_norm
-from trainfast.torch.flash_attention_impl import register_flash_attention_impl
-from trainfast.torch.scheduler import SkipAwareScheduler
-from trainfast.torch.sdpa import scaled_dot_product_attention
+import trainfast.torch.private  # noqa: F401  (first: refuses a torch that is too old)
 
-if TYPE_CHECKING:  # __getattr__ loads it
+if TYPE_CHECKING:  # __getattr__ loads them
+    from trainfast.torch import flash_attn as flash_attn
+    from trainfast.torch import huggingface as huggingface
     from trainfast.torch import pyg as pyg
+    from trainfast.torch.amp import Accumulator, GradScaler, SkipAwareScheduler
+    from trainfast.torch.attention import attention, scaled_dot_product_attention
+    from trainfast.torch.optim import (
+        Adam,
+        AdamW,
+        clip_grad_norm_,
+        clip_grad_value_,
+        get_total_norm,
+    )
+
+_PACKAGES = {
+    "amp": ("Accumulator", "GradScaler", "SkipAwareScheduler"),
+    "attention": ("attention", "scaled_dot_product_attention"),
+    "optim": (
+        *("Adam", "AdamW"),
+        *("clip_grad_norm_", "clip_grad_value_", "get_total_norm"),
+    ),
+}
+_HOMES = {name: package for package, names in _PACKAGES.items() for name in names}
+_MODULES = ("amp", "flash_attn", "graphs", "huggingface", "optim", "pyg")
 
 __all__ = [
     "Accumulator",
@@ -32,12 +48,32 @@ __all__ = [
     "flash_attn",
     "get_total_norm",
     "huggingface",
-    "register_flash_attention_impl",
     "scaled_dot_product_attention",
 ]
 
 
+class _Face(ModuleType):
+    """`trainfast.torch.attention` is the function, also once Python's import has bound
+    the package of this name, which holds the function, here."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "attention" and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
+
+
 def __getattr__(name: str) -> object:
-    if name == "pyg":
-        return import_module("trainfast.torch.pyg")
+    if name in _HOMES:
+        found = getattr(import_module(f"trainfast.torch.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    if name in _MODULES:
+        return import_module(f"trainfast.torch.{name}")
     raise AttributeError(f"module 'trainfast.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainfast.torch.attention import attend_packed, prepare
-from trainfast.torch.attention_route import attend
+from trainfast.torch.attention.dispatch import attend
+from trainfast.torch.attention.functional import attend_packed, prepare
 
 _Result = Tensor | Any  # (out, lse, probabilities) with return_attn_probs
 
@@ -270,8 +270,8 @@ def _call(
         k,
         v,
         is_causal=causal,
-        causal_align="bottom_right",
-        window=(left, right),
+        causal_align="lower_right",
+        window_size=(left, right),
         scale=softmax_scale,
         softcap=softcap if softcap > 0 else None,
         alibi_slopes=alibi_slopes,
@@ -280,7 +280,7 @@ def _call(
         cu_seqlens_k=lengths[1],
         max_seqlen_q=lengths[2],
         max_seqlen_k=lengths[3],
-        layout="bnhd",
+        layout="bshd",
     )
     if isinstance(tensors, Tensor) and not return_attn_probs:
         return attend_packed(tensors, *call)

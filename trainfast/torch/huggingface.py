@@ -12,38 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfast.patching import PatchReport, patch
-from trainfast.torch.attention import attention
-from trainfast.torch.attention_route import (
+from trainfast.torch.attention.dispatch import (
     MAX_DIM,
-    constant_when_compiled,
     count_once,
     has_flash_attention,
 )
+from trainfast.torch.attention.functional import attention
+from trainfast.torch.private import constant_when_compiled
 
 NAME = "trainfast"
 
 
-def register(name: str = NAME) -> PatchReport:
+def register(name: str = NAME) -> None:
     """Makes transformers know these kernels as an attention implementation.
 
     Models take it as `attn_implementation=name`, or later by
     `model.set_attn_implementation(name)`. Masks are those that transformers makes for
-    "sdpa". Registering again changes nothing. The name asks for these kernels on every
-    device, also on a GPU where torch has flash attention, with a warning: there
-    attn_implementation="sdpa" is torch's.
+    "sdpa". The name asks for these kernels on every device, also on a GPU where torch
+    has flash attention, with a warning: there attn_implementation="sdpa" is torch's.
+    Registering again changes nothing.
 
-    What transformers leaves to the models: those with attention of their own (Bloom,
-    MPT, RemBERT, ...) go on with it, counted in trainfast.stats() where they ask for a
-    mask. Those that look it up in a table of their own (Falcon, GPT-J, GPT-Neo, GIT,
-    the vision parts of SAM and Data2Vec, ...) run its "sdpa", or its "eager" if there
-    is none, with a warning, counted; trainfast.patch("attention") puts these kernels
-    under "sdpa".
-
-    transformers has registration for names, but none for these tables:
-    PreTrainedModel.get_correct_attn_implementation is wrapped to complete them. The
-    report lists that, and trainfast.unpatch("huggingface") takes it back; the name
-    stays registered, since models that exist look it up in each call.
+    Models with attention of their own (Bloom, MPT, RemBERT, ...) go on with it, counted
+    in trainfast.stats() where they ask for a mask. Models that look the name up in a
+    table of their own (Falcon, GPT-J, GPT-Neo, GIT, Bark, the vision parts of SAM and
+    Data2Vec) raise KeyError: create them with "sdpa" and call
+    trainfast.patch("attention").
 
     Raises:
         ImportError: no transformers, or one that has no AttentionMaskInterface (before
@@ -54,74 +47,6 @@ def register(name: str = NAME) -> PatchReport:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
-    _names.add(name)
-    return patch("huggingface")
-
-
-_names: set[str] = set()
-_CHECK = "get_correct_attn_implementation"  # of every new model; is later than 4.53
-_completed: list[tuple[dict[str, Any], str]] = []  # tables, and the names added
-
-
-def are_tables_completed() -> bool:
-    from transformers import PreTrainedModel
-
-    return hasattr(getattr(PreTrainedModel, _CHECK, None), "by_transformers")
-
-
-def set_tables_completed(value: bool) -> None:
-    """Lets models that look their attention up in a table of their own be made with
-    these names: transformers knows the names, the tables do not. False takes it back.
-    """
-    from transformers import PreTrainedModel
-
-    check = getattr(PreTrainedModel, _CHECK, None)
-    if check is None or value == are_tables_completed():
-        return
-    if not value:
-        setattr(PreTrainedModel, _CHECK, check.by_transformers)
-        while _completed:
-            table, name = _completed.pop()
-            table.pop(name, None)
-        return
-
-    @functools.wraps(check)
-    def check_with_tables(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for requested in _names.intersection(
-            x for x in (*args, *kwargs.values()) if isinstance(x, str)
-        ):
-            for module in {x.__module__ for x in type(self).__mro__}:
-                _complete_tables(sys.modules.get(module), requested)
-        return check(self, *args, **kwargs)
-
-    check_with_tables.by_transformers = check  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, _CHECK, check_with_tables)
-
-
-def _complete_tables(module: Any, name: str) -> None:
-    for key, table in list(getattr(module, "__dict__", {}).items()):
-        if key.endswith("_ATTENTION_CLASSES") and isinstance(table, dict):
-            default = "sdpa" if "sdpa" in table else "eager"
-            if default in table and name not in table:
-                table[name] = functools.partial(_by_table, key, table, default)
-                _completed.append((table, name))
-
-
-def _by_table(
-    key: str,
-    table: dict[str, Any],
-    default: str,
-    config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """The default's layer. Its model goes by the configuration, which says so then."""
-    config._attn_implementation_internal = default
-    reason = f"{key} of transformers has no such kernels: its {default!r} runs"
-    advice = '; trainfast.patch("attention") puts them there'
-    warnings.warn(reason + (advice if default == "sdpa" else ""), stacklevel=2)
-    count_once(reason)
-    return table[default](config, *args, **kwargs)
 
 
 def attention_mask(

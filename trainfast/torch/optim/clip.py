@@ -1,0 +1,384 @@
+"""torch.nn.utils' clipping on trainfast's kernel, and the pass over gradients below it.
+
+Gradients that the core refuses (sparse, complex, with gaps) go torch's way, device by
+device, and are counted in trainfast.stats().
+"""
+
+import math
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.utils
+
+from trainfast import _core
+from trainfast.stats import CallTally, count_fallback
+from trainfast.torch.private import (
+    cuda_stream,
+    increment_version,
+    outside_modes,
+    total_norm,
+)
+
+_REFUSALS = (NotImplementedError, ValueError)  # the core has changed nothing then
+# Workspaces that no call is in, so that warm calls allocate nothing in the core. A
+# workspace has one stream, since its next call writes over what this one still reads,
+# and lives on when the thread ends, since a captured graph may read it.
+_idle: dict[Any, list[_core.Workspace]] = {}
+
+
+# ---- Calls into the core -------------------------------------------------------------
+
+
+def call_core(
+    tally: CallTally, grads: list[Tensor], rewrite: str = "read", **arguments: Any
+) -> None:
+    """_core.amp_grads on the caller's stream; what it rewrites, autograd learns."""
+    device = grads[0].device
+    stream = current_stream(device)
+    idle = _idle.setdefault((rewrite, device, stream), [])
+    try:
+        workspace = idle.pop()
+    except IndexError:  # other threads are in all that there are
+        workspace = _core.Workspace()
+    try:
+        outside_modes(
+            _core.amp_grads,
+            grads,
+            workspace,
+            rewrite=rewrite,
+            stream=stream,
+            **arguments,
+        )
+    finally:
+        idle.append(workspace)
+    if rewrite != "read":
+        increment_version(grads)
+    tally.count_call("cuda" if device.type == "cuda" else _core.backend_in_use())
+
+
+def current_stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return cuda_stream(device.index)
+
+
+def each_device(
+    tally: CallTally,
+    grads: list[Tensor],
+    on_core: Callable[[list[Tensor]], Any],
+    by_torch: Callable[[list[Tensor]], Any],
+) -> list[Any]:
+    """Calls `on_core` with the gradients of each device; `by_torch` where it refuses.
+
+    Returns their results, that of the first gradient's device first.
+    """
+    try:
+        return [on_core(grads)]  # on one device, as a rule
+    except _REFUSALS:
+        parts: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            parts.setdefault(grad.device, []).append(grad)
+    results = []
+    for part in parts.values():
+        try:
+            results.append(on_core(part))
+        except _REFUSALS as reason:
+            tally.count_fallback(str(reason))
+            results.append(by_torch(part))
+    return results
+
+
+# ---- Measuring -----------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """What is known of gradients after one read; None where it was not asked for."""
+
+    found_inf: Tensor | None  # float32: 1 where an element is not finite, else 0
+    total_norm: Tensor | None  # float32; float64 if a gradient is
+    clip_coef: Tensor | None  # float64
+
+
+def measure(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    max_norm: float | None = None,
+    grad_scale: Tensor | None = None,
+    find_inf: bool = True,
+) -> Measured:
+    """Reads gradients once: for infinities, and with `max_norm` for the norm.
+
+    The norm is that of the gradients divided by `grad_scale`. Results are on the first
+    gradient's device; there must be one. Waits for nothing. Of DTensors all processes
+    get the same, as plain tensors.
+    """
+    how = _Measuring(norm_type, max_norm, grad_scale, find_inf, CallTally("amp"))
+    measured = how.over(list(grads))
+    is_spread = hasattr(measured.total_norm, "full_tensor")
+    return how.combine([measured]) if is_spread else measured
+
+
+class _Measuring(NamedTuple):
+    norm_type: float
+    max_norm: float | None
+    grad_scale: Tensor | None
+    find_inf: bool
+    tally: CallTally
+
+    @torch.no_grad()
+    def over(self, grads: list[Tensor]) -> Measured:
+        found = each_device(self.tally, grads, self.on_core, self.by_torch)
+        return found[0] if len(found) == 1 else self.combine(found)
+
+    def on_core(self, grads: list[Tensor]) -> Measured:
+        device = grads[0].device
+        found = norm = coef = scale = None
+        results: dict[str, Any] = {}
+        if self.find_inf:
+            found = torch.empty((), dtype=torch.float32, device=device)
+        if self.max_norm is not None:
+            wide = torch.float64 in [grad.dtype for grad in grads]
+            name = "total_norm_f64" if wide else "total_norm"
+            dtype = torch.float64 if wide else torch.float32
+            norm = results[name] = torch.empty((), dtype=dtype, device=device)
+            coef = torch.empty((), dtype=torch.float64, device=device)
+            results["max_norm"] = self.max_norm
+        if self.grad_scale is not None:
+            scale = self.grad_scale.to(device, torch.float32, non_blocking=True)
+        call_core(
+            self.tally,
+            grads,
+            found_inf=found,
+            clip_coef=coef,
+            norm_type=self.norm_type,
+            grad_scale=scale,
+            **results,
+        )
+        return Measured(found, norm, coef)
+
+    def by_torch(self, grads: list[Tensor]) -> Measured:
+        parts = [self._by_torch(part, mesh) for mesh, part in by_mesh(grads).items()]
+        return parts[0] if len(parts) == 1 else self.combine(parts)
+
+    def _by_torch(self, grads: list[Tensor], mesh: Any) -> Measured:
+        found = norm = None
+        if self.find_inf:
+            found = _found_inf(grads, mesh)
+        if self.max_norm is not None:
+            norm = total_norm(grads, self.norm_type)
+            if norm.dtype != torch.float64:
+                norm = norm.float()
+            if self.grad_scale is not None:
+                norm = norm / self.grad_scale.to(norm.device, non_blocking=True)
+        return Measured(found, norm, self.coef(norm))
+
+    def coef(self, norm: Tensor | None) -> Tensor | None:
+        if norm is None or self.max_norm is None:
+            return None
+        return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).double()
+
+    def combine(self, parts: list[Measured]) -> Measured:
+        """Of several devices or meshes, plain tensors on the first one."""
+        flags = [part.found_inf for part in parts if part.found_inf is not None]
+        norms = [
+            _full(part.total_norm) for part in parts if part.total_norm is not None
+        ]
+        found = norm = None
+        if flags:
+            found = combine_flags(flags)
+        if norms:
+            here = [each.to(norms[0].device) for each in norms]
+            norm = torch.linalg.vector_norm(torch.stack(here), self.norm_type)
+        return Measured(found, norm, self.coef(norm))
+
+
+def combine_flags(flags: Sequence[Tensor], device: Any = None) -> Tensor:
+    """One flag for all, on the given device or the first one's: 0 or 1, not a sum."""
+    device = flags[0].device if device is None else device
+    here = [flag.to(device, non_blocking=True) for flag in flags]
+    return here[0] if len(here) == 1 else torch.stack(here).amax()
+
+
+def _full(value: Tensor) -> Tensor:
+    """What a DTensor holds on all its processes together; another tensor as it is."""
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
+
+
+def by_mesh(grads: list[Tensor]) -> dict[Any, list[Tensor]]:
+    """The DTensors of each mesh, and under None the other tensors."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    return meshes
+
+
+def _found_inf(grads: list[Tensor], mesh: Any) -> Tensor:
+    """1 where an element is not finite, of DTensors on any process of their mesh."""
+    parts: list[Any] = grads
+    if mesh is not None:
+        parts = [grad.to_local() for grad in parts]
+    finite = [torch.isfinite(_values(part)).all() for part in parts]
+    found = (~torch.stack(finite).all()).float()
+    if mesh is None:
+        return found
+    from torch.distributed.tensor import DTensor, Partial
+
+    anywhere = [Partial("max")] * mesh.ndim
+    return DTensor.from_local(found, mesh, anywhere, run_check=False).full_tensor()
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
+# ---- torch.nn.utils ------------------------------------------------------------------
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.get_total_norm: the norm of all tensors as one vector.
+
+    It is summed up in float32 (float64 if a tensor is) and in a fixed order, with the
+    same bits for any number of threads; its dtype is torch's, that of the tensors.
+    `foreach` is ignored.
+    """
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm_type = float(norm_type)
+    if not tensors:
+        return torch.tensor(0.0)
+    if torch.compiler.is_compiling() or not _is_ours(norm_type):
+        return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    total, _ = _norm_of(tensors, norm_type, math.inf, CallTally("clip"))
+    _check_finite(total, norm_type, error_if_nonfinite)
+    return _as_torchs(total, tensors)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_: scales gradients down to `max_norm` in place.
+
+    Nothing is written where the norm is small enough. Returns the norm before clipping,
+    as get_total_norm. Waits only for `error_if_nonfinite`. `foreach` is ignored.
+    """
+    is_generator = isinstance(parameters, types.GeneratorType)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if is_generator and not parameters:
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.",
+            stacklevel=2,
+        )
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if torch.compiler.is_compiling() or not _is_ours(norm_type):
+        return torchs.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    tally = CallTally("clip")
+    total, coef = _norm_of(grads, norm_type, max_norm, tally)
+    _check_finite(total, norm_type, error_if_nonfinite)
+    if coef.is_cuda or float(coef) != 1:  # on a GPU asking would wait; the kernel sees
+        _multiply(grads, coef, total.dtype, tally)
+    return _as_torchs(total, grads)
+
+
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """torch.nn.utils.clip_grad_value_: clamps gradients to +-clip_value in place."""
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    clip_value = float(clip_value)
+    grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if torch.compiler.is_compiling() or not clip_value >= 0:  # torch takes any number
+        parts: list[Any] = [_Holder(grad) for grad in grads]
+        return torchs.clip_grad_value_(parts, clip_value, foreach)
+    if not grads:
+        return None
+    tally = CallTally("clip")
+
+    def on_core(part: list[Tensor]) -> None:
+        call_core(tally, part, "clamp", clip_value=clip_value)
+
+    def by_torch(part: list[Tensor]) -> None:
+        parts: list[Any] = [_Holder(grad) for grad in part]
+        torchs.clip_grad_value_(parts, clip_value)
+
+    each_device(tally, grads, on_core, by_torch)
+    return None
+
+
+class _Holder(NamedTuple):
+    """Stands for a parameter whose gradient has been read already."""
+
+    grad: Tensor
+
+
+def _is_ours(norm_type: float) -> bool:
+    if norm_type != 0 and not math.isnan(norm_type):
+        return True
+    if not torch.compiler.is_compiling():
+        count_fallback("clip", f"norm_type is {norm_type}")
+    return False
+
+
+def _norm_of(
+    grads: list[Tensor], norm_type: float, max_norm: float, tally: CallTally
+) -> tuple[Tensor, Tensor]:
+    """The norm, and what to multiply by."""
+    measured = _Measuring(norm_type, max_norm, None, False, tally).over(grads)
+    total, coef = measured.total_norm, measured.clip_coef
+    assert total is not None and coef is not None  # asked for with max_norm
+    return total, coef
+
+
+def _as_torchs(total: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The norm in torch's dtype: half if all tensors have the same half dtype."""
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return total
+    return total.to(dtype) if all(t.dtype == dtype for t in tensors) else total
+
+
+def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:
+    if wanted and not torch.isfinite(total_norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, "
+            "set `error_if_nonfinite=False`"
+        )
+
+
+@torch.no_grad()
+def _multiply(
+    grads: list[Tensor], coef: Tensor, narrow: torch.dtype, tally: CallTally
+) -> None:
+    def on_core(part: list[Tensor]) -> None:
+        factor = coef.to(part[0].device, non_blocking=True)
+        call_core(tally, part, "multiply", factor=factor)
+
+    def by_torch(part: list[Tensor]) -> None:
+        factor = coef.to(part[0].device, narrow, non_blocking=True)
+        for grad in part:
+            grad.mul_(factor)
+
+    each_device(tally, grads, on_core, by_torch)

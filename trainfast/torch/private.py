@@ -1,0 +1,204 @@
+"""The oldest torch that is supported, and every private name of torch that is used.
+
+All of these names exist in torch 2.6 to 2.15 unless a comment says otherwise. What
+happens where a later torch removes one stands beside it: a public function takes its
+place, or the capability that needs it, and no other, stops with a sentence.
+`private_names_of_torch` in tests/test_source.py keeps them here.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+__all__ = ["forward_ad"]  # modules read forward_ad._current_level, an int that changes
+
+OLDEST = (2, 6)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _require_supported() -> None:
+    """Raises ImportError where torch is too old; pre-releases count as the release."""
+    major, minor = str(torch.__version__).split(".")[:2]
+    if (int(major), int(minor)) < OLDEST:
+        raise ImportError(
+            f"torch must be at least {OLDEST[0]}.{OLDEST[1]}, got {torch.__version__}; "
+            "upgrade torch, or use trainfast with NumPy arrays alone"
+        )
+
+
+_require_supported()
+
+# torch 2.7 gave its Adam the argument, and the param groups of both the entry.
+ADAM_DECOUPLES = (
+    "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+)
+
+_missing: list[str] = []
+
+
+def _find(path: str) -> Any:
+    """torch's private object of this dotted name, or None."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _needed(path: str) -> Any:
+    """The same for what attention cannot do without."""
+    found = _find(path)
+    if found is None:
+        _missing.append(path)
+    return found
+
+
+def _required(path: str, user: str) -> Any:
+    """The same for what a public function of trainfast cannot do without."""
+    found = _find(path)
+    if found is not None:
+        return found
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no torch.{path}, which {user} needs; use "
+            "torch's own class, or an older torch"
+        )
+
+    return refuse
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+# ---- torch.compile and Python's side of a call --------------------------------------
+
+# A compiled function breaks its graph at what this decorates, and goes on.
+disable_dynamo: Callable[[Any], Any]
+disable_dynamo = _find("_disable_dynamo") or torch.compiler.disable
+increment_version: Callable[[Any], None]
+increment_version = _find("_C._increment_version") or (
+    torch.autograd.graph.increment_version
+)
+
+cuda_stream: Callable[[int], int]
+cuda_stream = _find("_C._cuda_getCurrentRawStream") or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+_n_function_modes: Callable[[], int] = _find("_C._len_torch_function_stack") or int
+
+
+def outside_modes(function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+    """Calls a function of the core, which reads attributes of each tensor.
+
+    Every read would go through a TorchFunctionMode that is active, as the one of
+    torch.set_default_device() is: 7 us in torch 2.6.
+    """
+    if not _n_function_modes():
+        return function(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return function(*args, **kwargs)
+
+
+def _is_exporting_in_2_6() -> bool:
+    """What torch.compiler.is_exporting() says in later versions.
+
+    Only torch.export without `strict` sets torch's flag for compilers; with `strict` it
+    traces by torch.compile's tracer, which knows what it is tracing for.
+    """
+    if getattr(torch.compiler, "_is_compiling_flag", False):
+        return True
+    tracing = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return bool(tracing.InstructionTranslator.current_tx().export)  # type: ignore
+    except AttributeError:  # nothing is traced
+        return False
+
+
+is_exporting: Callable[[], bool]
+is_exporting = _find("compiler.is_exporting") or _is_exporting_in_2_6
+
+
+def constant_when_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A graph keeps what `function` returns when it is traced.
+
+    This is torch.compiler.assume_constant_result, which takes a second to import
+    torch's compiler.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def compile_as_torchs(ours: Any, torchs: Callable[..., Any]) -> None:
+    """Makes torch.jit.script compile `torchs` where a script calls `ours`."""
+    ours.__dict__["__script_if_tracing_wrapper"] = True
+    ours.__dict__["__original_fn"] = torchs
+
+
+def script_as_operator(ours: Any, operator: str) -> None:
+    """Makes torch.jit.script call the operator where a script calls `ours`."""
+    register = _find("jit._builtins._register_builtin")
+    if register is not None:  # without: torch.jit.script refuses patched code
+        register(ours, operator)
+
+
+# ---- Optimizers, clipping and AMP ----------------------------------------------------
+
+total_norm: Callable[..., torch.Tensor]
+total_norm = _find("nn.utils.clip_grad._get_total_norm") or (
+    torch.nn.utils.get_total_norm
+)
+unscale_and_check = _required(
+    "_amp_foreach_non_finite_check_and_unscale_", "trainfast.GradScaler"
+)
+update_scale = _required("_amp_update_scale_", "trainfast.GradScaler")
+new_optimizer_state = _required(
+    "amp.grad_scaler._refresh_per_optimizer_state", "trainfast.GradScaler"
+)
+
+
+def global_step_hooks() -> list[Any]:
+    """The hooks that run around every optimizer's step, none where torch has no such
+    dicts any more."""
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    found = (_find(f"optim.optimizer.{name}") for name in names)
+    return [hook for hooks in found if hooks for hook in hooks.values()]
+
+
+# ---- Attention -----------------------------------------------------------------------
+
+# Torch's own function, whatever takes its public name later.
+torchs_sdpa: Callable[..., torch.Tensor]
+torchs_sdpa = _find("_C._nn.scaled_dot_product_attention") or (
+    functional.scaled_dot_product_attention
+)
+
+storage_uses = _find("_C._storage_Use_Count")  # without: no memory is kept
+
+has_amx: Callable[[], bool]
+has_amx = _find("cpu._is_amx_tile_supported") or bool
+
+# Without one of these two every call is routed by torch's public functions.
+is_any_autocast_enabled = _find("_C._is_any_autocast_enabled") or _always
+is_tracing = _find("_C._is_tracing") or _always
+
+FakeTensor = _needed("_subclasses.fake_tensor.FakeTensor")
+FunctionalTensor = _needed("_subclasses.functional_tensor.FunctionalTensor")
+is_batched = _needed("_C._functorch.is_batchedtensor")
+is_batched_by_grad = _needed("_C._functorch.is_legacy_batchedtensor")
+n_dispatch_modes = _needed("_C._len_torch_dispatch_stack")
+transform_level = _needed("_C._functorch.maybe_current_level")
+_needed("autograd.forward_ad._current_level")  # an int that changes
+
+# Why the kernels take no call: torch's own operations compute then.
+ATTENTION_REFUSAL: str | None = None
+if _missing:
+    ATTENTION_REFUSAL = f"torch {torch.__version__} has no {', '.join(_missing)}"
+    n_dispatch_modes = transform_level = _always
