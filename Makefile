@@ -4,7 +4,8 @@
 # make test-all   everything that pytest can run on this machine
 # make check   make lint: formatting, lint, types; and make stubs: warnings as errors,
 #              CUDA for all GPUs, stubs
-# make wheel   dist/*.whl, for every Python from 3.11 and every torch from 2.6
+# make wheel   in dist/: the wheel for every Python from 3.11, every torch from 2.6 and
+#              every Linux with glibc 2.34, audited; and the sdist
 # make compat  tests that wheel beside several versions of torch (GBs from the index)
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
 # make clean   removes what was built and .venv
@@ -20,7 +21,7 @@ INSTALLED := .venv/.installed
 C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
     -o -name '*.cpp' | grep -v /vec_
 
-# With an nvcc here, a CUDA part that does not build fails the check.
+# With an nvcc here, a CUDA part that does not build fails the check and the wheel.
 CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
     command -v nvcc),1,0)
 
@@ -55,7 +56,7 @@ $(INSTALLED): .venv/.build pyproject.toml
 	@touch $@
 
 # .test and .demo build nothing, but need what the build needs for tests of packaging.
-.venv/.test .venv/.demo .venv/.dev: .venv/.build
+.venv/.test .venv/.demo .venv/.dev .venv/.wheel: .venv/.build
 .venv/.oracles: .venv/.test # so that the torch that they find is ours
 .venv/.clients: .venv/.oracles build/clients/.installed
 
@@ -83,9 +84,9 @@ stubs: .venv/.dev .venv/.test build
 	cd build/check && ../../$(RUN) -m mypy.stubtest \
 	    --mypy-config-file ../../pyproject.toml trainfast._core
 
-wheel: .venv/.build
-	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps \
-	    --no-build-isolation --wheel-dir dist .
+wheel: .venv/.wheel
+	@TRAINFAST_CUDA_ARCHS=$${TRAINFAST_CUDA_ARCHS:-all} \
+	    TRAINFAST_CUDA=$${TRAINFAST_CUDA:-$(CHECK_CUDA)} $(RUN) .ci/wheel.py
 
 compat: wheel
 	$(RUN) .ci/compat.py $(TORCH)

@@ -15,6 +15,7 @@ VENV = ".venv"
 PYTHON = os.path.join(VENV, "bin", "python")
 OLDEST = (3, 11)
 HAS_TORCH = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+TOOLS = ("dev", "wheel")  # groups of programs, which are run from .venv/bin
 # Without these nothing can be built or tested; anything else can be missing offline.
 ESSENTIAL = ("numpy", "pytest", "setuptools", "torch")
 
@@ -80,8 +81,7 @@ def requirements(groups):
             own = os.path.realpath(found.locate_file("")).startswith(
                 os.path.realpath(VENV) + os.sep
             )
-            # Tools of "dev" are run from .venv/bin, so they must lie there.
-            inherited = not own and group != "dev"
+            inherited = not own and group not in TOOLS
             if not inherited and not (own and found.version in need.specifier):
                 missing.append(text)
     return list(dict.fromkeys(missing))
@@ -102,7 +102,7 @@ def install(groups):
     sys.stdout.flush()
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     pip += ["--disable-pip-version-check", *missing]
-    if groups == ["dev"]:
+    if set(groups) <= set(TOOLS):
         pip += ["--ignore-installed"]  # or pip is content with an outer package
     if subprocess.call(pip) == 0:
         return
