@@ -1,5 +1,6 @@
 """What importing does, and where the module can be imported."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -183,21 +184,54 @@ print(trainfast._core.__file__, report.ok)
 """
 
 
-def other_pythons():
-    """The interpreters of other versions found here, from 3.11 on."""
-    places = [*Path.home().glob(".pyenv/versions/*/bin")]
-    places += map(Path, os.environ.get("PATH", "").split(os.pathsep))
-    found = {}
-    for path in (path for place in places for path in place.glob("python3.1[1-9]")):
-        found.setdefault(path.name, path)
-    found.pop(f"python3.{sys.version_info.minor}", None)
-    return [pytest.param(path, id=name) for name, path in sorted(found.items())]
+def load_pythons():
+    path = Path(__file__).parent.parent / ".ci" / "pythons.py"
+    spec = importlib.util.spec_from_file_location("pythons", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PYTHONS = load_pythons()
+OWN = f"3.{sys.version_info.minor}"
+OTHERS = sorted(v for v in PYTHONS.candidates() if int(v[2:]) >= 11 and v != OWN)
+
+
+def fake_python(folder, name, script):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return str(folder)
+
+
+def test_shim_that_cannot_run_is_no_interpreter(tmp_path, monkeypatch):
+    """Nor is a file that cannot be executed, or one of another version."""
+    said = "echo 'python3.99: command not found' >&2; exit 127"
+    shims = fake_python(tmp_path / "shims", "python3.99", said)
+    older = fake_python(tmp_path / "older", "python3.99", "echo 3.9")
+    broken = fake_python(tmp_path / "broken", "python3.99", "")
+    (Path(broken) / "python3.99").write_text("#!/nowhere/python\n")
+    monkeypatch.setenv("PATH", os.pathsep.join([shims, older, broken]))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PYTHONS.find("3.99") is None
+    real = fake_python(tmp_path / "real", "python3.99", "echo 3.99")
+    monkeypatch.setenv("PATH", os.pathsep.join([shims, older, broken, real]))
+    assert PYTHONS.find("3.99") == Path(real) / "python3.99"
+
+
+def test_own_interpreter_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / f"python{OWN}").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert PYTHONS.find(OWN) == tmp_path / f"python{OWN}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpreter", other_pythons())
-def test_module_built_here_works_on_another_python(interpreter, tmp_path):
-    version = interpreter.name.removeprefix("python")
+@pytest.mark.parametrize("version", OTHERS)
+def test_module_built_here_works_on_another_python(version, tmp_path):
+    interpreter = PYTHONS.find(version)
+    if interpreter is None:
+        pytest.skip(f"no python{version} here runs")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries=0"]
     pip += ["--timeout=10", "--disable-pip-version-check", "--no-deps"]
     pip += [f"--python-version={version}", "--only-binary=:all:"]
