@@ -2,15 +2,18 @@
 
     .venv/bin/python .ci/compat.py                    the versions of VERSIONS
     .venv/bin/python .ci/compat.py 2.6.0 2.12.0@3.13  these: torch, or torch@Python
+    .venv/bin/python .ci/compat.py 2.8.0@3.12+numpy==1.26.4  with these packages too
 
 For each version of torch it makes a fresh environment, installs torch from the package
 index (several GB), the wheel that `make wheel` built, and what the tests need; runs
 `pytest --quick` where the source tree cannot be imported; and removes the environment.
+WORKERS=1 in the environment limits pytest to one process.
 The results go to docs/compatibility.json, and as tables to docs/compatibility.md.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,12 +22,15 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+import pythons
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = ROOT / "build" / "compat"
 RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 
-VERSIONS = ("2.6.0", "2.8.0", "2.10.0", "2.12.0", "2.15.0")
+VERSIONS = ("2.6.0", "2.10.0", "2.12.0@3.13", "2.15.0")
+VERSIONS += ("2.8.0@3.12+numpy==1.26.4+torch_geometric==2.6.1+transformers==4.53.0",)
 NEEDED = ("expecttest", "hypothesis", "ml_dtypes", "packaging", "pytest", "setuptools")
 NEEDED += ("pytest-timeout", "pytest-xdist", "torch_geometric==2.8.1", "tqdm")
 # Tests of this source tree and of its build, which no version of torch changes, and
@@ -39,13 +45,17 @@ One wheel, `cp311-abi3`, serves every row: nothing in it is compiled against tor
 NumPy's C API is asked for at run time, and Python's stable ABI covers 3.11 and newer.
 `make compat` makes a fresh environment for each row, installs torch from the package
 index and this wheel, and runs the quick part of the tests there (`pytest --quick`: the
-best backend and the scalar one, a few cases of each test).
+best backend and the scalar one, a few cases of each test). A row that names a version
+of transformers includes the tests of `attn_implementation="trainfast"`.
 
 Supported are torch 2.6 to 2.15; below 2.6 `import trainfast.torch` is an ImportError
 that says so. Versions between two rows are expected to work, and were not run.
 
-| torch | Python | NumPy | PyG | passed | failed | skipped | commit |
-|---|---|---|---|---:|---:|---:|---|
+`make wheel` tags the wheel `manylinux_2_34`: it needs glibc 2.34 (Ubuntu 22.04,
+Debian 12, RHEL 9) and no other library. auditwheel and abi3audit check it.
+
+| torch | Python | NumPy | PyG | transformers | passed | failed | skipped | commit |
+|---|---|---|---|---|---:|---:|---:|---|
 """
 
 SKIPPED = """
@@ -90,9 +100,40 @@ def score(report):
     return {**counts, "failures": failed, "skips": dict(skips.most_common())}
 
 
-def run(version, wheel, tree, commit):
-    torch, _, python = version.partition("@")
-    interpreter = f"python{python}" if python else sys.executable
+# Prints the versions of a row; runs in the row's environment.
+SEEN = """
+import json, platform
+from importlib.metadata import PackageNotFoundError, version
+row = dict(python=platform.python_version(), transformers="-")
+import torch
+row["torch"] = torch.__version__
+for key, name in dict(numpy="", pyg="torch_geometric", transformers="").items():
+    try:
+        row[key] = version(name or key)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(row))
+"""
+
+
+def parse(entry):
+    """torch's version, the interpreter and requirements of "2.8.0@3.12+numpy==1.26"."""
+    words, *extra = entry.split("+")
+    torch, _, python = words.partition("@")
+    interpreter = pythons.find(python) if python else sys.executable
+    if interpreter is None:
+        sys.exit(f"python{python} must be installed and run, for {entry}; got none")
+    given = {name_of(text) for text in extra}
+    needed = [text for text in NEEDED if name_of(text) not in given]
+    return torch, interpreter, [*needed, *extra]
+
+
+def name_of(requirement):
+    return re.split("[=<>!~]", requirement)[0]
+
+
+def run(entry, wheel, tree, commit):
+    torch, interpreter, needed = parse(entry)
     env, report = BUILT / "env", BUILT / "report.xml"
     shutil.rmtree(env, ignore_errors=True)
     report.unlink(missing_ok=True)
@@ -100,21 +141,27 @@ def run(version, wheel, tree, commit):
         begin = time.monotonic()
         call(interpreter, "-m", "venv", env)
         pip = [env / "bin" / "python", "-m", "pip", "-q", "install", "--no-cache-dir"]
-        call(*pip, "--disable-pip-version-check", f"torch=={torch}", *NEEDED, wheel)
-        print(f"torch {version}: installed in {time.monotonic() - begin:.0f} s")
-        ignored = [f"--ignore=tests/test_{name}.py" for name in NOT_HERE]
+        call(*pip, "--disable-pip-version-check", f"torch=={torch}", *needed, wheel)
+        print(f"torch {entry}: installed in {time.monotonic() - begin:.0f} s")
+        with_models = any(name_of(text) == "transformers" for text in needed)
+        ignored = [
+            f"--ignore=tests/test_{name}.py"
+            for name in NOT_HERE
+            if not (with_models and name.startswith("huggingface"))
+        ]
         command = [env / "bin" / "python", "-m", "pytest", "--quick", *ignored]
-        command += ["-n", "auto", "-q", "--maxfail=500", f"--junitxml={report}"]
+        command += [
+            "-n",
+            os.environ.get("WORKERS", "auto"),
+            "-q",
+            "--maxfail=500",
+            f"--junitxml={report}",
+        ]
         env_vars = {k: v for k, v in os.environ.items() if k[:9] != "TRAINFAST"}
         begin = time.monotonic()
         subprocess.run(list(map(str, command)), cwd=tree, env=env_vars)
         seconds = time.monotonic() - begin
-        code = (
-            "import json, platform, numpy, torch, torch_geometric as pyg\n"
-            "print(json.dumps(dict(torch=torch.__version__, numpy=numpy.__version__,"
-            " pyg=pyg.__version__, python=platform.python_version())))"
-        )
-        seen = subprocess.check_output([env / "bin" / "python", "-c", code], text=True)
+        seen = subprocess.check_output([env / "bin" / "python", "-c", SEEN], text=True)
         return {
             **json.loads(seen.splitlines()[-1]),
             **score(report),
@@ -131,8 +178,9 @@ def write(results):
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text = HEAD
     for r in results:
-        words = (r["torch"], r["python"], r["numpy"], r["pyg"], r.get("passed", 0))
-        words += (r.get("failed", 0), r.get("skipped", 0), r["commit"])
+        words = (r["torch"], r["python"], r["numpy"], r["pyg"])
+        words += (r.get("transformers", "-"), r.get("passed", 0), r.get("failed", 0))
+        words += (r.get("skipped", 0), r["commit"])
         text += "| " + " | ".join(map(str, words)) + " |\n"
     text += "\nOther versions of Python: by the stable ABI, not run.\n"
     for r in results:
