@@ -38,6 +38,8 @@ NEEDED += ("pytest-timeout", "pytest-xdist", "torch_geometric==2.8.1", "tqdm")
 NOT_HERE = ("source", "packaging", "wheel", "ci", "simt", "clients", "lightning")
 NOT_HERE += ("accelerate", "huggingface", "huggingface_models", "readme", "example")
 NOT_HERE += ("example_graphs", "example_resume", "graph_lightning", "output_hashes")
+# Reasons for skips that come from the machine.
+OF_THE_CPU = re.compile("avx-?512", re.IGNORECASE)
 
 HEAD = """# Compatibility
 
@@ -61,8 +63,9 @@ Debian 12, RHEL 9) and no other library. auditwheel and abi3audit check it.
 SKIPPED = """
 ## Skipped for a version of torch
 
-Left out are reasons that all rows share: backends that the tests would have to build,
-GPUs, and packages that the environments lack.
+Left out are reasons that all rows share (backends that the tests would have to build,
+GPUs, and packages that the environments lack) and instruction sets that the CPU of the
+row's machine lacks.
 
 | tests | torch | why |
 |---:|---|---|
@@ -191,7 +194,7 @@ def write(results):
     everywhere = set.intersection(*(set(r["skips"]) for r in results))
     for r in results:
         for why, n in r["skips"].items():
-            if why not in everywhere:
+            if why not in everywhere and not OF_THE_CPU.search(why):
                 text += f"| {n} | {r['torch']} | {why.replace('|', '/')} |\n"
     PAGE.write_text(text, encoding="utf-8")
 
