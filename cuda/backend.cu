@@ -127,10 +127,12 @@ look_for_a_gpu()
     if (driver == 0) {
         snprintf(reason, sizeof reason, "no CUDA driver is installed");
     } else if (error == cudaErrorInsufficientDriver) {
-        snprintf(
-            reason, sizeof reason,
-            "driver too old: it supports CUDA %d.%d, this library was built with %d.%d",
-            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+        /* The oldest driver of a major version: its "minor version compatibility". */
+        snprintf(reason, sizeof reason,
+                 "driver too old: it supports CUDA %d.%d, this library was built with "
+                 "%d.%d; install driver %d or newer",
+                 driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10,
+                 runtime >= 13000 ? 580 : 525);
     } else {
         snprintf(reason, sizeof reason, "cudaGetDeviceCount: %s",
                  cudaGetErrorString(error));

@@ -126,7 +126,10 @@ def test_no_gpu_is_named():
     assert said in ("no CUDA driver is installed", "no GPU is visible")
 
 
-OLD = "driver too old: it supports CUDA 12.8, this library was built with 13.0"
+OLD = (
+    "driver too old: it supports CUDA 12.8, this library was built with 13.0; install "
+    "driver 580 or newer"
+)
 
 
 @pytest.mark.parametrize(
