@@ -440,7 +440,7 @@ def beside_torch(problem):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_error_is_at_most_twice_that_of_torch(rng, dtype, is_causal):
-    problem = Problem(rng, (1, 2, 700, 700, 64), dtype=dtype, is_causal=is_causal)
+    problem = Problem(rng, (1, 1, 700, 700, 64), dtype=dtype, is_causal=is_causal)
     for name, ours, torchs, exact in beside_torch(problem):
         error = abs(ours - exact)
         # float64 is for gradient checks; where a causal row has one key, torch's exp()

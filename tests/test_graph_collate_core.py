@@ -34,7 +34,13 @@ SANITIZERS = {
 }
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if flags else ())
+        for name, flags in SANITIZERS.items()
+    ],
+)
 def harness(request, tmp_path_factory):
     if not COMPILER:
         pytest.skip("needs a C compiler")

@@ -154,7 +154,7 @@ def test_tensor_cores_agree_with_the_reference(monkeypatch, seed, ptx):
     dims = (*test_attention_fuzz.DIMS, 72, 136, 160, 192, 200)
     rng = np.random.default_rng(seed)
     test_attention_fuzz.check(
-        test_attention_fuzz.any_problem(rng, "cpu", ["float16", "bfloat16"], dims)
+        test_attention_fuzz.any_problem(rng, ["float16", "bfloat16"], dims)
     )
 
 
@@ -174,7 +174,7 @@ def test_sums_cut_off_as_by_cards_are_near_enough(monkeypatch, seed, ptx):
     monkeypatch.setenv("TRAINFAST_SIMT_PTX", str(ptx))
     rng = np.random.default_rng(seed)
     halves = ["float16", "bfloat16"]
-    test_attention_fuzz.check(test_attention_fuzz.any_problem(rng, "cpu", halves))
+    test_attention_fuzz.check(test_attention_fuzz.any_problem(rng, halves))
 
 
 @pytest.mark.usefixtures("backend_simt")

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import test_attention_fuzz
 from attention_calls import OPTION_GRADIENTS, Problem, to_float64
-from test_attention import cumulated, option_values
+from attention_options import GENERAL, option_values, options_of
+from conftest import TENSOR_CORES
+from pairwise import pairwise
+from test_attention import cumulated
 
 import trainfast
 
@@ -95,18 +98,17 @@ def test_sinks_are_right(rng, dtype):
     check(Problem(rng, (3, 4, 300, 20, 40), dtype=dtype, sinks=sinks))
 
 
-NAMES = [n for n in option_values(np.random.default_rng(0)) if "bias" not in n]
+# Each has a bias, slopes and sinks besides.
+DESIGN = pairwise({**GENERAL, "dtype": TENSOR_CORES, "bias": ("bias", "column_bias")})
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("term", ["bias", "column_bias"])
-def test_every_option_is_taken_into_account(rng, dtype, name, term):
-    values = option_values(rng, 2, 4, 70, 90)
-    options = all_options(rng) | values[term] | values[name]
-    problem = Problem(
-        rng, (2, 4, 70, 90, 40), kv_heads=2, dim_v=72, dtype=dtype, **options
-    )
-    check(problem)
+@pytest.mark.parametrize(
+    "dtype, case", [(case["dtype"], case) for case in DESIGN], indirect=["dtype"]
+)
+def test_every_option_is_taken_into_account(rng, dtype, case):
+    sizes = dict(batch=2, heads=4, n_q=70, n_k=90)
+    options = all_options(rng) | options_of(case, rng, **sizes) | {"dtype": dtype}
+    check(Problem(rng, (2, 4, 70, 90, 40), dim_v=72, **options))
 
 
 @pytest.mark.parametrize("dim", [1, 8, 24, 40, 63, 64, 65, 96, 128, 129, 192, 256])
@@ -158,9 +160,9 @@ def test_packed_items_are_right(rng, dtype, name):
 def test_random_options_are_right(dtype, seed):
     rng = np.random.default_rng(seed)
     dims = (*test_attention_fuzz.DIMS, 72, 136, 192)
-    problem = test_attention_fuzz.any_problem(rng, "cpu", [dtype], dims)
+    problem = test_attention_fuzz.any_problem(rng, [dtype], dims)
     while not any(name in problem.options for name in OPTION_GRADIENTS):
-        problem = test_attention_fuzz.any_problem(rng, "cpu", [dtype], dims)
+        problem = test_attention_fuzz.any_problem(rng, [dtype], dims)
     check(problem, 1e-6 * max(1.0, 20 * abs(problem.options["scale"])))
 
 

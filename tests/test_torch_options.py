@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from pairwise import option_cases
 from torch_loops import make_params, set_grads
 
 import trainfast
@@ -24,18 +25,15 @@ OPTIONS = {
     "amsgrad": True,
     "grad_scale": SCALE,
 }
-CONTRADICT = [
+CONTRADICTIONS = [
     ("weight_copy_dtype", "master_weights"),
     ("zero_grad", "write_back_grads"),
 ]
-PAIRS = [
-    {**{a: OPTIONS[a]}, **{b: OPTIONS[b]}}
-    for a, b in itertools.combinations_with_replacement(OPTIONS, 2)
-    if (a, b) not in CONTRADICT
-]
-PAIRS += [
+DESIGN = option_cases(OPTIONS, CONTRADICTIONS)
+# Everything that goes together.
+DESIGN += [
     {k: v for k, v in OPTIONS.items() if k not in leave}
-    for leave in itertools.product(*CONTRADICT)
+    for leave in itertools.product(*CONTRADICTIONS)
 ]
 
 
@@ -95,8 +93,9 @@ def close(ours, want, dtype):
     )
 
 
+# In full for each dtype, because each has loops of its own.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", PAIRS, ids=lambda o: "+".join(o))
+@pytest.mark.parametrize("options", DESIGN, ids="+".join)
 def test_options_agree_with_float64(backend, device, options, dtype):
     trainfast.reset_stats()
     optimizer, params, truth, grads = run(options, dtype, device)
