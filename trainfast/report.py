@@ -1,7 +1,15 @@
-"""What trainfast's reports share: text for a terminal, HTML for a notebook, JSON."""
+"""What objects say about themselves.
 
+`Report` is text for a terminal, HTML for a notebook, and JSON. `one_line` is the repr
+of objects that have settings.
+"""
+
+from os import PathLike, fspath
 from typing import Any
 
+import numpy as np
+
+_MOST_ITEMS = 16  # of a tuple or list in a repr
 _CELL = "padding:2px 10px;border-bottom:1px solid #8884;vertical-align:top;text-align:"
 
 
@@ -89,6 +97,41 @@ class Report:
 
     def _repr_html_(self) -> str:
         return "".join(table.html() for table in self.tables())
+
+
+def one_line(owner: object, **settings: Any) -> str:
+    """`Class(setting=value, ...)` without the settings that are None.
+
+    Arrays and other objects are shown as their types: reading an array on a GPU would
+    wait for it.
+    """
+    shown = (f"{k}={_shown(v)}" for k, v in settings.items() if v is not None)
+    return f"{type(owner).__name__}({', '.join(shown)})"
+
+
+def attributes(owner: object, names: str) -> dict[str, Any]:
+    """The attributes by their public names, for `one_line`; those are left out that an
+    object lacks whose constructor has failed.
+
+    Args:
+        owner: the object.
+        names: the attributes' names, separated by spaces.
+    """
+    state = vars(owner)
+    return {name.lstrip("_"): state[name] for name in names.split() if name in state}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float | str | np.dtype):
+        return str(value) if isinstance(value, np.dtype) else repr(value)
+    if isinstance(value, PathLike):
+        return repr(fspath(value))
+    if isinstance(value, tuple | list) and len(value) <= _MOST_ITEMS:
+        inner = ", ".join(map(_shown, value))
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return value.__name__ if isinstance(value, type) else f"<{type(value).__name__}>"
 
 
 def _text(cell: Any) -> str:

@@ -1,4 +1,4 @@
-"""Counts what trainfast did: calls, and fallbacks to the framework's own path."""
+"""Counts calls of kernels, and fallbacks to the framework's own path."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,8 @@ def add_fallbacks(counted: Callable[[bool], dict[tuple[str, str], int]]) -> None
 
 
 class CallTally:
-    """Counts a user's call once by backend and reason, whatever passes it takes."""
+    """Counts a user's call once for each backend and reason, however many passes it
+    has."""
 
     __slots__ = ("_capability", "_counted")
 
@@ -47,8 +48,8 @@ class CallTally:
 
 
 def _count(counts: dict[tuple[str, str], int], key: tuple[str, str]) -> None:
-    # Exact between threads without a lock: CPython hands the GIL on at calls and jumps
-    # back, so not between this line's read and its write.
+    # Exact between threads without a lock: CPython releases the GIL only at calls and
+    # backward jumps, so not between the read and the write of this line.
     try:
         counts[key] += 1
     except KeyError:
@@ -57,7 +58,7 @@ def _count(counts: dict[tuple[str, str], int], key: tuple[str, str]) -> None:
 
 
 def reset_stats() -> None:
-    """Sets all counts back to nothing."""
+    """Clears all counts."""
     _calls.clear()
     _fallbacks.clear()
     for counted in _others:
@@ -65,7 +66,7 @@ def reset_stats() -> None:
 
 
 def stats() -> "StatsReport":
-    """What trainfast has done so far in this process.
+    """The calls and fallbacks of this process so far.
 
     The report is a snapshot: `calls` and `fallbacks` are nested dicts of counts by
     capability ("adamw", "amp", "attention", "clip", "pyg") and then by backend, or by
@@ -94,6 +95,15 @@ class StatsReport(Report):
                 "fallbacks", ("capability", "reason", "calls"), _flat(self.fallbacks)
             ),
         ]
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.calls and not self.fallbacks:
+            text += (
+                "\nNothing has run yet. If a step has: optimizers that were made "
+                "before trainfast.patch() stay torch's."
+            )
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         return {"calls": self.calls, "fallbacks": self.fallbacks}
