@@ -87,7 +87,8 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        patch.setitem(sys.modules, "tqdm", None)  # its bar is not an error's line
+        for name in ("tqdm", "tqdm.auto"):  # its bar is not an error's line
+            patch.setitem(sys.modules, name, None)
         # Checked elsewhere, and slow.
         nothing = selftest.SelftestReport([])
         patch.setattr(selftest, "selftest", lambda backends=None: nothing)

@@ -1,7 +1,9 @@
 """Reading a cache, and batches of it against the truth in NumPy."""
 
+import os
 import pickle
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +184,63 @@ def test_arrays_outlive_cache(world, tmp_path):
     assert_same_graph(world.schema, graph, world.graphs[4])
 
 
+def mappings_of(cache):
+    """How many mappings of its files the process has."""
+    return Path("/proc/self/maps").read_text().count(str(cache.path))
+
+
+def test_leaving_the_context_closes_the_files(world, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with gc.open(world.write(tmp_path / "cache"), mode="mmap") as cache:
+        assert not cache.closed
+        assert cache[3]["y"] == 3
+        assert mappings_of(cache)
+    assert cache.closed
+    assert mappings_of(cache) == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+    cache.close()
+    assert cache.closed
+
+
+def test_exception_closes_the_cache_and_passes(cache):
+    with pytest.raises(KeyError), cache:
+        raise KeyError
+    assert cache.closed
+
+
+CLOSED_USES = {
+    "graph": lambda cache: cache[0],
+    "subset": lambda cache: cache[2:][0],
+    "all graphs": list,
+    "sizes": lambda cache: cache.sizes,
+    "fingerprint": lambda cache: cache.fingerprint,
+    "verify": lambda cache: cache.verify(),
+    "pickle": pickle.dumps,
+    "with": lambda cache: cache.__enter__(),
+    "loader": lambda cache: list(gc.Loader(cache, 4)),
+}
+
+
+@pytest.mark.parametrize("use", CLOSED_USES)
+def test_use_of_closed_cache_is_error(cache, use):
+    cache.close()
+    with pytest.raises(ValueError, match=r"cache at .* is closed; open it again"):
+        CLOSED_USES[use](cache)
+
+
+def test_closing_ends_no_iteration_and_frees_no_array(cache, world):
+    graph = cache[5]
+    loader = gc.Loader(cache, 4)
+    list(loader)
+    iteration = iter(loader)
+    first = next(iteration)
+    cache.close()
+    assert_same_graph(world.schema, graph, world.graphs[5])
+    assert [len(batch["y"]) for batch in [first, *iteration]] == 5 * [4] + [3]
+    with pytest.raises(ValueError, match="is closed"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("verify", ["never", "once", "always"])
 @pytest.mark.parametrize("mode", ["mmap", "pread"])
 def test_modes_and_policies_give_the_same(world, tmp_path, verify, mode):
@@ -194,8 +253,9 @@ def test_modes_and_policies_give_the_same(world, tmp_path, verify, mode):
 def test_schema_and_facts_are_told(cache, world):
     assert cache.schema == world.schema
     assert len(cache.fingerprint) == 32
-    assert "23 graphs, 4 fields" in repr(cache)
-    assert repr(cache[:2]).startswith("<2 graphs of <graph cache")
+    path = str(cache.path)
+    assert repr(cache).startswith(f"Cache(path={path!r}, graphs=23, fields=4, bytes=")
+    assert repr(cache[:2]) == f"Subset(graphs=2, path={path!r})"
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_completion_shows_what_users_call_and_no_more(path):
     gc.build(path, [graph(3)], progress=False)
     cache = gc.open(path)
     shown = {name for name in dir(cache) if not name.startswith("_")}
-    methods = {"counts", "get_many", "sizes", "verify"}
+    methods = {"close", "closed", "counts", "get_many", "sizes", "verify"}
     assert shown == methods | {"fingerprint", "mode", "path", "schema"}
     loader = gc.Loader(cache, 1)
     shown = {name for name in dir(loader) if not name.startswith("_")}

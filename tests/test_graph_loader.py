@@ -257,21 +257,6 @@ def test_graph_beyond_budget_can_come_alone(cache, world):
         assert len(batch) == 1 or not set(batch) & set(over)
 
 
-# ---- Ranks -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_ranks_share_all_graphs_evenly(cache, world_size, shuffle):
-    shares = [
-        epoch(gc.Loader(cache, 4, shuffle=shuffle, rank=rank, world_size=world_size))
-        for rank in range(world_size)
-    ]
-    assert sorted(flat(flat(shares))) == list(range(N))
-    assert len({len(share) for share in shares}) == 1
-    assert min(len(batch) for batch in flat(shares)) > 0
-
-
 # ---- Samplers ----------------------------------------------------------------------
 
 

@@ -209,7 +209,7 @@ def test_a_writer_that_is_dropped_says_how_many_graphs_are_lost(
         writer.append(graph(i))
         if samples == 1 and i == 1:
             writer.commit()
-    message = f"the writer of {path} must be closed, got dropped: {lost} of 5 graphs"
+    message = rf"without close\(\): {lost} of 5 graphs were lost; use `with Writer\("
     with pytest.warns(ResourceWarning, match=message):
         del writer
         gc.collect()

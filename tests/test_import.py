@@ -27,6 +27,22 @@ def test_version_is_that_of_the_metadata():
     assert trainfast.__version__ == metadata.version("trainfast")
 
 
+def test_import_from_an_unbuilt_source_folder_says_so(tmp_path):
+    folder = tmp_path / "trainfast"
+    folder.mkdir()
+    source = Path(trainfast.__file__)
+    (folder / "__init__.py").write_text(source.read_text())
+    done = subprocess.run(
+        [sys.executable, "-c", "import trainfast"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {folder} is a source folder without the comp")
+    assert "leave the folder if trainfast is installed, or run `make build`" in last
+
+
 # What of the standard library an import may load, with what that itself loads. A module
 # that costs milliseconds belongs into the function that needs it.
 MAY_LOAD = "collections.abc, contextlib, dataclasses, importlib, math, operator, os, "

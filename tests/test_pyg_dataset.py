@@ -340,3 +340,14 @@ def test_code_of_stored_transforms_is_compared(tmp_path, ten):
     plain.pre_transform = add_one
     with pytest.raises(StaleCacheError, match="`pre_transform`"):
         cached(plain, tmp_path / "d", progress=False)
+
+
+def test_dataset_of_closed_cache_cannot_be_read(ten, tmp_path):
+    made = cached(ten, tmp_path / "c", progress=False)
+    loader = DataLoader(made, 5)
+    assert len(list(loader)) == 2
+    made.cache.close()
+    with pytest.raises(ValueError, match="is closed; open it again"):
+        made[0]
+    with pytest.raises(ValueError, match="is closed; open it again"):
+        list(loader)

@@ -1,8 +1,10 @@
 """A user's script, for the type checker alone: names resolve from `import trainfast`,
 and results have the types that they have without trainfast."""
 
-from typing import assert_type
+from collections.abc import Hashable
+from typing import Any, assert_type
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +32,10 @@ def attend(q: Tensor) -> None:
 
 
 def load(path: str) -> None:
-    assert_type(trainfast.graph_cache.open(path), trainfast.graph_cache.Cache)
+    with trainfast.graph_cache.open(path) as cache:
+        assert_type(cache, trainfast.graph_cache.Cache)
+        assert_type(cache[0], dict[Hashable, Any])
+        assert_type(cache[2:5], trainfast.graph_cache.Subset)
+        assert_type(cache[np.arange(3)][::2], trainfast.graph_cache.Subset)
     with trainfast.patch("adamw") as report:
         assert_type(report, trainfast.PatchReport)

@@ -9,7 +9,18 @@ CUDA and patches nothing: each of torch's names is loaded when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trainfast._core import backends as _backends
+try:
+    from trainfast._core import backends as _backends
+except ModuleNotFoundError as error:
+    if error.name != "trainfast._core":
+        raise
+    raise ImportError(
+        f"{__path__[0]} is a source folder without the compiled module; leave the "
+        "folder if trainfast is installed, or run `make build` there",
+        name=error.name,
+    ) from error
+
+from trainfast import adapters as _adapters
 from trainfast._core import use_backend
 from trainfast._core import version as __version__
 from trainfast.patching import PatchReport, is_patched, patch, unpatch
@@ -57,6 +68,10 @@ _TORCHS = (
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
+
+
+_adapters.register("pyg", "trainfast.torch.pyg.cache_adapter")
+_adapters.register("torch", "trainfast.torch.graphs.device")
 
 
 def backends() -> list[dict[str, object]]:

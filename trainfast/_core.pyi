@@ -1,8 +1,20 @@
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, TypeAlias, final
+
+import numpy as np
+from typing_extensions import Buffer
 
 version: str
+
+class _SupportsDLPack(Protocol):
+    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
+
+# What the kernels read and write: arrays of NumPy, torch, CuPy, JAX and others.
+_Array: TypeAlias = _SupportsDLPack | Buffer
+_Indices: TypeAlias = Sequence[int] | np.ndarray
+# What a graph has for a field; None: the graph lacks the field.
+_Value: TypeAlias = np.ndarray | bool | int | float | str | bytes | None
 
 class PlacementError(ValueError): ...
 
@@ -38,7 +50,7 @@ class GraphWriter:
         cls,
         path: str | PathLike[str],
         schema: bytes,
-        keys: Sequence[Any],
+        keys: Sequence[Hashable],
         *,
         durable: bool = True,
     ) -> GraphWriter: ...
@@ -77,10 +89,10 @@ class GraphCache:
     segments: int
     pread: bool
     def __len__(self) -> int: ...
-    def get(self, index: int, /) -> list[Any]: ...
-    # For each field a NumPy array (a read-only view of the record, or a copy if stored
-    # in a narrower dtype), a Python scalar, str or bytes; None: the graph lacks it.
-    def counts(self, count: int, /) -> Any: ...  # int64 [len]; -1: file bytes
+    def get(self, index: int, /) -> list[_Value]: ...
+    # One value for each field. An array is a read-only view of the record, or a copy if
+    # it is stored in a narrower dtype.
+    def counts(self, count: int, /) -> np.ndarray: ...  # int64 [len]; -1: file bytes
     def keys(self) -> bytes: ...  # 16 bytes a graph
     def verify(self, first: int, end: int, values: bool) -> list[tuple[int, str]]: ...
     # Index -1: commit frames, checked if the range is empty or all graphs.
@@ -110,6 +122,7 @@ class GraphBatch:
     n_slots: int
     totals: tuple[int, ...]
     nbytes: int
+    # Arrays are of the selection's array_type.
     fields: list[Any]  # None for a field that no graph of the batch has
     ptrs: list[Any]  # for each count: int64 [n_slots + 1], prefix sums over graphs
     slices: list[Any]  # a copy of ptrs outside the arena
@@ -118,17 +131,20 @@ class GraphBatch:
     arena: Any  # the whole arena, uint8 [nbytes]
     offsets: tuple[list[int], list[int], list[int]]  # in the arena, bytes
 
-def graph_collate(selection: GraphSelection, indices: Any, /) -> GraphBatch: ...
+def graph_collate(selection: GraphSelection, indices: _Indices, /) -> GraphBatch: ...
 
 @final
 class GraphPrefetch:
     """Collates submitted batches ahead on native threads."""
 
     def __new__(cls, selection: GraphSelection, threads: int) -> GraphPrefetch: ...
-    def submit(self, number: int, indices: Any, /) -> None: ...
+    def submit(self, number: int, indices: _Indices, /) -> None: ...
     # Numbers are >= 0 and increase; a number that is not larger is ignored.
     def next(self, number: int, /) -> GraphBatch: ...
     # Waits; signal handlers run. Repeating the last number returns the same batch.
+    @property
+    def failed_number(self) -> int: ...
+    # Of the last batch whose own error next() raised, not a signal handler's; or -1.
 
 @final
 class GraphOrder:
@@ -138,7 +154,7 @@ class GraphOrder:
         cls,
         n: int,
         *,
-        subset: Any = None,
+        subset: np.ndarray | None = None,
         seed: int = 0,
         epoch: int = 0,
         shuffle: bool = False,
@@ -146,56 +162,56 @@ class GraphOrder:
         world_size: int = 1,
         batch_size: int,
         drop_last: bool = False,
-        sizes: Sequence[Any] = (),
+        sizes: Sequence[np.ndarray] = (),
         budgets: Sequence[int] = (),
         oversize_alone: bool = False,
     ) -> GraphOrder: ...
     position: int  # 0, or a saved value to resume from
     def __iter__(self) -> Self: ...
-    def __next__(self) -> Any: ...  # graph indices, int64
+    def __next__(self) -> np.ndarray: ...  # graph indices, int64
     def batches(self) -> int: ...
 
 def adamw(
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    exp_avgs: Sequence[Any],
-    exp_avg_sqs: Sequence[Any],
-    max_exp_avg_sqs: Sequence[Any] | None,
-    step: int | Sequence[Any],
+    params: Sequence[_Array],
+    grads: Sequence[_Array],
+    exp_avgs: Sequence[_Array],
+    exp_avg_sqs: Sequence[_Array],
+    max_exp_avg_sqs: Sequence[_Array] | None,
+    step: int | Sequence[_Array],
     workspace: Workspace,
     *,
-    lr: Any,
+    lr: float | _Array,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     maximize: bool,
     decoupled_weight_decay: bool,
-    grad_scale: Any = None,
-    found_inf: Any = None,
-    relayout: Callable[[Any, Any], Any] | None = None,
+    grad_scale: _Array | None = None,
+    found_inf: _Array | None = None,
+    relayout: Callable[[Any, Any], _Array] | None = None,
     stream: int = 0,
-    emas: Sequence[Any] | None = None,
-    copies: Sequence[Any] | None = None,
+    emas: Sequence[_Array] | None = None,
+    copies: Sequence[_Array | None] | None = None,
     ema_decay: float = 0.0,
-    clip_coef: Any = None,
+    clip_coef: _Array | None = None,
     zero_grad: bool = False,
     write_back_grads: bool = False,
 ) -> None: ...
 def adamw_groups(
     groups: list[Any],
     state: dict[Any, dict[str, Any]],
-    bump: Callable[[list[Any]], Any],
-    relayout: Callable[[Any, Any], Any],
+    bump: Callable[[list[Any]], object],
+    relayout: Callable[[Any, Any], _Array],
     workspace: Workspace,
     measure_inf: bool,
     measure_norm: bool,
     max_norm: float,
-    grad_scale: Any = None,
-    found_inf: Any = None,
-    total_norm: Any = None,
-    total_norm_f64: Any = None,
-    clip_coef: Any = None,
+    grad_scale: _Array | None = None,
+    found_inf: _Array | None = None,
+    total_norm: _Array | None = None,
+    total_norm_f64: _Array | None = None,
+    clip_coef: _Array | None = None,
     stream: int = 0,
     only_prepare: bool = False,
 ) -> tuple[int, bool] | None: ...
@@ -203,21 +219,21 @@ def amp_grads(
     grads: list[Any],
     workspace: Workspace,
     *,
-    found_inf: Any = None,
-    total_norm: Any = None,
-    total_norm_f64: Any = None,
-    clip_coef: Any = None,
+    found_inf: _Array | None = None,
+    total_norm: _Array | None = None,
+    total_norm_f64: _Array | None = None,
+    clip_coef: _Array | None = None,
     norm_type: float = 2.0,
     max_norm: float = ...,
     rewrite: str = "read",
     clip_value: float = 0.0,
-    grad_scale: Any = None,
-    factor: Any = None,
+    grad_scale: _Array | None = None,
+    factor: _Array | None = None,
     stream: int = 0,
 ) -> None: ...
 def amp_update(
-    scale: Any,
-    growth_tracker: Any,
+    scale: _Array,
+    growth_tracker: _Array,
     found_infs: list[Any],
     *,
     growth_factor: float,
@@ -226,21 +242,21 @@ def amp_update(
     min_scale: float = 0.0,
     max_scale: float = ...,
     hysteresis: int = 1,
-    hysteresis_tracker: Any = None,
+    hysteresis_tracker: _Array | None = None,
     stream: int = 0,
 ) -> None: ...
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    out: _Array,
+    lse: _Array | None,
     /,
     *,
-    mask: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
+    mask: _Array | None = None,
+    bias: _Array | None = None,
+    alibi_slopes: _Array | None = None,
+    sinks: _Array | None = None,
     is_causal: bool = False,
     bottom_right: bool = False,
     window_left: int = -1,
@@ -248,36 +264,36 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: Any = 0,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    seed: int | _Array = 0,
+    cu_seqlens_q: _Array | None = None,
+    cu_seqlens_k: _Array | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    kv_lens: Any = None,
+    kv_lens: _Array | None = None,
     bnhd: bool = False,
     stream: int = 0,
-    scratch: Callable[[int], Any] | None = None,
+    scratch: Callable[[int], object] | None = None,
 ) -> None: ...
 def attention_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    dbias: Any,
-    dalibi: Any,
-    dsinks: Any,
+    dout: _Array,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    out: _Array,
+    lse: _Array,
+    dlse: _Array | None,
+    dq: _Array | None,
+    dk: _Array | None,
+    dv: _Array | None,
+    dbias: _Array | None,
+    dalibi: _Array | None,
+    dsinks: _Array | None,
     /,
     *,
-    mask: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
+    mask: _Array | None = None,
+    bias: _Array | None = None,
+    alibi_slopes: _Array | None = None,
+    sinks: _Array | None = None,
     is_causal: bool = False,
     bottom_right: bool = False,
     window_left: int = -1,
@@ -285,18 +301,18 @@ def attention_backward(
     scale: float,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: Any = 0,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    seed: int | _Array = 0,
+    cu_seqlens_q: _Array | None = None,
+    cu_seqlens_k: _Array | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    kv_lens: Any = None,
+    kv_lens: _Array | None = None,
     bnhd: bool = False,
     stream: int = 0,
-    scratch: Callable[[int], Any] | None = None,
+    scratch: Callable[[int], object] | None = None,
 ) -> None: ...
 def gemm(
-    a: Any, b: Any, out: Any, *, allow_tf32: bool = False, stream: int = 0
+    a: _Array, b: _Array, out: _Array, *, allow_tf32: bool = False, stream: int = 0
 ) -> None: ...
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...
@@ -306,11 +322,11 @@ def use_backend(name: str | None, /) -> None: ...
 def graph_adopt(path: str | PathLike[str], /) -> tuple[int, int]: ...
 def graph_schema(path: str | PathLike[str], /) -> bytes | None: ...
 def graph_build_begin(path: str | PathLike[str], /) -> None: ...
-def graph_build_end(path: str | PathLike[str], order: Any | None, /) -> None: ...
+def graph_build_end(path: str | PathLike[str], order: np.ndarray | None, /) -> None: ...
 def graph_repair(
     source: str | PathLike[str],
     target: str | PathLike[str],
-    line: Callable[[str], Any],
+    line: Callable[[str], object],
     /,
 ) -> dict[str, int]: ...
-def crc32c(data: Any, crc: int = 0) -> int: ...
+def crc32c(data: Buffer | np.ndarray, crc: int = 0) -> int: ...

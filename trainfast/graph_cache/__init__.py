@@ -1,4 +1,4 @@
-"""A cache of graphs: built once, read at memory speed, never a graph lost."""
+"""A cache of graphs on disk: built once, read at memory speed, safe in a crash."""
 
 from trainfast.graph_cache.build import BuildError, BuildReport, StaleCacheError, build
 from trainfast.graph_cache.cache import Cache, Subset, VerifyReport, open

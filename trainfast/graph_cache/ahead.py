@@ -1,4 +1,4 @@
-"""Batches that native threads make ahead of the one that is handed out."""
+"""Prefetches batches with native threads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ __all__ = ["Ahead", "Place"]
 
 @dataclass(slots=True)
 class Place:
-    """How far an iteration is: what was handed out, not what is in the making."""
+    """The position of an iteration: batches handed out, not batches prefetched."""
 
     epoch: int = 0
     position: int = 0
@@ -21,17 +21,17 @@ class Place:
 class Ahead(Iterator[Any]):
     """Hands out the batches of a source in order, each once.
 
-    Ctrl-C, and whatever else a signal's handler raises, loses none: the next attempt
-    goes on where it was. Python handles signals after a call, not between assignments.
-    So everything up to the last call can be done again, because a prefetch knows its
-    batches by number, and plain assignments then say that a batch is handed out.
+    No batch is lost if a signal handler raises (Ctrl-C): the next call of `__next__`
+    continues. Python handles signals after a call, not between assignments. So all
+    calls can be repeated, because a prefetch identifies batches by number, and plain
+    assignments after the last call record that a batch was handed out.
 
     An error of the source is raised after the batches before it. An error of a batch
     is raised once; the next attempt goes on after that batch.
 
     Args:
         source: an iterator of what `_plan` understands; None: `_begin` sets `_source`.
-        ahead: batches in the making while the user has one.
+        ahead: batches that are prefetched while the user has one.
     """
 
     def __init__(self, source: Iterator[Any] | None, ahead: int) -> None:
@@ -49,14 +49,14 @@ class Ahead(Iterator[Any]):
         raise NotImplementedError
 
     def _plan(self, given: Any) -> tuple[GraphPrefetch, Any, int]:
-        """What makes the batch of a source's item, its graphs, the position after it.
+        """The prefetch for a source's item, its graphs, and the position after it.
 
         It may be called again for the same item.
         """
         raise NotImplementedError
 
     def _assemble(self, batch: Any) -> Any:
-        """What the user gets for a GraphBatch."""
+        """The user's batch for a GraphBatch."""
         raise NotImplementedError
 
     def __next__(self) -> Any:
@@ -76,7 +76,14 @@ class Ahead(Iterator[Any]):
             prefetch, position = self._waiting[number]
             try:
                 batch = prefetch.next(number)
-                self._fill(self._ahead + 1)
+            except Exception:
+                # No call here, after which Python would handle a further signal.
+                if prefetch.failed_number == number:
+                    del self._waiting[number]
+                    self._taken = number + 1
+                raise
+            self._fill(self._ahead + 1)
+            try:
                 made = self._assemble(batch)
             except Exception:
                 del self._waiting[number]
@@ -102,12 +109,12 @@ class Ahead(Iterator[Any]):
         raise StopIteration
 
     def _fill(self, most: int) -> None:
-        """Submits batches until `most` are neither handed out nor given up."""
+        """Submits batches until `most` are submitted and not yet handed out."""
         while self._submitted - self._taken < most and self._submit():
             pass
 
     def _submit(self) -> bool:
-        """Asks for the next batch; False at the source's end or error."""
+        """Submits the next batch; False at the source's end or error."""
         number = self._submitted
         try:
             if self._given is None:

@@ -1,4 +1,4 @@
-"""What the graph cache asks of a value: its element type and shape, without a copy."""
+"""The dtype and shape of a value of a graph, without a copy."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _OF_PYTHON |= {bytes: "bytes"}
 def dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
     """A value's dtype, by its name in `DTYPES`, and its shape in elements.
 
-    Values are arrays (NumPy's, torch's, whatever has `dtype` and `shape` or offers
+    Values are arrays (NumPy's, torch's, others with `dtype` and `shape` or that export
     DLPack), and Python's bool, int, float, str and bytes. Raises TypeError for others,
     ValueError for an int beyond int64 and text that UTF-8 cannot encode.
     """

@@ -1,8 +1,7 @@
-"""What a batch is to hold, and batches as plain dicts.
+"""The contents of a batch, and the assembler of batches that are dicts.
 
-The core puts graphs together into one arena (`GraphBatch`); an assembler makes of that
-what the training loop gets. This file has the one for dicts, trainfast.torch.pyg the
-one for PyG.
+The core puts graphs together into one arena (`GraphBatch`). An assembler turns that
+into what the training loop gets. The assembler for dicts is here.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trainfast import adapters
 from trainfast._core import GraphBatch, GraphCache, GraphSelection
 from trainfast.graph_cache.schema import Field, Schema
 
@@ -20,10 +20,10 @@ Assemble = Callable[[GraphBatch], Any]
 
 @dataclass(frozen=True)
 class Follow:
-    """A key for which it is wanted which graph each of its entries came from."""
+    """A key of `follow_batch`: each of its entries gets the number of its graph."""
 
     key: Hashable
-    count: int | None  # of its entries; None: each graph has `size` of them
+    count: int | None  # the count of its entries; None: each graph has `size` entries
     size: int
 
 
@@ -31,11 +31,11 @@ class Follow:
 class BatchPlan:
     """What every batch of a loader holds; assemblers read it once.
 
-    Of a GraphBatch, `fields[i]` is the array of the schema's field `fields[i]`, whose
-    key is `keys[i]`, or None where no graph has it; `batches[i]` says for each thing
-    counted by `batch_of[i]` which graph it is of (nodes of each type first, in the
-    schema's order); `ptrs[k]` are the sums of count k before each graph, and the
-    total, int64 [slots + 1].
+    In a GraphBatch, `fields[i]` is the array of the schema's field `plan.fields[i]`,
+    whose key is `plan.keys[i]`, or None if no graph has the field. `batches[i]` has the
+    graph of each node, edge or entry that count `plan.batch_of[i]` counts, int64 (nodes
+    of each type first, in the schema's order). `ptrs[k]` are the prefix sums of count k
+    over the graphs, int64 [slots + 1].
     """
 
     schema: Schema
@@ -70,9 +70,9 @@ def plan_batches(
     *,
     padded: bool = False,
 ) -> BatchPlan:
-    """The plan for these keys: `fields` (None: all) without `exclude`.
+    """The plan for the keys in `fields` (None: all) that are not in `exclude`.
 
-    A name stands for its keys of all types: "x" for ("paper", "x") and ("author",
+    A name selects its keys of all types: "x" selects ("paper", "x") and ("author",
     "x"). Raises ValueError for a key that no field has.
     """
     wanted = list(schema.keys) if fields is None else _expand(schema, fields, "fields")
@@ -135,13 +135,13 @@ def follow_key(key: Hashable, suffix: str) -> Hashable:
 
 
 def dict_assembler(plan: BatchPlan) -> Assemble:
-    """Makes a GraphBatch a dict of its arrays.
+    """Returns a function from a GraphBatch to a dict of its arrays.
 
-    Besides the fields there are "batch" (int64 [nodes], the graph of each node) and
+    The dict has the fields, and "batch" (int64 [nodes], the graph of each node) and
     "ptr" (int64 [graphs + 1], the first node of each graph), in heterogeneous graphs
     (type, "batch") and (type, "ptr"); "x_batch" and "x_ptr" for x in follow_batch; with
-    padding "graph_mask" (bool [graphs], which are real). Strings come as lists. What
-    none of the graphs has is not there.
+    padding "graph_mask" (bool [graphs], True for real graphs). Strings are lists. A
+    field that no graph of the batch has is left out.
     """
     schema = plan.schema
     nodes = schema.nodes.items()
@@ -208,13 +208,13 @@ def _check_made(plan: BatchPlan, made: list[Hashable]) -> None:
     for key in made:
         if key in plan.keys:
             raise ValueError(
-                f"key {key!r} must be free for what a batch adds: leave the cache's "
-                f"own out (exclude=[{key!r}])"
+                f"key {key!r} must be free: each batch adds it; omit the cache's own "
+                f"field with exclude=[{key!r}]"
             )
 
 
 def split_text(data: Any, ptr: Any, is_string: bool, n_graphs: int) -> list[Any]:
-    """The strings or bytes of a batch, one a graph; empty ones for padding."""
+    """The strings or bytes of a batch, one for each graph; empty for padding."""
     whole = bytes(np.asarray(data.cpu() if hasattr(data, "cpu") else data))
     ends = ptr.tolist()
     parts = [whole[a:b] for a, b in pairwise(ends[: n_graphs + 1])]
@@ -230,13 +230,13 @@ def followed(
         place = plan.batch_of.index(follow.count)
         return batch.batches[place], ptrs[follow.count]
     slots = np.arange(batch.n_slots + 1, dtype=np.int64)
-    # Like what lies beside it: an array of NumPy's, or a tensor on the batch's device.
+    # Of the kind of `ptrs`: an array of NumPy's, or a tensor on the batch's device.
     convert = _like(ptrs)
     return convert(np.repeat(slots[:-1], follow.size)), convert(slots * follow.size)
 
 
 def graph_mask(batch: GraphBatch) -> Any:
-    """Which of a padded batch's graphs are real, bool [slots]."""
+    """bool [slots]: True for the real graphs of a padded batch."""
     mask = np.arange(batch.n_slots) < batch.n_graphs
     return _like(batch.ptrs)(mask)
 
@@ -244,9 +244,5 @@ def graph_mask(batch: GraphBatch) -> Any:
 def _like(ptrs: list[Any]) -> Callable[[np.ndarray], Any]:
     if not ptrs or isinstance(ptrs[0], np.ndarray):
         return lambda array: array
-    from importlib import import_module
-
     device = ptrs[0].device
-    return lambda array: import_module("trainfast.torch.graphs.device").tensor(
-        array, device
-    )
+    return lambda array: adapters.load("torch").tensor(array, device)

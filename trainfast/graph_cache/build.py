@@ -33,8 +33,8 @@ def build(
     inputs: Iterable[Any],
     make: Callable[[Any], Any] | None = None,
     *,
-    key: Callable[[Any], Any] | None = None,
-    transform_id: Any = None,
+    key: Callable[[Any], keys.Key] | None = None,
+    transform_id: keys.Key | None = None,
     workers: int = 0,
     progress: bool = True,
     rebuild: bool | None = None,
@@ -45,43 +45,58 @@ def build(
 ) -> "BuildReport":
     """Makes the cache at `path` hold `make(input)` for each of `inputs`, in order.
 
-    `make` returns a graph (see `Writer`); None: the inputs are graphs. It runs only for
-    inputs that are not in the cache: those whose (`key(input)`, `transform_id`) is new.
-    `key` returns str, bytes, int or a tuple of them, None: an input's place is its key.
-    Graphs whose input is gone leave the cache. `inputs` is gone through once.
+    `make` runs only for inputs whose (`key(input)`, `transform_id`) the cache lacks.
+    Graphs whose input is gone are removed from the cache.
 
-    Before graphs are used again, what made them is compared with what would make them
-    now: the code of `make`, its constants, defaults and closure values, and the
+    Before stored graphs are reused, what made them is compared with what would make
+    them now: the code of `make`, its constants, defaults and closure values, and the
     functions, classes and values of your own modules that it refers to; the content of
     up to 17 inputs; and 3 graphs, which are made again (where the inputs are graphs up
-    to 16, within a quarter of a second). A difference is a StaleCacheError that says
-    what has changed: `rebuild=True` makes all graphs again, `rebuild=False` keeps them
-    if those made again are the same. What cannot be compared is a warning. If only the
-    version of Python is another, the graphs made again decide.
+    to 16, within a quarter of a second). A difference raises StaleCacheError. What
+    cannot be compared is a warning. If only the version of Python differs, the graphs
+    that are made again decide.
 
-    `transform_id`, of the same types as keys: names what `make` does. It is yours to
-    change when `make` has changed, which makes all graphs again: code is not compared
-    then, nor is any graph made for it. A `make` that gives another graph of the same
-    input each time needs one for its graphs to be used again.
+    A killed build resumes when it is run again: only the graphs since its last commit
+    (`commit_every` graphs or `commit_seconds`) are lost. Until a build has ended the
+    cache does not open. A killed build with `rebuild=True` resumes without `rebuild`.
 
-    A build that was killed goes on where it was: it has lost at most what it made since
-    the last commit (`commit_every` graphs or `commit_seconds`). Until a build has ended
-    the cache does not open. One with `rebuild=True` goes on without it.
+    Graphs that are made later may differ in their sizes from those in the cache, and in
+    their keys (see `Writer`). They may differ in more if no stored graph is wanted any
+    more.
 
-    `workers`: processes that make graphs; inputs and `make` are sent to them, so with
-    the start method "spawn" they must pickle. The first few graphs are made here.
-    `progress`: a bar with rate and remaining time (needs tqdm). `rules`: see `Rule`.
-    `samples`: graphs that are looked at before the first is written.
+    Args:
+        path: the cache's directory, created if it does not exist; "~" is the home.
+        inputs: what graphs are made from; iterated over once.
+        make: a function that returns the graph of an input (see `Writer`). None: the
+            inputs are graphs.
+        key: a function that returns an input's key: str, bytes, int or a tuple of them.
+            None: an input's position is its key.
+        transform_id: str, bytes, int or a tuple of them that names what `make` does.
+            Change it when `make` has changed: all graphs are then made again. With it,
+            code is not compared, and no graph is made for comparison. A `make` that
+            draws random numbers needs it for its graphs to be reused.
+        workers: processes that make graphs. Inputs and `make` are sent to them, so with
+            the start method "spawn" they must pickle. The first few graphs are made in
+            this process.
+        progress: shows a bar with rate and remaining time (needs tqdm).
+        rebuild: True makes all graphs again. False keeps the stored graphs where only
+            code has changed and the graphs that are made again are the same.
+        rules: by key how graphs are batched; see `Rule`.
+        commit_every, commit_seconds: graphs, and seconds, after which the graphs made
+            so far are committed.
+        samples: graphs that the schema is made from.
 
-    Graphs that are made later may differ from those in the cache in their sizes only,
-    and lack keys or have more of them (see `Writer`), unless none of those is wanted
-    any more.
+    Returns:
+        A report of how many graphs were made, reused and dropped.
 
-    Raises StaleCacheError (a ValueError) before anything is made, but where `inputs`
-    can only be iterated over; BuildError where `make` failed (its cause is what it
-    raised) or a worker died; ValueError or TypeError where a graph cannot be cached;
-    OSError (disk full, another build of this cache runs). What was made before is kept,
-    after Ctrl-C, too.
+    Raises:
+        StaleCacheError: a ValueError; the cache was made by other code or from other
+            inputs. Raised before a graph is made, unless `inputs` can only be iterated
+            over.
+        BuildError: `make` failed (its error is the cause), or a worker died.
+        ValueError, TypeError: a graph that cannot be cached.
+        OSError: the disk is full, or another build of this cache runs.
+        What was made before is kept in all cases, also after Ctrl-C.
     """
     _check_arguments(inputs, make, key, workers)
     sequence: Any = inputs if _is_sequence(inputs) else None
@@ -107,8 +122,8 @@ def run(
     job: Job,
     inputs: Any,
     source: Source,
-    key: Callable[[Any], Any] | None,
-    transform_id: Any,
+    key: Callable[[Any], keys.Key] | None,
+    transform_id: keys.Key | None,
     workers: int,
     rebuild: bool | None,
     progress: bool,

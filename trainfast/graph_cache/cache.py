@@ -1,18 +1,23 @@
-"""Reading a graph cache: graph by graph, or as what a Loader takes its batches from."""
+"""Reads a graph cache, graph by graph; a Loader reads batches from it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeAlias, overload
 
 import numpy as np
 
 from trainfast._core import GraphCache
 from trainfast.graph_cache.schema import Schema
 from trainfast.graph_cache.writer import as_path
-from trainfast.report import Report, Table
+from trainfast.report import Report, Table, one_line
+
+Graph: TypeAlias = dict[Hashable, Any]  # arrays, str, bytes, bool, int and float
+Indices: TypeAlias = slice | Sequence[int] | np.ndarray  # or a mask of bool
+Counts: TypeAlias = np.ndarray | dict[Any, np.ndarray]  # by type, if there are types
 
 VERIFY = {"never": 0, "once": 1, "always": 2}
 MODES = ("mmap", "pread")
@@ -27,32 +32,41 @@ def open(
 ) -> "Cache":
     """Opens the graph cache in the directory `path` for reading.
 
-    verify: when checksums are compared: "once" for each graph the first time that this
-    process reads it, "always", or "never".
-    mode: "mmap" maps the files, "pread" reads them graph by graph. None: "pread" on
-    network file systems (NFS, SMB, FUSE such as gcsfuse, Lustre, Ceph, 9p and others),
-    "mmap" on all others. With "mmap" a file that is cut short while the cache is open
-    kills the process by SIGBUS, without an exception; with "pread" it is an OSError.
-    A cache that is written again beside its readers is safe in both: files are
-    replaced, never shortened.
-    partial: opens what is sealed although a build has not ended or a writer still
-    lives or was killed; without it that is an error.
+    `with open(path) as cache:` closes it at the end; see `Cache.close`.
 
-    Raises ValueError for what is not a cache, is damaged or unfinished (the message
-    says what can be done), OSError for what cannot be read.
+    Args:
+        path: the cache's directory; "~" is the home.
+        verify: when checksums are compared: "once" for each graph the first time that
+            this process reads it, "always", or "never".
+        mode: "mmap" maps the files, "pread" reads them graph by graph. None: "pread" on
+            network file systems (NFS, SMB, FUSE such as gcsfuse, Lustre, Ceph, 9p and
+            others), "mmap" on all others. With "mmap" a file that another program
+            truncates while the cache is open kills the process by SIGBUS, without an
+            exception; with "pread" it is an OSError. Writers and builds of trainfast
+            are safe in both modes: they replace files and never shorten them.
+        partial: opens the graphs that are committed although a build has not ended, or
+            a writer is at work or was killed. Without it that is an error.
+
+    Returns:
+        The open cache, a sequence of graphs.
+
+    Raises:
+        ValueError: `path` is not a cache, or the cache is damaged or unfinished; the
+            message says what can be done.
+        OSError: a file cannot be read.
     """
     return Cache(path, verify, mode=mode, partial=partial)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How big each graph is, int64 [graphs], from the index alone.
+    """The sizes of each graph, int64 [graphs], read from the index alone.
 
     `nodes` and `edges` are arrays, or in heterogeneous graphs dicts of them by type.
     """
 
-    nodes: Any
-    edges: Any
+    nodes: Counts
+    edges: Counts
     bytes: np.ndarray  # in the file, checksums and padding included
 
     def total_nodes(self) -> np.ndarray:
@@ -63,14 +77,14 @@ class Sizes:
         """Edges of all types, int64 [graphs]."""
         return _total(self.edges, self.bytes)
 
-    def take(self, indices: Any) -> "Sizes":
+    def take(self, indices: np.ndarray) -> "Sizes":
         """The sizes of some of the graphs."""
         return Sizes(
             _take(self.nodes, indices), _take(self.edges, indices), self.bytes[indices]
         )
 
 
-def _total(sizes: Any, like: np.ndarray) -> np.ndarray:
+def _total(sizes: Counts, like: np.ndarray) -> np.ndarray:
     if not isinstance(sizes, dict):
         return np.asarray(sizes)
     total = np.zeros(like.shape, np.int64)
@@ -79,14 +93,14 @@ def _total(sizes: Any, like: np.ndarray) -> np.ndarray:
     return total
 
 
-def _take(sizes: Any, index: Any) -> Any:
+def _take(sizes: Counts, index: np.ndarray) -> Counts:
     if isinstance(sizes, dict):
         return {name: part[index] for name, part in sizes.items()}
     return sizes[index]
 
 
 def _is_many(index: Any) -> bool:
-    """False for one number: an int, or an array of rank 0."""
+    """False for an int and for an array of rank 0."""
     return not hasattr(index, "__index__") or bool(np.ndim(index))
 
 
@@ -96,20 +110,33 @@ class Graphs:
     def __len__(self) -> int:
         raise NotImplementedError
 
+    @overload
+    def __getitem__(self, index: int | np.integer) -> Graph: ...
+
+    @overload
+    def __getitem__(self, index: Indices) -> "Subset": ...
+
     def __getitem__(self, index: Any) -> Any:
         """Graph `index` as a dict; a Subset for a slice, mask or array of indices."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[dict[Any, Any]]:
+    def __iter__(self) -> Iterator[Graph]:
         for index in range(len(self)):
             yield self[index]
 
-    def get_many(self, indices: Any) -> list[dict[Any, Any]]:
-        """The graphs at these indices, as a list of dicts."""
+    def get_many(self, indices: Indices) -> list[Graph]:
+        """The graphs at some indices, as a list of dicts.
+
+        Args:
+            indices: a slice, a mask, or integers [n].
+
+        Raises:
+            IndexError: an index that there is not, or that is no integer.
+        """
         return [self[index] for index in self._places(indices).tolist()]
 
     def _places(self, index: Any) -> np.ndarray:
-        """What a slice, mask or array of indices selects, int64."""
+        """The indices that a slice, mask or array of indices selects, int64."""
         if isinstance(index, slice):
             return np.arange(len(self), dtype=np.int64)[index]
         index = np.asarray(index)
@@ -138,6 +165,8 @@ class Graphs:
 class Cache(Graphs):
     """An open graph cache: a sequence of dicts of NumPy arrays.
 
+    Use it as a context manager, or leave closing to the garbage collector.
+
     `cache[i]` is graph i: an array for each field that it has (a read-only view of the
     file where it is stored as its dtype), and str, bytes, bool, int or float where the
     graph was given one. `cache[2:5]` and `cache[array]` are Subsets: nothing is copied.
@@ -145,7 +174,12 @@ class Cache(Graphs):
     Any number of threads may read it at once, and it works on in a forked process. It
     pickles as its path and fingerprint: unpickled in another process it is opened
     again, and a cache that has changed since is an error.
+
+    Args:
+        path, verify, mode, partial: as in `trainfast.graph_cache.open`.
     """
+
+    _opened: GraphCache | None = None  # until it is made
 
     def __init__(
         self,
@@ -161,7 +195,7 @@ class Cache(Graphs):
             raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}")
         self.path = Path(as_path(path))
         self._options = {"verify": verify, "mode": mode, "partial": partial}
-        self._core = GraphCache(
+        self._opened = GraphCache(
             str(self.path),
             verify=VERIFY[verify],
             pread=None if mode is None else mode == "pread",
@@ -176,6 +210,43 @@ class Cache(Graphs):
         self._optional = [
             key for key, field in zip(self._keys, fields) if field.optional
         ]
+
+    @property
+    def _core(self) -> GraphCache:
+        if self._opened is None:
+            _raise_closed(self.path)
+        return self._opened
+
+    @property
+    def closed(self) -> bool:
+        """Whether the cache was closed."""
+        return self._opened is None
+
+    def close(self) -> None:
+        """Closes the files. Closing twice does nothing.
+
+        Afterwards ValueError is raised when a graph is read, an iteration of a loader
+        begins or the cache is pickled. Arrays that were read before stay valid, and
+        iterations that have begun continue: each keeps the files that it needs open.
+        """
+        self._opened = None
+        self._get = partial(_raise_closed, self.path)
+
+    def _check_open(self) -> None:
+        if self._opened is None:
+            _raise_closed(self.path)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @property
     def fingerprint(self) -> str:
@@ -198,13 +269,17 @@ class Cache(Graphs):
         )
 
     def counts(self, place: int) -> np.ndarray:
-        """One of the schema's counts for each graph, int64 [graphs]."""
+        """One of the schema's counts for each graph, int64 [graphs].
+
+        Args:
+            place: the count's place in `schema.counts`; -1: the bytes in the file.
+        """
         counts = np.asarray(self._core.counts(place))
         counts.flags.writeable = False
         return counts
 
-    def _by_type(self, places: dict[Any, int]) -> Any:
-        """By type, or an array where there are no types."""
+    def _by_type(self, places: Mapping[Any, int]) -> Counts:
+        """Counts by type; an array if the graphs have no types."""
         counts = {name: self.counts(place) for name, place in places.items()}
         if not counts and (self.schema is None or not self.schema.nodes.keys() - {""}):
             return np.zeros(self._len, np.int64)
@@ -212,6 +287,12 @@ class Cache(Graphs):
 
     def __len__(self) -> int:
         return self._len
+
+    @overload
+    def __getitem__(self, index: int | np.integer) -> Graph: ...
+
+    @overload
+    def __getitem__(self, index: Indices) -> "Subset": ...
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
@@ -231,10 +312,13 @@ class Cache(Graphs):
         return graph
 
     def verify(self, *, values: bool = False) -> "VerifyReport":
-        """Checks everything: checksums, sizes, indices, text, what lies between.
+        """Reads all graphs and checks checksums, sizes, indices, text and padding.
 
-        values: also that floating-point values are finite. The report lists the
-        damaged graphs; it is true when there are none.
+        Args:
+            values: also checks that floating-point values are finite.
+
+        Returns:
+            A report that lists the damaged graphs; it is true if there are none.
         """
         from time import perf_counter
 
@@ -249,10 +333,19 @@ class Cache(Graphs):
         return _reopen, (str(self.path.absolute()), self.fingerprint, self._options)
 
     def __repr__(self) -> str:
-        return (
-            f"<graph cache {str(self.path)!r}: {self._len} graphs, "
-            f"{len(self._keys)} fields, {self._core.file_bytes} bytes>"
+        core, state = self._opened, vars(self)
+        return one_line(
+            self,
+            path=state.get("path"),
+            graphs=state.get("_len"),
+            fields=None if core is None else len(self._keys),
+            bytes=None if core is None else core.file_bytes,
+            closed=True if core is None else None,
         )
+
+
+def _raise_closed(path: Path, place: int = 0) -> NoReturn:
+    raise ValueError(f"the cache at {path} is closed; open it again with open()")
 
 
 def _reopen(path: str, fingerprint: str, options: dict[str, Any]) -> Cache:
@@ -268,8 +361,15 @@ def _reopen(path: str, fingerprint: str, options: dict[str, Any]) -> Cache:
 class Subset(Graphs):
     """Some graphs of a cache, in an order of their own; a view, like a slice.
 
-    `indices` says which, as int64. It can be indexed, sliced and given to a Loader as
-    the cache can.
+    A subset can be indexed, sliced and given to a Loader as the cache can.
+
+    Args:
+        cache: the cache.
+        indices: which graphs, integers [n]; negative ones count from the end. The
+            attribute `indices` has them as int64 from 0 on.
+
+    Raises:
+        IndexError: an index that the cache lacks, or that is no integer.
     """
 
     def __init__(self, cache: Cache, indices: Sequence[int] | np.ndarray) -> None:
@@ -288,6 +388,12 @@ class Subset(Graphs):
     def __len__(self) -> int:
         return len(self.indices)
 
+    @overload
+    def __getitem__(self, index: int | np.integer) -> Graph: ...
+
+    @overload
+    def __getitem__(self, index: Indices) -> "Subset": ...
+
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
             if _is_many(index):
@@ -303,7 +409,13 @@ class Subset(Graphs):
         return Subset, (self.cache, self.indices)
 
     def __repr__(self) -> str:
-        return f"<{len(self)} graphs of {self.cache!r}>"
+        state = vars(self)
+        indices, cache = state.get("indices"), state.get("cache")
+        return one_line(
+            self,
+            graphs=None if indices is None else len(indices),
+            path=None if cache is None else cache.path,
+        )
 
 
 class VerifyReport(Report):

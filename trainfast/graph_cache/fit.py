@@ -1,4 +1,4 @@
-"""Makes graphs and a schema fit: the counts that shapes do not tell, and widening."""
+"""Fits graphs and a schema: counts that shapes do not give, and wider schemas."""
 
 import operator
 from collections.abc import Hashable, Mapping
@@ -9,13 +9,13 @@ from trainfast.graph_cache.arrays import dtype_and_shape, largest, smallest
 from trainfast.graph_cache.infer import UNTRUSTED, infer, nodes_key, trust
 from trainfast.graph_cache.schema import Count, Field, Rule, Schema
 
-_UNTOLD = -1  # to be taken from the shapes
+_UNTOLD = -1  # the core takes the count from the shapes
 
 
 class Counter:
-    """Finds the counts of graphs that the shapes of their arrays do not tell.
+    """Finds the counts of graphs that the shapes of their arrays do not give.
 
-    `needed` is False where all graphs of the schema tell all counts by themselves.
+    `needed` is False if the shapes give all counts in every graph of the schema.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -38,7 +38,7 @@ class Counter:
     def counts(
         self, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
     ) -> list[int]:
-        """All counts; -1: the graph's shapes tell it.
+        """All counts; -1: the graph's shapes give the count.
 
         A number of nodes is the given one, the graph's own "num_nodes", or else the
         largest index + 1. An increment is the given one, or else the largest value + 1.
@@ -91,14 +91,15 @@ def _number(role: str, size: Any) -> int:
 
 
 def agrees(a: Schema, b: Schema) -> bool:
-    """Whether graphs of both can be in one cache: all but sizes is the same, and one
-    may have more fields behind the other's."""
+    """Whether graphs of both can be in one cache. Two schemas agree if they differ only
+    in sizes, in which fields are optional, and in fields that one has behind the
+    other's."""
     both = min(len(a.fields), len(b.fields))
     return _frame(a, both) == _frame(b, both)
 
 
 def _frame(schema: Schema, n_fields: int) -> tuple[Any, ...]:
-    """What two schemas must have in common in their first fields."""
+    """The parts of a schema's first fields that must be equal."""
     named = [count for count in schema.counts if count.role in ("nodes", "edges")]
     fields = [
         replace(
@@ -113,7 +114,8 @@ def _frame(schema: Schema, n_fields: int) -> tuple[Any, ...]:
 
 
 def looks_like(schema: Schema, graph: Any) -> bool:
-    """Whether a graph has the schema's keys, dtypes and ranks; True if it is none."""
+    """Whether an object has the schema's keys, dtypes and ranks; True if it is not a
+    graph."""
     wanted = {
         key: (field.dtype, len(field.dims))
         for key, field in zip(schema.keys, schema.fields)
@@ -130,7 +132,7 @@ def looks_like(schema: Schema, graph: Any) -> bool:
 def check_indices(
     schema: Schema, graph: Mapping[Any, Any], given: Mapping[tuple[Any, ...], int]
 ) -> None:
-    """Raises ValueError where an index of a graph that fits is not one of its nodes."""
+    """Raises ValueError if an index of a graph is not one of its nodes."""
     counts = Counter(schema).counts(graph, given)
     for field, key in zip(schema.fields, schema.keys):
         for dim, size in zip(field.dims, _shape(graph, key) or ()):
@@ -156,9 +158,10 @@ def generalise(
 ) -> Schema:
     """A schema for the graphs so far and for `graph`, whose field `misfit` did not fit.
 
-    A fixed size that the graph has not becomes a count of its own. Where fields share a
-    count and the graph's differ, the one with the most telling name keeps it. A field
-    that the graph lacks becomes optional. Raises ValueError where that does not help.
+    A fixed size that the graph contradicts becomes a count of its own. If fields share
+    a count and their sizes in the graph differ, the field with the most trusted name
+    keeps the count. A field that the graph lacks becomes optional. Raises ValueError if
+    the graph still does not fit.
     """
     wider = without(schema, graph)
     for i, dim in _misfits(schema, graph, given or {}):
@@ -181,9 +184,9 @@ def without(schema: Schema, graph: Mapping[Any, Any]) -> Schema:
 def with_late(
     schema: Schema, graph: Mapping[Any, Any], rules: Mapping[Hashable, Rule]
 ) -> Schema:
-    """The schema with optional fields behind its own, those of `graph` that it lacks.
+    """The schema with the fields that only `graph` has, appended as optional fields.
 
-    They are what `infer` makes of this graph alone. Raises ValueError where they need
+    `infer` makes these fields from this graph alone. Raises ValueError if they need
     nodes or edges that the schema does not count.
     """
     own = infer([graph], rules)
@@ -208,7 +211,7 @@ def with_late(
 
 
 def _counts_in(field: Field) -> set[int]:
-    """The counts that a field's type, sizes and addends are."""
+    """The counts that a field's type, sizes and addends refer to."""
     named = () if field.type is None else (field.type,)
     return {*named, *field.add, *(-1 - dim for dim in field.dims if dim < 0)}
 

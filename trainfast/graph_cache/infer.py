@@ -1,9 +1,9 @@
-"""Makes a schema from some graphs and from what is said about their keys.
+"""Infers a schema from sample graphs and from rules about their keys.
 
 A graph is a dict of arrays. Homogeneous: "x", "edge_index"; heterogeneous: ("paper",
 "x") and (("author", "writes", "paper"), "edge_index"), with plain keys for the whole
-graph. What the graphs do not tell is guessed such that a later graph can only show it
-to be too narrow: `fit.generalise` then widens it.
+graph. Where the samples leave a choice, the narrower schema is taken: a later graph can
+then only require a wider one, which `fit.generalise` makes.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Type = str | tuple[str, ...]  # "" in homogeneous graphs, a triple for edges
 def infer(
     graphs: Iterable[Mapping[Any, Any]], rules: Mapping[Hashable, Rule] | None = None
 ) -> Schema:
-    """The schema of graphs like these; `rules` says by key what names do not tell.
+    """The schema of graphs like these; `rules` overrides by key what names imply.
 
     Element types and ranks must be the same in all graphs. A dimension of one size in
     all graphs is fixed; one that is the number of nodes or edges in all of them (by its
@@ -34,7 +34,7 @@ def infer(
     """
     samples = list(graphs)
     if not samples:
-        raise ValueError("graphs must be at least one to infer a schema, got none")
+        raise ValueError("graphs is empty; give at least one to infer a schema from")
     rules = rules or {}
     columns = _columns(samples, rules)
     unknown = [key for key in rules if key not in columns]
@@ -152,7 +152,7 @@ def _check_same(
 
 
 def _cat_dim(column: _Column, hetero: bool) -> int | None:
-    """The dimension along which a column is put together, by its rule or its name."""
+    """The dimension along which a column is concatenated, by its rule or its name."""
     rank = column.rank
     given = column.rule.cat_dim
     if given is None or rank == 0:
@@ -260,7 +260,7 @@ class _Inference:
         return found
 
     def _by_trust(self, role: str, kind: Type) -> list[_Column]:
-        """The columns whose names tell a type's number, the most telling first."""
+        """The columns whose names imply a type's number, the most trusted first."""
         return sorted(
             (
                 column
@@ -342,7 +342,7 @@ UNTRUSTED = 100
 
 
 def trust(name: str) -> int:
-    """How much a field's size is believed to be its type's count: small is more."""
+    """The rank of trust that a field's size is its type's count; 0 is the most."""
     for names in (_OF_NODES, _OF_EDGES):
         if name in names:
             return names.index(name)
@@ -352,7 +352,7 @@ def trust(name: str) -> int:
 def _equal(
     own: list[int | None], count: list[int | None], all_known: bool = False
 ) -> bool:
-    """Whether sizes agree wherever both are known."""
+    """Whether sizes are equal wherever both are known."""
     if all_known and None in count:
         return False
     return all(a == b for a, b in zip(own, count) if None not in (a, b))

@@ -21,7 +21,7 @@ class BuildError(RuntimeError):
 
 
 class _FreshWriter(Writer):
-    """Looks at no schema that is in the cache; says when it has made its own."""
+    """Ignores the cache's schema; calls `on_schema` with its own before it writes."""
 
     def __init__(
         self, path: str, *, on_schema: Callable[[Schema], None], **options: Any
@@ -40,7 +40,7 @@ class _FreshWriter(Writer):
 
 @dataclass
 class Job:
-    """What makes graphs, and where they go."""
+    """The function that makes graphs, and the cache that gets them."""
 
     path: str
     make: Callable[[Any], Any] | None
@@ -55,9 +55,10 @@ class Job:
         schema: Schema | None = None,
         on_schema: Callable[[Schema], None] | None = None,
     ) -> Iterator[Writer]:
-        """A writer that keeps what was made, whatever happens, if the disk can.
+        """A writer that also commits if the block raises.
 
-        With `on_schema` it makes a schema of its own, and calls that before it writes.
+        With `on_schema` the writer ignores the cache's schema and makes its own; it
+        calls `on_schema` with that before it writes.
         """
         options: dict[str, Any] = {
             "rules": self.rules,
@@ -91,11 +92,13 @@ class Job:
             kind = next(kind for kind in REFUSED if isinstance(error, kind))
             reason = f"input {place}: {error.__cause__ or error}"
             if writer.schema is not None and not looks_like(writer.schema, graph):
-                reason += "; graphs of one cache have one dtype and rank a key: if all "
-                reason += "look so now, another transform_id makes them all again"
+                reason += "; all graphs of a cache have the same dtype and rank for a "
+                reason += (
+                    "key: if all graphs are like this one now, change transform_id"
+                )
             raise kind(reason) from error
 
 
 def failure(place: int, reason: str) -> BuildError:
-    kept = "what was made before is kept, and the next build goes on from there"
+    kept = "the graphs made before are kept, and the next build resumes there"
     return BuildError(f"make() failed on input {place}: {reason}; {kept}", place)

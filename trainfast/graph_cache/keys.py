@@ -10,13 +10,15 @@ import struct
 from collections.abc import Callable
 from hashlib import blake2b
 from operator import index
-from typing import Any
+from typing import Any, SupportsIndex, TypeAlias
 
 SIZE = 16
 
+Key: TypeAlias = str | bytes | SupportsIndex | tuple["Key", ...]
+
 
 def key_maker(
-    key: Callable[[Any], Any] | None, transform_id: Any, salt: str = ""
+    key: Callable[[Any], Key] | None, transform_id: Key | None, salt: str = ""
 ) -> Callable[[int, Any], bytes]:
     """The function (place, input) -> 16 bytes. Raises TypeError for other ids."""
     transform = _transform(transform_id) + salt.encode()
@@ -32,16 +34,16 @@ def key_maker(
     return own
 
 
-def name_of(transform_id: Any) -> str:
+def name_of(transform_id: Key | None) -> str:
     """A name for a transform's id."""
     return blake2b(_transform(transform_id), digest_size=8).hexdigest()
 
 
-def _transform(transform_id: Any) -> bytes:
+def _transform(transform_id: Key | None) -> bytes:
     return b"n" if transform_id is None else stable(transform_id, "transform_id")
 
 
-def stable(value: Any, what: str = "a key") -> bytes:
+def stable(value: Key, what: str = "a key") -> bytes:
     """Bytes that are the same in every process and different for different values.
 
     `value`: str, bytes, int, or a tuple of them.

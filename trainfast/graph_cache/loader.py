@@ -1,14 +1,14 @@
-"""Batches of a graph cache, put together by native threads."""
+"""Iterates over batches of a graph cache, which native threads collate."""
 
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from importlib import import_module
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from trainfast import adapters
 from trainfast._core import (
     GraphBatch,
     GraphOrder,
@@ -26,6 +26,7 @@ from trainfast.graph_cache.batch import (
 from trainfast.graph_cache.cache import Cache, Subset
 from trainfast.graph_cache.padding import Bucket, chooser, plan_buckets
 from trainfast.graph_cache.sampling import Cut, as_indices, of_subset
+from trainfast.report import attributes, one_line
 
 OUTPUTS = ("dict", "pyg")
 OVERSIZE = ("error", "alone")
@@ -40,42 +41,59 @@ class Loader:
     which is not reused while any of its arrays lives. Native threads make batches
     ahead; there are no worker processes.
 
-    batch_size: graphs in a batch. Required, unless max_nodes, max_edges or a
-    batch_sampler decides.
-    shuffle, seed: each (seed, epoch) has a permutation of its own, in O(1) memory.
-    seed=None: the seed is drawn when the first shuffled order is needed, from torch's
-    default generator if torch is loaded (`torch.manual_seed` repeats the order), else
-    from NumPy's (`np.random.seed`); `state_dict()` has it. With world_size above 1 all
-    ranks need the same seed: None is 0, as in torch's DistributedSampler.
-    drop_last: omits the last batch of an epoch where it would be smaller.
-    max_nodes, max_edges: budgets. A batch takes graphs as long as its nodes (of all
-    types) and edges stay within them. Every graph comes once.
-    oversize: a graph beyond a budget is an "error" (at once), or comes "alone".
-    sampler: an iterable of indices; batch_sampler: of lists of indices.
-    rank, world_size: this process's share. Every graph comes on exactly one rank, and
-    all ranks have the same number of batches.
-    prefetch: batches made ahead. threads: how many native threads make them. 0: a batch
-    is made when it is asked for, a large one on torch's threads. One thread is enough
-    unless graphs are large. Where all cores are busy 0 can be faster, because a thread
-    takes time from the training step.
-    output: "dict" (see batch.dict_assembler), "pyg" (a DataBatch or HeteroDataBatch);
-    or a function that takes a BatchPlan and returns the
-    function from a GraphBatch to what you get. Its attribute array_type, if it has
-    one, says what the arrays are (torch.Tensor); otherwise they are NumPy's.
-    pad_to: static shapes, (graphs, nodes, edges), a dict with these keys (in
-    heterogeneous graphs with dicts by type), "max" (room for any batch), or a list, of
-    which each batch takes the smallest that it fits in. Padding is one graph with all
-    missing nodes and edges, zeros, followed by empty graphs; dicts get "graph_mask".
-    pin_memory, device: torch tensors in pinned memory, or on a device, copied in one
-    piece on a stream of its own.
-    fields, exclude: keys to have or to omit. follow_batch: keys for which each entry's
-    graph is wanted ("x_batch", "x_ptr").
-
     Each iteration is the next epoch from its first batch on (an iteration that is never
     asked for a batch does not count); `set_epoch` chooses the epoch. `state_dict()` is
-    the place of the newest iteration. A loader that loads it continues after the last
-    batch that was handed out, in O(1) (with a sampler of one's own by iterating over
-    the sampler up to there).
+    the position of the newest iteration. A loader that loads it continues after the
+    last batch that was handed out, in O(1); with a sampler, by iterating over the
+    sampler up to there.
+
+    Args:
+        cache: the cache, or a subset of it.
+        batch_size: graphs in a batch. Required, unless max_nodes, max_edges or a
+            batch_sampler is given.
+        shuffle: another order in each epoch, a permutation in O(1) memory.
+        seed: of the orders. None: drawn when the first shuffled order is needed, from
+            torch's default generator if torch is loaded (`torch.manual_seed` repeats
+            the order), else from NumPy's (`np.random.seed`); `state_dict()` has it.
+            With world_size above 1 all ranks need the same seed: None is 0, as in
+            torch's DistributedSampler.
+        drop_last: omits the last batch of an epoch if it is smaller.
+        max_nodes, max_edges: budgets. A batch takes graphs as long as its nodes (of all
+            types) and edges stay within them. Every graph comes once.
+        oversize: a graph beyond a budget is an "error" (at once), or comes "alone".
+        sampler: an iterable of indices.
+        batch_sampler: an iterable of lists of indices.
+        rank, world_size: this process's share. Every graph comes on exactly one rank,
+            and all ranks have the same number of batches. None: those of
+            torch.distributed's default process group if it is initialised when the
+            loader is made, else 0 and 1. A sampler or batch_sampler must divide the
+            graphs among ranks itself.
+        prefetch: batches made ahead.
+        threads: native threads that make batches. 0: a batch is made when it is asked
+            for, a large one on torch's threads. One thread is enough unless graphs are
+            large. If all cores are busy, 0 can be faster, because a thread takes time
+            from the training step.
+        output: "dict": a dict of arrays by key, with "batch" (the graph of each node)
+            and "ptr" (the first node of each graph); "pyg": a DataBatch or
+            HeteroDataBatch; or a function that takes a BatchPlan and returns a function
+            from a GraphBatch to a batch. The function's attribute `array_type`, if it
+            has one, is the type of the arrays (torch.Tensor); the default is NumPy's.
+        pad_to: static shapes: (graphs, nodes, edges), a dict with these keys (in
+            heterogeneous graphs with dicts by type), "max" (room for any batch), or a
+            list, of which each batch takes the smallest that it fits in. Padding is one
+            graph of zeros with all missing nodes and edges, followed by empty graphs;
+            dicts get "graph_mask", bool [graphs], True for real graphs.
+        pin_memory: torch tensors in pinned memory.
+        device: torch tensors on this device, copied in one piece on a stream of their
+            own.
+        fields, exclude: keys to have, or to omit.
+        follow_batch: keys for which the graph of each entry is added ("x_batch",
+            "x_ptr").
+
+    Raises:
+        ValueError: arguments out of range or that contradict each other, a graph beyond
+            a budget.
+        TypeError: `cache` is neither a Cache nor a Subset.
     """
 
     def __init__(
@@ -91,8 +109,8 @@ class Loader:
         oversize: str = "error",
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         prefetch: int = 2,
         threads: int = 1,
         output: str | Callable[[BatchPlan], Assemble] = "dict",
@@ -112,8 +130,11 @@ class Loader:
         self.max_nodes, self.max_edges = max_nodes, max_edges
         self.oversize = _one_of("oversize", oversize, OVERSIZE)
         self.sampler, self.batch_sampler = sampler, batch_sampler
-        self.rank = _count("rank", rank, 0)
-        self.world_size = _count("world_size", world_size, 1)
+        alone = sampler is not None or batch_sampler is not None
+        known_rank, known_size = (0, 1) if alone else _process_group()
+        self.rank = _count("rank", known_rank if rank is None else rank, 0)
+        size = known_size if world_size is None else world_size
+        self.world_size = _count("world_size", size, 1)
         self.prefetch = _count("prefetch", prefetch, 0)
         self.threads = _count("threads", threads, 0, _MOST_THREADS + 1)
         self.output = output if callable(output) else _one_of("output", output, OUTPUTS)
@@ -129,10 +150,17 @@ class Loader:
 
     @property
     def seed(self) -> int:
-        """The seed of the shuffled orders; drawn now unless it was before, or given."""
+        """The seed of the shuffled orders; drawn at first access if none was given."""
         if self._seed is None:
             self._seed = 0 if self.world_size > 1 else _drawn_seed()
         return self._seed
+
+    def __repr__(self) -> str:
+        names = "batch_size shuffle drop_last max_nodes max_edges sampler "
+        names += "batch_sampler rank world_size prefetch threads output pad_to device"
+        dataset = vars(self).get("dataset")
+        graphs = None if dataset is None else len(dataset)
+        return one_line(self, graphs=graphs, **attributes(self, names))
 
     # ---- Iterating -------------------------------------------------------------------
 
@@ -140,7 +168,7 @@ class Loader:
         return Iteration(self)
 
     def _position_to_begin_at(self) -> int:
-        """Where the next iteration begins in its epoch."""
+        """The position in its epoch at which the next iteration begins."""
         if self._resume is not None and self._resume[0] == self.epoch:
             return self._resume[1]
         return 0
@@ -167,7 +195,11 @@ class Loader:
         return self.epoch if place is None or place.done else place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch; it is passed on to a sampler that asks."""
+        """Chooses the epoch of the next iteration.
+
+        Args:
+            epoch: from 0; also given to the `set_epoch` of a sampler that has one.
+        """
         self.epoch = _count("epoch", epoch, 0)
         for sampler in (self.sampler, self.batch_sampler):
             forward = getattr(sampler, "set_epoch", None)
@@ -177,7 +209,7 @@ class Loader:
     # ---- Resuming --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest iteration stands, in a few numbers and strings."""
+        """The position of the newest iteration, as numbers and strings."""
         epoch = self.epoch
         if self._place is not None and not self._place.done:
             epoch, position = self._place.epoch, self._place.position
@@ -188,11 +220,16 @@ class Loader:
         return {**where, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the last batch before `state_dict()`.
+        """The next iteration continues after the last batch before `state_dict()`.
 
-        A loader to which no `seed` was given takes the state's. Raises ValueError where
-        the cache, or what decides the order, is another. Rank and world_size may be
-        others: what is left of the epoch is shared out anew.
+        A loader to which no `seed` was given takes the state's. Rank and world_size may
+        differ: the rest of the epoch is divided among the ranks anew.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ValueError: the cache, or an argument that decides the order, differs.
         """
         identity = self._identity()
         for name in ("epoch", "position", "seed", *identity):
@@ -216,7 +253,7 @@ class Loader:
         self._resume = epoch, position
 
     def _identity(self) -> dict[str, Any]:
-        """All that must be equal where a position is to mean the same."""
+        """The arguments that decide the order: a position depends on them."""
         subset = self._subset
         names = ("shuffle", "drop_last", "max_nodes", "max_edges", "oversize")
         sampled = self.sampler is not None or self.batch_sampler is not None
@@ -376,7 +413,7 @@ class Loader:
             sampled,
             {role: limit for role, limit in limits.items() if limit is not None},
         )
-        if self.pad_to != "max":  # that has room for all
+        if self.pad_to != "max":  # "max" has room for every batch
             self._choose = chooser(self._buckets, self._cache)
 
     def _assembler(self) -> Assemble:
@@ -386,12 +423,12 @@ class Loader:
         if self.output == "dict":
             assemble = dict_assembler(self._plan)
         elif self.output == "pyg":
-            assemble = import_module("trainfast.torch.pyg").assembler(self._plan)
+            assemble = adapters.load("pyg").assembler(self._plan)
         else:
             assert callable(self.output)
             assemble = self.output(self._plan)
         if on_torch:
-            torch_side = import_module("trainfast.torch.graphs.device")
+            torch_side = adapters.load("torch")
             self._array_type = torch_side.Tensor
             move = torch_side.mover(self.device, self.pin_memory)
             if move is not None:
@@ -422,7 +459,7 @@ class Loader:
             "_array_type",
         }
         made |= {"_cache", "_subset", "_sizes", "_budgets", "_batch_size", "_length"}
-        state = self.state_dict()  # first: it may draw the seed, which copies share
+        state = self.state_dict()  # first: it may draw the seed, and copies share it
         kept = {k: v for k, v in self.__dict__.items() if k not in made}
         return {**kept, "_place": None, "_state": state}
 
@@ -435,7 +472,7 @@ class Loader:
 
 
 class Iteration(Ahead):
-    """One epoch of a Loader. Its threads end with it, also when it is left early."""
+    """One epoch of a Loader. Its threads end when it ends or is dropped."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(None, max(loader.prefetch, 1) if loader.threads else 1)
@@ -444,6 +481,7 @@ class Iteration(Ahead):
 
     def _begin(self) -> None:
         loader = self._loader
+        loader._cache._check_open()
         if not self._begun:
             place = Place(loader.epoch, loader._position_to_begin_at())
             loader._resume = None
@@ -477,13 +515,21 @@ class Iteration(Ahead):
 def _count(name: str, value: Any, least: int, end: int = 2**63) -> int:
     try:
         number = operator.index(value)
-    except TypeError:  # arrays have __index__, too
+    except TypeError:  # arrays of several elements have __index__, too
         number = least - 1
     if number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
     if number >= end:
         raise ValueError(f"{name} must be below {end}, got {value}")
     return int(number)
+
+
+def _process_group() -> tuple[int, int]:
+    """Rank and world size of torch's default process group; (0, 1) without one."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _seed_number(seed: Any) -> int:

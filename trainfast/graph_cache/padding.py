@@ -1,4 +1,4 @@
-"""Static shapes: what `pad_to` of a Loader says, as numbers for every count."""
+"""Static shapes: `pad_to` of a Loader as a number for every count."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +17,10 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Bucket:
-    """One static shape: graphs in all, and what there is of each count in all.
+    """One static shape: the number of graphs, and the total of each count.
 
-    A batch fits where it leaves a graph and a node of each type for the padding.
-    `named` are the places of the counts that the user gave; the others have room for
-    any batch.
+    A batch fits if it leaves a graph and a node of each type for the padding. `named`
+    are the places of the counts that the user gave; the others fit any batch.
     """
 
     slots: int
@@ -29,7 +28,7 @@ class Bucket:
     named: tuple[int, ...]
 
     def lacks(self, schema: Schema, sums: Mapping[int, int], n_graphs: int) -> str:
-        """What a batch needs more than the bucket has; "": it fits."""
+        """The first size in which a batch exceeds the bucket; "": it fits."""
         if n_graphs >= self.slots:
             return f"{n_graphs} graphs and one for padding in {self.slots}"
         for place in self.named:
@@ -51,9 +50,13 @@ def plan_buckets(
 ) -> list[Bucket]:
     """The shapes that `pad_to` names, smallest first.
 
-    indices: the graphs that come into batches, None: all. graphs: how many are in a
-    batch at most, None: not known. repeats: a graph may come twice in a batch.
-    limits: the most "nodes" and "edges" that a batch has, where that is known.
+    Args:
+        pad_to: as in Loader.
+        cache: the cache.
+        indices: the graphs that come into batches; None: all.
+        graphs: the most graphs in a batch; None: not known.
+        repeats: a graph may come twice in a batch.
+        limits: the most "nodes" and "edges" of a batch, where known.
     """
     if cache.schema is None:
         return []
@@ -66,7 +69,7 @@ def plan_buckets(
 
 
 class _Counts:
-    """The index's counts of the graphs in question, each read once."""
+    """The counts of the selected graphs, each read from the index once."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class _Counts:
         self._known: dict[int, np.ndarray] = {}
 
     def bound(self, place: int, graphs: int) -> int:
-        """The most that a batch of `graphs` graphs can have."""
+        """The largest total of a count in a batch of `graphs` graphs."""
         largest = self._known.get(place)
         if largest is None:
             counts = self._cache.counts(place)

@@ -1,4 +1,8 @@
-"""The progress bar of a build: tqdm's, where it is wanted and installed."""
+"""The progress bar of a build: tqdm's, if it is installed.
+
+`tqdm.auto` draws a widget in a notebook and text in a terminal. Without tqdm nothing is
+shown.
+"""
 
 from types import TracebackType
 from typing import Any
@@ -11,7 +15,7 @@ class Progress:
         self._bar: Any = None
         if shown:
             try:
-                from tqdm import tqdm
+                from tqdm.auto import tqdm
             except ImportError:
                 return
             bar = tqdm(total=total, unit=f" {what}", dynamic_ncols=True)

@@ -1,4 +1,4 @@
-"""Batches of graphs from a user's own sampler."""
+"""Batches of indices from a user's sampler."""
 
 import operator
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_indices(batch: Any) -> np.ndarray:
-    """What a batch_sampler gave as an int64 array."""
+    """A batch of a batch_sampler as an int64 array."""
     indices = np.asarray(batch)
     if indices.dtype.kind not in "iu" and indices.size:
         raise TypeError(f"a batch_sampler's batch must be integers, got {batch!r}")
@@ -29,8 +29,8 @@ def of_subset(subset: np.ndarray, indices: np.ndarray) -> np.ndarray:
 class Cut:
     """A sampler's indices as batches, in their order.
 
-    A batch ends where it has batch_size graphs, or where one more would have a sum of
-    `sizes` beyond its budget. No generator, which Ctrl-C in the sampler would end.
+    A batch ends when it has batch_size graphs, or when one more graph would exceed a
+    budget of `sizes`. Not a generator, because Ctrl-C in the sampler would end it.
     """
 
     def __init__(

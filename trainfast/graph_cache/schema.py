@@ -10,7 +10,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
-from trainfast.report import Table
+from trainfast.report import Table, one_line
 
 # What a count counts, and a field's type of elements: at the place that is its number
 # in the file (dtypes begin with 1).
@@ -33,26 +33,32 @@ _OPTIONAL, _SCALAR = 1, 2
 
 @dataclass(frozen=True)
 class Rule:
-    """What is said about one key of the graphs; "auto" leaves it to the key's name.
+    """How one key of the graphs is batched; "auto" decides by the key's name, as PyG.
 
-    By its name, as PyG does it: what has "index" in it, or is "face", is concatenated
-    along the last dimension and gets the number of nodes added (per row those of the
-    edge type's two ends); what has "batch" in it gets its maximum + 1 added; all else
-    is concatenated along the first dimension.
+    By the name: a key that contains "index", or is "face", is concatenated along the
+    last dimension, and the number of nodes is added (for each row that of the edge
+    type's two ends). To a key that contains "batch" its maximum + 1 is added. All other
+    keys are concatenated along the first dimension.
+
+    Args:
+        cat_dim: the dimension along which graphs are concatenated (negative: from the
+            end). None: graphs are stacked in a new first dimension.
+        add: what the graphs before add to the values: None, "nodes" (the number of
+            nodes of the key's own type), ("nodes", type), ("rows", source type, target
+            type) for two rows, "increment" or "increments" (one number, or one for each
+            of two rows, that comes with each graph: see `Counted`).
+        belongs: whose array it is: None (the whole graph's), "nodes" or "edges". A key
+            with a type, ("paper", "x"), belongs to that type.
+        optional: whether a graph may lack the key. A key that one of the first graphs
+            lacks is optional in any case.
+
+    Raises:
+        TypeError: an argument of another type.
     """
 
-    # The dimension along which graphs are put together (negative: from the end), None:
-    # stacked in a new first one.
     cat_dim: int | Literal["auto"] | None = "auto"
-    # What the graphs before add to the values: None, "nodes" (the number of nodes of
-    # the key's own type), ("nodes", type), ("rows", source type, target type) for two
-    # rows, "increment" or "increments" (one number, or one for each of two rows, that
-    # comes with each graph: see `Counted`).
     add: str | tuple[str, ...] | None = "auto"
-    # Whose array it is: None (the whole graph's), "nodes", "edges". A key with a type,
-    # ("paper", "x"), belongs to that type.
     belongs: str | None = "auto"
-    # Whether a graph may lack it. What some of the first graphs lack is so anyway.
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -76,8 +82,10 @@ class Rule:
 class Counted(dict[Any, Any]):
     """A graph with counts that its arrays do not tell.
 
-    `counts` holds numbers by ("nodes", type) (type "" in homogeneous graphs), ("edges",
-    type), ("increment", key) or, for "increments", ("increment", key, row).
+    Args:
+        graph: the graph's arrays by key.
+        counts: numbers by ("nodes", type) (type "" in homogeneous graphs), ("edges",
+            type), ("increment", key) or, for "increments", ("increment", key, row).
     """
 
     __slots__ = ("counts",)
@@ -87,6 +95,11 @@ class Counted(dict[Any, Any]):
     ) -> None:
         super().__init__(graph)
         self.counts = counts
+
+    def __repr__(self) -> str:
+        counts = getattr(self, "counts", None)
+        counted = None if counts is None else list(map(str, counts))
+        return one_line(self, keys=list(map(str, self)), counts=counted)
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,15 @@ class Field:
 
 @dataclass(frozen=True, repr=False)
 class Schema:
-    """The counts and fields of all graphs of a cache; print it for a table."""
+    """The counts and fields of all graphs of a cache; print it for a table.
+
+    Args:
+        counts: what each graph has a number of: nodes, edges, sizes, increments.
+        fields: the named arrays of each graph, which refer to counts by their place.
+
+    Raises:
+        ValueError: a field or count that breaks a rule of the format.
+    """
 
     counts: tuple[Count, ...]
     fields: tuple[Field, ...]
@@ -142,18 +163,33 @@ class Schema:
         return tuple(self.key_of(field) for field in self.fields)
 
     def key_of(self, field: Field) -> Hashable:
-        """ "x", ("paper", "x") or (("author", "writes", "paper"), "edge_index")."""
+        """ "x", ("paper", "x") or (("author", "writes", "paper"), "edge_index").
+
+        Args:
+            field: one of `fields`.
+        """
         kind = "" if field.type is None else self.type_of(field.type)
         return (kind, field.name) if kind else field.name
 
     def type_of(self, count: int) -> str | tuple[str, ...]:
-        """The type that a count of nodes or edges counts; "": homogeneous."""
+        """The type that a count of nodes or edges counts; "": homogeneous.
+
+        Args:
+            count: its place in `counts`.
+        """
         found = self.counts[count]
         edges = found.role == "edges" and found.name
         return tuple(found.name.split("|")) if edges else found.name
 
     def field_of(self, key: Hashable) -> int:
-        """The place of the field with this key; KeyError: there is none."""
+        """The place of a field in `fields`.
+
+        Args:
+            key: the field's key.
+
+        Raises:
+            KeyError: no field has this key.
+        """
         return self._places[key]
 
     @cached_property
@@ -167,7 +203,11 @@ class Schema:
         return self._counts_of("edges")
 
     def increments(self, key: Hashable) -> tuple[int, ...]:
-        """The places of a key's own counts with the role "increment"."""
+        """The places of a key's own counts with the role "increment".
+
+        Args:
+            key: a field's key.
+        """
         add = self.fields[self.field_of(key)].add
         return tuple(i for i in add if self.counts[i].role == "increment")
 
@@ -204,7 +244,11 @@ class Schema:
         return Table(title, columns, rows)
 
     def count_name(self, count: int) -> str:
-        """A count's name for people: "nodes", "edges of a|b|c", "size 3"."""
+        """A count's name for messages: "nodes", "edges of a|b|c", "size 3".
+
+        Args:
+            count: its place in `counts`.
+        """
         found = self.counts[count]
         if found.role in ("nodes", "edges"):
             return f"{found.role} of {found.name}" if found.name else found.role

@@ -1,8 +1,8 @@
 """Makes graphs in several processes, each of which writes a segment of its own.
 
-The parent hands out chunks of inputs through a pipe to each worker, two at a time so
-that none waits for it, and hears how many are done. A worker that hears nothing of its
-parent any more, because that was killed, commits and ends.
+The parent sends chunks of inputs to each worker through a pipe, two at a time so that
+no worker waits, and receives the number of graphs made. A worker whose parent was
+killed commits and ends.
 """
 
 import multiprocessing
@@ -105,7 +105,7 @@ class _Pool:
                 self._hear(worker)
 
     def stop(self) -> None:
-        """Ends the workers that are left, which keep what they have made."""
+        """Ends the remaining workers; each commits its graphs."""
         self.stopping.value = 1
         for worker in self.workers:
             worker.pipe.close()
@@ -119,7 +119,7 @@ class _Pool:
                 worker.process.join()
 
     def _send(self, worker: _Worker, todo: Iterator[Todo]) -> bool:
-        """Sends a chunk; False: there is none left."""
+        """Sends a chunk; False if no input is left."""
         chunk = list(islice(todo, self._chunk_size()))
         if chunk:
             worker.chunks.append([place for place, _, _ in chunk])
@@ -142,7 +142,7 @@ class _Pool:
         return [worker for worker in self.workers if worker.pipe in ready]
 
     def _hear(self, worker: _Worker) -> None:
-        """Takes one message of a worker. Raises what it failed with."""
+        """Receives one message of a worker. Raises the worker's error."""
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, OSError):
@@ -168,7 +168,7 @@ class _Pool:
         return BuildError(f"a worker was {how} while {what}; {kept}", place)
 
     def _chunk_size(self) -> int:
-        """Such that a chunk takes about _CHUNK_SECONDS."""
+        """The inputs in a chunk that takes about _CHUNK_SECONDS."""
         seconds = perf_counter() - self.begun
         each = self.made / max(seconds, 1e-9) / max(1, len(self.workers))
         return max(1, min(_CHUNK_LIMIT, int(each * _CHUNK_SECONDS)))
@@ -176,8 +176,8 @@ class _Pool:
 
 @contextmanager
 def _ctrl_c_held() -> Iterator[None]:
-    """Ctrl-C comes after the block: what was started in it is known to `stop` by then.
-    A process that is started in it has none until it lets them come."""
+    """Blocks Ctrl-C until the end of the block, when `stop` knows the started process.
+    The process inherits the blocked signal and unblocks it itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -211,7 +211,7 @@ def _error_of(place: int | None, kind: str, text: str, trace: str, data: Any) ->
 def _work(
     pipe: Connection, stopping: Any, job: Job, schema: bytes, parent: int
 ) -> None:
-    """A worker's whole life."""
+    """The main function of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
@@ -238,7 +238,7 @@ def _make_all(
 
 
 def _receive(pipe: Connection, stopping: Any, parent: int) -> list[Todo] | None:
-    """The next chunk, None: there is none, or the parent is gone."""
+    """The next chunk; None: no chunk is left, or the parent has died."""
     while os.getppid() == parent and not stopping.value:
         if pipe.poll(_POLL_SECONDS):
             try:

@@ -1,18 +1,17 @@
-"""Appends graphs to a cache from a loop of one's own."""
+"""Appends graphs to a cache, one by one."""
 
 import os
 import sys
 import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, SupportsIndex
 
-from trainfast import _core
+from trainfast import _core, adapters
 from trainfast.graph_cache.fit import (
     Counter,
     agrees,
@@ -23,40 +22,55 @@ from trainfast.graph_cache.fit import (
 )
 from trainfast.graph_cache.infer import infer
 from trainfast.graph_cache.schema import Counted, Rule, Schema
+from trainfast.report import attributes, one_line
 
 # What the core raises where a graph cannot be cached.
 REFUSED = (ValueError, TypeError, NotImplementedError)
 
 
 class Writer:
-    """Appends graphs to the cache at `path`, which it makes if there is none.
+    """Appends graphs to the cache at `path`, and creates the cache if there is none.
 
-    A graph is a dict of arrays (NumPy's, torch's on the CPU, whatever offers DLPack),
+    A graph is a dict of arrays (NumPy's, torch's on the CPU, any that export DLPack),
     Python's bool, int, float, str and bytes: {"x": ..., "edge_index": ..., "y": 3}, or
     with types {("paper", "x"): ..., (("paper", "cites", "paper"), "edge_index"): ...}.
-    Also PyG's Data and HeteroData, what else has `to_dict()`, and `Counted`. Nothing of
-    it is kept after `append`.
+    PyG's Data and HeteroData, other objects with `to_dict()`, and `Counted` are graphs,
+    too. The writer keeps no reference to a graph after `append`.
 
-    `schema`: what the graphs look like; None: that of the cache, if it has graphs, else
-    made from the first `samples` graphs and `rules` (see `Rule`). A graph whose sizes
-    contradict it, or whose keys do, makes the writer go on with a more general schema
-    in a new segment: a key that it lacks, or that none had before (which is worth a
-    warning), is optional there. A batch takes graphs that all have it or all lack it.
-    Each `commit_every` graphs, and when `commit_seconds` have passed since the last
-    commit, all that was appended becomes durable: no crash loses it. `durable=False`
-    leaves it to the system when to write.
+    A graph whose sizes or keys contradict the schema makes the writer continue with a
+    more general schema in a new segment. A key that this graph lacks is optional there.
+    So is a key that no graph had before, with a warning. All graphs of a batch must
+    have an optional key, or all must lack it.
 
-    Use it as a context manager: `close` at the end; after an exception the cache has
-    what was committed. A writer that is dropped without either is a ResourceWarning
-    that says how many graphs are lost. Several writers, of any processes, may write one
-    cache.
+    Use it as a context manager: it closes the writer at the end; after an exception the
+    cache has the committed graphs. A writer that is garbage-collected without `close`
+    emits a ResourceWarning with the number of lost graphs. Several writers, of any
+    processes, may write one cache.
 
-    Raises ValueError or TypeError that name the graph and its key, where a graph does
-    not fit; nothing is written of it then, and the writer goes on. OSError: the disk
-    failed or is full; what was committed is safe, the writer is of no use any more.
+    Args:
+        path: the cache's directory; "~" is the home.
+        schema: what the graphs look like. None: the cache's schema if it has graphs,
+            else made from the first `samples` graphs and `rules`.
+        rules: by key how graphs are batched; see `Rule`.
+        durable: syncs each commit to the disk. False leaves it to the system when to
+            write.
+        commit_every: graphs after which all that was appended is committed. No crash
+            loses a committed graph.
+        commit_seconds: seconds since the last commit after which the next append
+            commits.
+        samples: graphs that the schema is made from.
+
+    Raises:
+        ValueError, TypeError: an argument, or a graph that does not fit: the message
+            names the graph and its key. Nothing of that graph is written, and the
+            writer can be used further.
+        OSError: the disk failed or is full. Committed graphs are safe; the writer
+            cannot be used any more.
     """
 
     _closed = True  # until it is made
+    _core: "_core.GraphWriter | None" = None
+    _before = 0  # graphs in segments that this writer has closed
 
     def __init__(
         self,
@@ -88,13 +102,11 @@ class Writer:
         self._commit_seconds = commit_seconds
         self._samples = samples
         self._waiting: list[tuple[Mapping[Any, Any], bytes | None]] = []
-        self._core: _core.GraphWriter | None = None
         self._flattener: Any = None  # of PyG's graphs
         self._schema: Schema | None = None
         self._plain = False  # whether dicts go to the core as they are
         self._pending = 0
         self._process = os.getpid()
-        self._before = 0  # graphs in segments that this writer has closed
         self._deadline = monotonic() + commit_seconds
         if has_manifest(self._path):
             _core.graph_adopt(self._path)
@@ -104,7 +116,12 @@ class Writer:
         self._closed = False
 
     def append(self, graph: Any, key: bytes | None = None) -> None:
-        """Appends a graph; `key`: 16 bytes that say what it was made from, or None."""
+        """Appends a graph.
+
+        Args:
+            graph: a dict, PyG's Data or HeteroData, or another object with `to_dict()`.
+            key: 16 bytes that identify what the graph was made from, or None.
+        """
         try:
             if self._plain and type(graph) is dict:
                 misfit = self._append(graph, key)
@@ -122,7 +139,7 @@ class Writer:
 
     @property
     def schema(self) -> Schema | None:
-        """What is appended next looks like this; None: not known yet."""
+        """The schema of the next graph; None: not known yet."""
         return self._schema
 
     @property
@@ -137,7 +154,7 @@ class Writer:
         return self._before + (self._core.committed if self._core else 0)
 
     def commit(self) -> int:
-        """Makes all that was appended durable; returns how many graphs that are."""
+        """Makes all appended graphs durable; returns their number."""
         self._check_open()
         self._take_waiting()
         if self._core is not None:
@@ -147,7 +164,7 @@ class Writer:
         return self.committed
 
     def close(self) -> None:
-        """Commits, and enters the graphs into the cache. Closing twice does nothing."""
+        """Commits, and adds the graphs to the cache. Closing twice does nothing."""
         if self._closed:
             return
         self._check_process()
@@ -167,12 +184,12 @@ class Writer:
         self._plain = False
 
     def abandon(self) -> None:
-        """Gives up what is not committed, and enters the rest into the cache."""
+        """Drops the graphs that are not committed, and adds the others to the cache."""
         self._abandon(adopt=True)
 
     def _abandon(self, adopt: bool) -> None:
-        """Without `adopt` the next writer enters what was committed: Ctrl-C, which may
-        have ended a wait for the cache's lock, must not be followed by another."""
+        """Without `adopt` the next writer adds the committed graphs to the cache.
+        Ctrl-C may have ended a wait for the cache's lock: this must not wait again."""
         if self._closed:
             return
         if self._core is not None:
@@ -182,6 +199,16 @@ class Writer:
         self._waiting.clear()
         if adopt and self._core is not None:
             _core.graph_adopt(self._path)
+
+    def __repr__(self) -> str:
+        made = "_waiting" in vars(self)
+        return one_line(
+            self,
+            **attributes(self, "_path"),
+            appended=self.appended if made else None,
+            committed=self.committed if made else None,
+            **attributes(self, "_closed"),
+        )
 
     def __enter__(self) -> "Writer":
         return self
@@ -195,34 +222,35 @@ class Writer:
         if kind is None:
             self.close()
             return
-        with suppress(OSError):  # the next writer adopts what could not be entered now
+        with suppress(OSError):  # the next writer adopts what could not be added now
             self.abandon()
 
     def __del__(self) -> None:
         if self._closed or self._process != os.getpid():
             return
-        lost = f"{self.appended - self.committed} of {self.appended} graphs are lost"
-        message = f"the writer of {self._path} must be closed, got dropped: {lost}"
+        lost = f"{self.appended - self.committed} of {self.appended} graphs were lost"
+        message = f"Writer of {self._path} was garbage-collected without close(): "
+        message += f"{lost}; use `with Writer(...)`"
         warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("the writer must be open, got a closed one")
+            raise ValueError("the writer is closed; open another Writer")
         self._check_process()
 
     def _check_process(self) -> None:
-        """A forked child would write the graphs that wait a second time."""
+        """A forked child would write the waiting graphs a second time."""
         if self._process != os.getpid():
             raise RuntimeError(
-                "the writer must be used by the process that made it, got a forked "
-                "child"
+                "the writer belongs to the process that opened it, got a forked child; "
+                "open a Writer in each process"
             )
 
     def __reduce__(self) -> Any:
         raise TypeError("a writer cannot be pickled or copied: open another one")
 
     def _schema_before(self) -> Schema | None:
-        """What graphs that are in the cache look like."""
+        """The schema of the graphs that are in the cache."""
         return schema_of(self._path)
 
     def _open(self, schema: Schema) -> None:
@@ -236,8 +264,8 @@ class Writer:
         self._plain = not self._counter.needed
 
     def _open_first(self, schema: Schema) -> None:
-        """Takes the schema of another writer that was faster, where they disagree:
-        graphs that do not fit that one are refused, one by one."""
+        """Opens the first segment. If another writer has set another schema meanwhile,
+        takes that one; graphs that do not fit it are refused one by one."""
         try:
             self._open(schema)
         except ValueError:
@@ -248,8 +276,8 @@ class Writer:
             self._open(other)
 
     def _append_other(self, graph: Any, key: bytes | None) -> int | None:
-        """For graphs that are no plain dicts or whose counts must be found out, and as
-        long as there is no schema."""
+        """Appends a graph that is not a plain dict, whose counts must be computed, or
+        that comes before there is a schema."""
         self._check_open()
         graph = self._flat(graph)
         if self._core is None:
@@ -261,11 +289,11 @@ class Writer:
         return self._append(graph, key, counts)
 
     def _append_refused(self, graph: Any, key: bytes | None, error: Exception) -> None:
-        """Appends a refused graph if it only lacks something that none has lacked yet,
-        or has something that none had, in a new segment where that is optional. Raises
-        the error else, with the graph's number before its message."""
+        """Appends a refused graph if only its keys differ from all graphs before: in a
+        new segment where these keys are optional. Otherwise raises the error with the
+        graph's number before its message."""
         if self._closed:
-            raise error  # it is about the writer
+            raise error  # about the writer, not the graph
         if not isinstance(error, ValueError) or self._core is None:
             raise _numbered(error, self.appended) from error
         try:
@@ -277,8 +305,8 @@ class Writer:
             raise _numbered(other, self.appended) from other
 
     def _open_for_keys(self, graph: Mapping[Any, Any]) -> bool:
-        """Goes on with what the graph lacks, and what it adds, as optional; False: it
-        has just the keys that it must have."""
+        """Continues in a segment where the keys that the graph lacks or adds are
+        optional. Returns False if the graph has exactly the required keys."""
         while True:
             assert self._schema is not None
             base = self._widest()
@@ -303,7 +331,7 @@ class Writer:
             return True
 
     def _widest(self) -> Schema:
-        """This writer's schema, or that of another one that has added keys to it."""
+        """This writer's schema, or that of another writer that has added keys to it."""
         assert self._schema is not None
         found = _core.graph_schema(self._path)
         other = self._schema if found is None else Schema.decode(found)
@@ -319,13 +347,12 @@ class Writer:
         self._waiting.append((_copy(graph), key))
 
     def _flat(self, graph: Any) -> Mapping[Any, Any]:
-        """A graph as a dict; PyG's with the counts that its class says."""
+        """A graph as a dict; a PyG graph with the counts that its class defines."""
         pyg: Any = sys.modules.get("torch_geometric.data")
         if pyg is None or not isinstance(graph, pyg.Data | pyg.HeteroData):
             return as_mapping(graph)
         if self._flattener is None or self._flattener.kind is not type(graph):
-            rules: Any = import_module("trainfast.torch.pyg.rules")
-            self._flattener = rules.Flattener([graph])
+            self._flattener = adapters.load("pyg").Flattener([graph])
         return self._flattener(graph)
 
     def _rules_of(self, graphs: list[Mapping[Any, Any]]) -> dict[Hashable, Rule]:
@@ -335,7 +362,7 @@ class Writer:
         return {key: rule for key, rule in rules.items() if key in known}
 
     def _take_waiting(self) -> None:
-        """Makes the schema of the graphs that waited for it, and appends them."""
+        """Makes the schema of the waiting graphs, and appends them."""
         if not self._waiting:
             return
         graphs = [graph for graph, _ in self._waiting]
@@ -361,7 +388,7 @@ class Writer:
             raise failed
 
     def _widen(self, graph: Any, key: bytes | None, misfit: int | None) -> None:
-        """Goes on in a new segment whose schema fits `graph`, and appends it there."""
+        """Continues in a new segment whose schema fits `graph`; appends the graph."""
         graph = self._flat(graph)
         while misfit is not None:
             assert self._schema is not None
@@ -369,17 +396,17 @@ class Writer:
             misfit = self._append_other(graph, key)
 
     def _go_on(self, schema: Schema) -> None:
-        """Goes on in a new segment."""
+        """Continues in a new segment."""
         before = self._core
         assert before is not None
-        self._open(schema)  # which fails before anything has changed
+        self._open(schema)  # if this fails, nothing has changed
         before.close()
         self._before += before.committed
 
 
 def as_path(path: Any) -> str:
-    """A cache's path as text, absolute, so that it stays the same path when the working
-    directory changes; TypeError or ValueError: it is none."""
+    """A cache's path as text, absolute: it stays valid when the working directory
+    changes. Raises TypeError or ValueError."""
     try:
         text = os.fsdecode(path)
     except TypeError:
@@ -401,7 +428,7 @@ def schema_of(path: str) -> Schema | None:
 
 
 def as_mapping(graph: Any) -> Mapping[Any, Any]:
-    """A graph as a dict with flat keys; what has `to_dict()` is asked for it.
+    """A graph as a dict with flat keys, by its `to_dict()` if it is not a mapping.
 
     {"paper": {"x": ...}} becomes {("paper", "x"): ...}.
     """
@@ -431,7 +458,7 @@ def _numbered(error: Exception, number: int) -> Exception:
 
 
 def _copy(graph: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """A graph that stays as it is though the caller writes into its arrays again."""
+    """A copy: the caller may reuse the graph's arrays."""
     copied = {}
     for key, value in graph.items():
         copy = getattr(value, "clone", None) or getattr(value, "copy", None)

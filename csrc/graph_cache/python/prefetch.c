@@ -8,8 +8,9 @@ typedef struct {
     tfast_graph_batch *first; /* a reference: what next() returned last; or NULL */
     int64_t first_number;     /* the caller's number of `first` */
     int64_t last_number;      /* the last number that was submitted; -1: none */
-    int64_t largest;          /* most graphs in a submitted batch */
-    bool busy;                /* a method runs, perhaps without the GIL */
+    int64_t failed_number; /* of the last batch whose error next() raised; -1: none */
+    int64_t largest;       /* most graphs in a submitted batch */
+    bool busy;             /* a method runs, perhaps without the GIL */
 } graph_prefetch;
 
 /* In seconds: SHORT is how long next() waits for a small batch with the GIL held, SLICE
@@ -61,11 +62,11 @@ done:
     return result;
 }
 
-/* Waits for the next batch and stores it in self->first. Returns 0, or -1 with an
- * exception: the error of the batch, or that of a signal handler; in the latter case a
- * further call waits for the same batch. */
+/* Waits for batch `number`, the next one, and stores it in self->first. Returns 0, or
+ * -1 with an exception. An error of the batch sets self->failed_number; after one of a
+ * signal handler, a further call waits for the same batch. */
 static int
-wait_for_next(graph_prefetch *self)
+wait_for_next(graph_prefetch *self, int64_t number)
 {
     tfast_graph_batch *batch = NULL;
     tfast_status status = TFAST_OK;
@@ -88,6 +89,7 @@ wait_for_next(graph_prefetch *self)
         Py_END_ALLOW_THREADS
     }
     if (status != TFAST_OK) {
+        self->failed_number = number;
         py_result(status);
         return -1;
     }
@@ -108,7 +110,7 @@ prefetch_next(graph_prefetch *self, PyObject *object)
         tfast_graph_batch_release(self->first);
         self->first = NULL;
     }
-    if (self->first == NULL && wait_for_next(self) < 0) {
+    if (self->first == NULL && wait_for_next(self, number) < 0) {
         goto done;
     }
     self->first_number = number;
@@ -117,6 +119,12 @@ prefetch_next(graph_prefetch *self, PyObject *object)
 done:
     self->busy = false;
     return result;
+}
+
+static PyObject *
+prefetch_failed_number(graph_prefetch *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(self->failed_number);
 }
 
 static PyObject *
@@ -142,7 +150,7 @@ prefetch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
-    self->last_number = -1;
+    self->last_number = self->failed_number = -1;
     self->selection = (py_graph_selection *)Py_NewRef(object);
     status = tfast_graph_prefetch_new(&self->prefetch, selection->cache->cache,
                                       &selection->selection, threads);
@@ -186,12 +194,19 @@ static PyMethodDef prefetch_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef prefetch_attributes[] = {
+    {"failed_number", (getter)prefetch_failed_number, NULL,
+     "The number of the last batch whose error next() raised, or -1.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot prefetch_slots[] = {
     {Py_tp_doc, "Collates ahead on native threads, or with 0 threads in next()."},
     {Py_tp_new, prefetch_new},
     {Py_tp_traverse, prefetch_traverse},
     {Py_tp_dealloc, prefetch_dealloc},
     {Py_tp_methods, prefetch_methods},
+    {Py_tp_getset, prefetch_attributes},
     {0, NULL},
 };
 

@@ -78,7 +78,7 @@ def _views(
 
 
 def mover(device: Any, pin_memory: bool) -> Move | None:
-    """What brings core batches to where a loader was asked to; None: they stay.
+    """A function that moves core batches to a device; None: they stay on the CPU.
 
     The core batches must have tensors as arrays. A device that is no CUDA device gets
     a plain copy.

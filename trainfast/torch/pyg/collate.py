@@ -1,4 +1,4 @@
-"""What takes the place of PyG's collate under trainfast.patch("pyg").
+"""The replacement of PyG's collate under trainfast.patch("pyg").
 
 The result is PyG's, in every attribute. What is faster: sizes and increments of all
 graphs are computed at once, values are concatenated once and incremented in place, and
@@ -87,7 +87,7 @@ def collate(
             job.by_key.clear()  # a cycle would keep the batch's memory for long
     except _UnsuitableError as error:
         count_fallback("pyg", str(error))
-    except Exception as error:  # whatever it is, it is PyG's to say
+    except Exception as error:  # PyG's collate runs next and raises its own
         count_fallback("pyg", f"{type(error).__name__} in collate")
     else:
         count_call("pyg", "collate")
@@ -209,7 +209,7 @@ class _Job:
         return out
 
     def slices(self, sizes: list[int]) -> Tensor:
-        """Sums that attributes of the same sizes share; nobody is to write to them."""
+        """Sums that attributes of the same sizes share; they must not be written to."""
         key = tuple(sizes)
         found = self.known.get(key)
         if found is None:

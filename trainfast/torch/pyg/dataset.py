@@ -1,4 +1,4 @@
-"""PyG datasets whose graphs lie in a graph cache."""
+"""PyG datasets whose graphs are stored in a graph cache."""
 
 import copy
 import json
@@ -42,14 +42,14 @@ def cached(
     dataset: Any,
     path: str | PathLike[str],
     *,
-    transform_id: Any = None,
+    transform_id: keys.Key | None = None,
     workers: int = 0,
     verify: str = "once",
     transform: Callable[[Any], Any] | EllipsisType | None = ...,
     progress: bool = True,
     rebuild: bool | None = None,
 ) -> "CachedDataset":
-    """The dataset, with its graphs in the cache at `path`: a drop-in for it.
+    """A drop-in for the dataset whose graphs are stored in the cache at `path`.
 
     Graphs that the cache lacks are taken from `dataset` and stored, once. They come
     back as they were: the same class (a subclass must be importable by the processes
@@ -94,7 +94,7 @@ def cached(
     path = as_path(path)
     size = len(dataset)
     if not size:
-        raise ValueError("dataset must have graphs, got an empty one")
+        raise ValueError("dataset is empty; give one with at least one graph")
     named = transform_id is not None
     transformed = transform is not ...
     if transform is ...:
@@ -142,7 +142,7 @@ def _changed(made: "CachedDataset", dataset: Any, i: int, named: bool) -> str:
 
 
 def _functions(dataset: Any, transformed: bool) -> dict[str, Any]:
-    """What makes a dataset's graphs, by name; `transformed`: so does its transform."""
+    """The functions that make a dataset's graphs, by name; `transformed`: all three."""
     parts = [dataset]
     while any(hasattr(part, "datasets") or hasattr(part, "dataset") for part in parts):
         parts = [
@@ -164,7 +164,7 @@ def _functions(dataset: Any, transformed: bool) -> dict[str, Any]:
 
 
 def _warn_of_random(made: "CachedDataset", some: list[Any]) -> None:
-    """Warns where a graph that was stored is not the one that was given before."""
+    """Warns if the dataset gives another graph than the one that was stored."""
     for i, graph in enumerate(some):
         other = _difference(graph, made.get(i))
         if other:
@@ -199,7 +199,7 @@ def _values(graph: Any) -> dict[Any, Any]:
 
 
 def _places(graph: Any) -> dict[Any, Any]:
-    """What tensors have besides their values."""
+    """The properties of a tensor besides its values."""
     return {
         name: (value.device, value.requires_grad)
         for name, value in _values(graph).items()
@@ -228,12 +228,12 @@ def _build(
     job: Job,
     size: int,
     source: Source,
-    transform_id: Any,
+    transform_id: keys.Key | None,
     workers: int,
     progress: bool,
     rebuild: bool | None,
 ) -> None:
-    """Builds what is missing; what cannot be stored is the error that it is."""
+    """Builds the missing graphs; keeps NotImplementedError for unsupported graphs."""
     try:
         run(job, range(size), source, None, transform_id, workers, rebuild, progress)
     except BuildError as error:
@@ -243,7 +243,7 @@ def _build(
 
 
 class _Make:
-    """place -> what is stored of the dataset's graph there."""
+    """A function from a place to the dataset's graph there, as it is stored."""
 
     def __init__(self, dataset: Any, flatten: Flattener) -> None:
         self.dataset, self.flatten = dataset, flatten
@@ -274,7 +274,9 @@ _MOST_COMPARED = 1000  # graphs, before stored ones are used
 _NOTE = "pyg.json"  # beside the cache's own files, which leave it alone
 
 
-def _complete(path: str, size: int, transform_id: Any, verify: str) -> Cache | None:
+def _complete(
+    path: str, size: int, transform_id: keys.Key | None, verify: str
+) -> Cache | None:
     """The cache, if it has exactly the graphs that are wanted."""
     if not has_manifest(path):
         return None
@@ -295,7 +297,7 @@ def _complete(path: str, size: int, transform_id: Any, verify: str) -> Cache | N
     return cache
 
 
-def _note_of(cache: Cache, transform_id: Any) -> dict[str, str]:
+def _note_of(cache: Cache, transform_id: keys.Key | None) -> dict[str, str]:
     """What says that a cache, which its fingerprint names, has what is wanted."""
     made = keys.key_maker(None, transform_id)(0, None)
     return {"fingerprint": cache.fingerprint, "key": made.hex()}
@@ -308,7 +310,7 @@ def _read_note(cache: Cache) -> Any:
         return None
 
 
-def _write_note(cache: Cache, transform_id: Any) -> None:
+def _write_note(cache: Cache, transform_id: keys.Key | None) -> None:
     text = json.dumps(_note_of(cache, transform_id))
     with suppress(OSError):  # a directory that only others may write to
         fresh = cache.path / f"{_NOTE}.{os.getpid()}"
@@ -317,13 +319,12 @@ def _write_note(cache: Cache, transform_id: Any) -> None:
 
 
 class CachedDataset(Dataset):
-    """A PyG dataset whose graphs lie in a graph cache.
+    """A PyG dataset whose graphs are stored in a graph cache.
 
-    It does what PyG's datasets do: integers give graphs, slices, lists, masks and
-    tensors give datasets, `transform` is applied on access; `dataset.y` is what all
-    graphs have by that name, put together. The tensors of a graph are its own: write
-    into them as you like. Batches come from `trainfast.torch.pyg.DataLoader`, or from
-    PyG's, which makes them of graphs. A subclass may have its own `get`.
+    As with PyG's datasets, integers give graphs, slices, lists, masks and tensors give
+    datasets, `transform` is applied on access, and `dataset.y` is the concatenation of
+    all graphs' y. A graph owns its tensors and may be changed. A subclass may have its
+    own `get`. `trainfast.torch.pyg.DataLoader` makes batches from the file.
 
     Args:
         cache: an open cache; see `trainfast.graph_cache.open`.
@@ -370,8 +371,8 @@ class CachedDataset(Dataset):
 
     @property
     def num_classes(self) -> int:
-        """Classes of all graphs of the cache, in a part of the dataset, too; with a
-        transform those of the dataset's own graphs."""
+        """The number of classes in the whole cache, also for a slice of the dataset;
+        with a transform, in the dataset's own graphs."""
         whole = copy.copy(self)
         whole._indices = None
         y = None if self.transform is not None else getattr(whole, "y", None)
@@ -380,7 +381,11 @@ class CachedDataset(Dataset):
         return self._infer_num_classes(y)
 
     def get(self, idx: SupportsIndex) -> Any:
-        """Graph `idx` of the cache, without the transform."""
+        """A graph of the cache, without the transform.
+
+        Args:
+            idx: its place.
+        """
         place = range(len(self.cache))[idx]
         fields: tuple[int, ...] = ()
         schema = self.cache.schema
@@ -391,17 +396,22 @@ class CachedDataset(Dataset):
         return assemble(graph_collate(selection, [place]))
 
     def __getitems__(self, indices: Iterable[int]) -> Sequence[Any]:
-        """The graphs of a batch; those that are as in the cache are not made yet."""
+        """The graphs of a batch; unchanged graphs are not created yet."""
         if self.transform is not None or type(self) is not CachedDataset:
             return [self[i] for i in indices]
         return Picked(self, indices)
 
     def batcher(self, follow: Iterable[str], exclude: Iterable[str]) -> "Batcher":
-        """What makes batches of places in the cache."""
+        """A function from places in the cache to their batch.
+
+        Args:
+            follow, exclude: as `follow_batch` and `exclude_keys` of PyG's DataLoader.
+        """
         what = tuple(follow), tuple(exclude)
         return self._once(what, Batcher, self.cache, self.kind, *what)
 
     def _once(self, what: Any, make: Callable[..., Any], *given: Any) -> Any:
+        self.cache._check_open()
         if what not in self._made:
             self._made[what] = make(*given)
         return self._made[what]
@@ -421,13 +431,13 @@ class CachedDataset(Dataset):
 
 
 class Picked(MutableSequence[Any]):
-    """A list of graphs of a dataset, which are made when somebody looks at them."""
+    """A list of graphs of a dataset that are created at the first access."""
 
     def __init__(self, dataset: CachedDataset, indices: Iterable[int]) -> None:
         self.dataset = dataset
         self.indices = indices if isinstance(indices, list) else list(indices)
-        self._first: Any = None  # loaders look at it to see what there is
-        self._graphs: list[Any] | None = None  # all, once another was looked at
+        self._first: Any = None  # loaders inspect the first graph only
+        self._graphs: list[Any] | None = None  # all, once another was accessed
 
     def __len__(self) -> int:
         return len(self.indices if self._graphs is None else self._graphs)
@@ -482,7 +492,7 @@ class Picked(MutableSequence[Any]):
         return self._graphs
 
     def _as_cached(self) -> bool:
-        """Whether nobody can have changed one of the graphs."""
+        """Whether no graph can have been changed."""
         if self._graphs is not None or not self.indices:
             return False
         first = self._first
@@ -495,7 +505,7 @@ class Picked(MutableSequence[Any]):
     def batch(
         self, follow: Iterable[str] | None, exclude: Iterable[str] | None
     ) -> Any | None:
-        """Their batch, made natively; None where that is not possible."""
+        """The graphs' batch, made natively; None if that is not possible."""
         batcher = self.dataset.batcher(follow or (), exclude or ())
         if batcher.reason is not None or not self._as_cached():
             return None
@@ -541,7 +551,7 @@ def _named(schema: Schema, names: Iterable[str]) -> list[Hashable]:
 
 
 def _some_lack(schema: Schema) -> bool:
-    """Whether there is a type of which a graph may have nothing."""
+    """Whether a graph may lack all attributes of some type."""
     lacking: dict[Any, bool] = {}
     for key, field in zip(schema.keys, schema.fields):
         if isinstance(key, tuple):
@@ -550,7 +560,7 @@ def _some_lack(schema: Schema) -> bool:
 
 
 def in_range(indices: Any, n: int) -> Any:
-    """Indices into n graphs as the core takes them; IndexError for those beyond."""
+    """Indices into n graphs as the core takes them; IndexError if out of range."""
     if type(indices) is not list or {*map(type, indices)} != {int}:
         if not hasattr(indices, "__getitem__"):
             indices = list(indices)  # a set or the like
@@ -585,5 +595,5 @@ def places_in(dataset: Any) -> tuple[CachedDataset | None, np.ndarray | None]:
 
 
 def _compose(n: int, places: np.ndarray | None, own: np.ndarray) -> np.ndarray:
-    """Places in the cache; raises IndexError for those beyond."""
+    """Places in the cache; raises IndexError if out of range."""
     return (np.arange(n) if places is None else places)[own]

@@ -11,6 +11,7 @@ from torch_geometric.loader.dataloader import Collater as TheirCollater
 
 from trainfast._core import GraphPrefetch
 from trainfast.graph_cache.ahead import Ahead
+from trainfast.report import attributes, one_line
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch.graphs.device import mover
 from trainfast.torch.pyg.dataset import Batcher, Picked, in_range, places_in
@@ -21,10 +22,10 @@ _MOST_THREADS = 4
 
 
 class _Collater(TheirCollater):
-    """PyG's, but graphs of a cache that nobody has looked at are batched natively.
+    """PyG's collater, but unchanged graphs of a cache are batched natively.
 
-    So wherever another loader takes over our dataset and collate_fn (accelerate's does,
-    and torch's in worker processes), batches stay native.
+    So batches stay native in other loaders that use this dataset and collate_fn:
+    accelerate's, and torch's in worker processes.
     """
 
     def __call__(self, batch: Any) -> Any:
@@ -43,26 +44,26 @@ class DataLoader(TheirLoader):
     every attribute. Samplers, batch samplers and generators do what they do in torch,
     and draw the same random numbers, so the order under a seed is the same.
 
-    `num_workers`: native threads that make batches ahead (`prefetch_factor` each, 2 by
-    default, four threads at most), not processes: nothing is copied, pickled or put
-    into shared memory, and `worker_init_fn`, `multiprocessing_context`, `timeout` and
-    `persistent_workers` have nothing to do. 0: batches are made when asked for, which
-    is as fast unless graphs are large. `pin_memory`: in one piece.
+    `num_workers` is a number of native threads (four at most) that prefetch batches,
+    `prefetch_factor` each, 2 by default. They are no processes: nothing is copied,
+    pickled or put into shared memory, and `worker_init_fn`, `multiprocessing_context`,
+    `timeout` and `persistent_workers` have no effect. With 0, batches are made when
+    they are asked for, which is as fast unless graphs are large. `pin_memory` copies a
+    batch in one piece.
 
-    A batch's tensors lie in one block of memory, which is used again when all of them
-    are gone: a batch may be kept for ever, and keeps its block.
+    A batch's tensors share one block of memory, which is reused when all of them are
+    freed.
 
-    What cannot be done natively is done by PyG's loader, and trainfast.stats() counts
-    why: another dataset, a transform, `batch_size=None`, attributes that only some
-    graphs have.
+    PyG's loader runs, and trainfast.stats() counts the reason, for another dataset, a
+    transform, `batch_size=None`, and attributes that only some graphs have.
 
     Args:
         dataset: where the graphs come from.
         batch_size: graphs in a batch.
         shuffle: another order each epoch.
         follow_batch: attributes that get a `{name}_batch` and a `{name}_ptr`.
-        exclude_keys: attributes to leave out: they are not even read.
-        **kwargs: of `torch.utils.data.DataLoader`.
+        exclude_keys: attributes to omit; they are not read from the file.
+        **kwargs: as in `torch.utils.data.DataLoader`.
     """
 
     def __init__(
@@ -79,6 +80,10 @@ class DataLoader(TheirLoader):
         )
         self.collate_fn = _Collater(dataset, follow_batch, exclude_keys)
 
+    def __repr__(self) -> str:
+        names = "dataset batch_size sampler num_workers pin_memory drop_last"
+        return one_line(self, **attributes(self, names))
+
     def __iter__(self) -> Iterator[Any]:
         try:
             batcher, places = self._native()
@@ -91,7 +96,7 @@ class DataLoader(TheirLoader):
         return super().__iter__()
 
     def _native(self) -> tuple[Batcher, np.ndarray | None]:
-        """What makes the batches, and the dataset's places in its cache."""
+        """The batcher, and the dataset's places in its cache; None: all."""
         if self.batch_sampler is None:
             raise _UnsuitableError("batch_size=None")
         collate = self.collate_fn
@@ -111,7 +116,7 @@ class DataLoader(TheirLoader):
 
 
 class _UnsuitableError(Exception):
-    """Why a loader leaves its work to PyG's."""
+    """The reason why PyG's loader runs instead."""
 
 
 class _Iteration(Ahead):

@@ -1,4 +1,4 @@
-"""PyG's graphs as what the graph cache stores, with the rules that batch them.
+"""Converts PyG's graphs to flat dicts for the graph cache, with batching rules.
 
 PyG asks each graph's `__cat_dim__` and `__inc__` how to batch an attribute. For `Data`
 and `HeteroData` the answers follow from names and numbers of nodes. A class with own
@@ -29,7 +29,7 @@ _ASKED_FOR = {"__inc__": ("__inc__", *_ASKED), "__cat_dim__": ("__cat_dim__", *_
 
 
 def as_in_pyg(base: type, name: str) -> Any:
-    """What PyG's class has by this name; None: a script has put its own there."""
+    """The attribute of PyG's class; None if a script has replaced it."""
     found = getattr(base, name)
     function = found.fget if isinstance(found, property) else found
     module = getattr(function, "__module__", None)
@@ -47,7 +47,7 @@ _NODES, _ONE, _TWO = "nodes", "increment", "increments"
 
 
 class Flattener:
-    """Makes graphs of one class flat dicts of arrays, and knows the rules of the keys.
+    """Converts graphs of one class to flat dicts of arrays; knows the keys' rules.
 
     `kind` is the class, `rules` what `trainfast.graph_cache.build` is to be told; a key
     that comes later enters the rules when it does. Called with a graph it returns a
@@ -174,7 +174,7 @@ class Flattener:
         rule: Rule,
         counts: dict[tuple[Any, ...], int],
     ) -> None:
-        """Notes what this graph adds to the values of those after it."""
+        """Records what this graph adds to the values of the graphs after it."""
         if name in ("num_nodes", "ptr") or isinstance(value, str | bytes):
             return
         if "__cat_dim__" in self.own:
@@ -197,7 +197,7 @@ class Flattener:
 
 
 def _check_value(key: Hashable, value: Any) -> None:
-    """Raises NotImplementedError for what would not come back as it is."""
+    """Raises NotImplementedError for a value that the cache would not restore."""
     kind = type(value)
     if kind not in _KINDS:
         kinds = "a dense tensor, bool, int, float, str or bytes to be stored"
@@ -207,11 +207,11 @@ def _check_value(key: Hashable, value: Any) -> None:
             got = "a nested tensor" if value.is_nested else value.layout
             raise NotImplementedError(f"{key!r} must be dense, got {got}")
         if value.requires_grad:
-            raise NotImplementedError(f"{key!r} must not require gradients, got it")
+            raise NotImplementedError(f"{key!r} requires gradients; .detach() it first")
 
 
 def _increment(graph: Any, store: Any, key: Hashable, name: str, value: Any) -> Any:
-    """What `__inc__` says: an int, or a tensor of ints with dimensions."""
+    """The result of `__inc__`: an int, or a tensor of ints with dimensions."""
     said = graph.__inc__(name, value, store)
     try:
         inc: Any = torch.as_tensor(said) if isinstance(said, list | tuple) else said
@@ -228,7 +228,7 @@ def _increment(graph: Any, store: Any, key: Hashable, name: str, value: Any) -> 
 
 
 def _form_of(key: Hashable, value: Any, inc: Any) -> str | None:
-    """What a result of `__inc__` is: nothing to add, one number or two."""
+    """The form of a result of `__inc__`: nothing to add, one number or two."""
     if isinstance(inc, Tensor) and inc.dim():
         if tuple(inc.shape) != (2, 1):
             got = tuple(inc.shape)
