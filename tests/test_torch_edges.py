@@ -4,9 +4,11 @@ not take, gradient scalers, on every backend."""
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import reference
 import torch
+from pairwise import parametrize_pairs
 from torch_loops import assert_same_state, make_params, set_grads, train
 
 import trainfast
@@ -50,9 +52,11 @@ def test_what_is_replaced_between_steps_is_noticed(backend, device, what, size):
     assert_same_state(run(AdamW), run(torch.optim.AdamW))
 
 
-@pytest.mark.parametrize("size", [10, 4095, 5000])
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"])
-@pytest.mark.parametrize("how", ["data", "set_", "both moved"])
+@parametrize_pairs(
+    size=[10, 4095, 5000],
+    name=["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"],
+    how=["data", "set_", "both moved"],
+)
 def test_state_given_other_memory_is_stepped_there_at_once(
     backend, device, name, how, size
 ):
@@ -289,6 +293,16 @@ def test_missing_state_is_named(backend, device):
     optimizer.state[params[0]] = "nonsense"
     with pytest.raises((TypeError, AttributeError)):
         optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_arrays_of_numpy_are_sent_to_trainfast_numpy(cls):
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors") as seen:
+        cls([np.zeros(3)])
+    assert seen.value.__notes__ == ["For other arrays there is trainfast.numpy.AdamW."]
+    with pytest.raises(TypeError) as seen:
+        cls(3)
+    assert not hasattr(seen.value, "__notes__")
 
 
 def test_state_that_is_given_up_is_freed(backend, device):

@@ -17,6 +17,7 @@ from trainfast.numpy.arrays import (
     number,
     scalar,
 )
+from trainfast.report import attributes, one_line
 from trainfast.stats import count_call, count_fallback
 
 
@@ -65,6 +66,7 @@ def adamw_step(
         step: the number of this step, from 1, or a list of arrays of one float32, each
             the number of steps done; these are advanced.
         lr: a number, or an array of one float32 on the arrays' device.
+        betas, eps, weight_decay: as in the formula.
         max_exp_avg_sqs: the running maxima of `exp_avg_sqs` (AMSGrad).
         emas: moving averages of the parameters, of any of the four dtypes.
         copies: arrays that become the new parameters, rounded to their own dtype, of
@@ -72,6 +74,7 @@ def adamw_step(
             with float32 master weights, `params` are the masters and `copies` the
             parameters.
         ema_decay: in [0, 1], for `emas`.
+        maximize: negates the gradient.
         decoupled_weight_decay: False adds `weight_decay * p` to g instead (Adam).
         zero_grad: sets the gradients to 0, also where `found_inf` skips the step.
         write_back_grads: stores g (not negated) in the gradients; excludes `zero_grad`.
@@ -137,9 +140,9 @@ def _relayout(relaid: list[tuple[Array, Array]]) -> Callable[[Array, Array], Arr
 
     def copy(like: Array, array: Array) -> Array:
         if hasattr(like, "untyped_storage"):
-            from trainfast.torch.optim.state import relayout
-
-            made = relayout(like, array)
+            shape, strides = like.shape, like.stride()
+            made = like.new_empty_strided(shape, strides, dtype=array.dtype)
+            made.copy_(array.detach())
         else:
             made = np.empty_like(like, dtype=array.dtype)
             made[...] = array
@@ -230,6 +233,16 @@ class AdamW(adamw_state.AdamWState):
         if self.params:
             self.check_scalars()
 
+    def __repr__(self) -> str:
+        names = "lr betas eps weight_decay decoupled_weight_decay state_dtype "
+        names += "max_grad_norm ema_decay weight_copy_dtype master_weights step_count"
+        params = vars(self).get("params")
+        return one_line(
+            self,
+            params=None if params is None else len(params),
+            **attributes(self, names),
+        )
+
     def check_scalars(self) -> None:
         """Raises what `step` would for the hyperparameters as they are."""
         empty = [np.empty(0, np.float32)]
@@ -254,15 +267,19 @@ class AdamW(adamw_state.AdamWState):
         grad_scale: float | Array | None = None,
         found_inf: float | Array | None = None,
     ) -> None:
-        """Updates the parameters by their gradients, one array for each.
+        """Updates the parameters by their gradients.
 
-        `grad_scale` is what the loss was multiplied by, > 0 and finite; with a
-        `found_inf` that is not zero the step is skipped and does not count. Both are
-        numbers, or arrays of one float32 where the parameters are, which are not
-        looked at. See also `trainfast.numpy.LossScaler`.
+        Args:
+            grads: one array for each parameter.
+            grad_scale: what the loss was multiplied by, > 0 and finite: a number, or an
+                array of one float32 on the parameters' device, whose value is not
+                checked. See also `trainfast.numpy.LossScaler`.
+            found_inf: a number or such an array; if it is not zero the step is skipped
+                and does not count.
 
-        Raises what `adamw_step` raises, and ValueError for a number that is no scale;
-        nothing has changed then.
+        Raises:
+            ValueError: a `grad_scale` that is no scale; and what `adamw_step` raises.
+            Nothing has changed then.
         """
         self.step_checked(grads, grad_scale, found_inf, find_inf=False)
 
@@ -274,10 +291,14 @@ class AdamW(adamw_state.AdamWState):
         *,
         find_inf: bool = True,
     ) -> bool:
-        """`step` for loss scalers: skipped, too, where a gradient is not finite.
+        """`step` for loss scalers: also skipped if a gradient is not finite.
 
-        Returns False if it was skipped. With find_inf=False the gradients are not
-        looked through.
+        Args:
+            grads, grad_scale, found_inf: as in `step`.
+            find_inf: False does not look for gradients that are not finite.
+
+        Returns:
+            Whether the step was done.
         """
         grads = list(grads)
         clip = norm = None
@@ -320,11 +341,14 @@ class AdamW(adamw_state.AdamWState):
         return stepped
 
     def zero_grad(self, grads: Sequence[Array] = ()) -> None:
-        """Sets `grads` to 0 in place: buffers of yours that gradients are summed up in.
+        """Sets gradients to 0 in place.
 
-        Without arguments nothing happens, as loops written for torch call it: gradients
-        are given to each step(), and the optimizer keeps none. The constructor's
-        `zero_grad` does this inside the step.
+        The optimizer keeps no gradients. Without an argument this does nothing, so that
+        loops written for torch can call it. The constructor's `zero_grad` does the same
+        inside the step.
+
+        Args:
+            grads: your own buffers in which gradients are accumulated.
         """
         for grad in grads:
             grad[...] = 0
@@ -354,14 +378,19 @@ class AdamW(adamw_state.AdamWState):
         return adamw_state.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, also where other options gave it.
+        """Loads a state, also one of an optimizer with other options.
 
-        Arrays become the dtypes of this optimizer. EMAs, copies and masters that the
-        state lacks start from the parameters, and what it has beyond is dropped: EMAs
-        and masters, which nothing brings back, with a UserWarning.
+        Arrays are converted to the dtypes of this optimizer. EMAs, copies and masters
+        that the state lacks start from the parameters. Arrays that this optimizer does
+        not have are dropped, EMAs and masters with a UserWarning, since nothing can
+        restore them.
 
-        Raises ValueError where names, numbers of arrays or shapes do not fit, a dtype
-        is not a float, or only one of the two has AMSGrad's maxima, which cannot be
-        made from the rest; nothing has changed then.
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ValueError: names, numbers of arrays or shapes that do not fit, a dtype that
+                is not a float, or AMSGrad's maxima in one of the two only, which cannot
+                be made from the rest. Nothing has changed then.
         """
         adamw_state.load_state_dict(self, state)

@@ -43,7 +43,7 @@ class AdamWState:
 
 
 def check_params(params: Sequence[Array]) -> list[Array]:
-    """The list of parameters; raises TypeError for what is none."""
+    """The list of parameters; raises TypeError for anything else."""
     if hasattr(params, "dtype"):
         raise TypeError("params must be a list of arrays, got one array")
     params = list(params)
@@ -85,7 +85,7 @@ def check_max_grad_norm(value: float | None) -> None:
 
 
 def check_scale(name: str, scale: Any) -> float:
-    """A loss scale as it is in float32; ValueError for one that is no scale there."""
+    """A loss scale rounded to float32; ValueError if that is not a positive number."""
     with np.errstate(over="ignore"):
         rounded = float(np.float32(scale))
     if not 0 < rounded < math.inf:
@@ -123,7 +123,7 @@ def new_emas(optimizer: AdamWState) -> list[Array]:
 
 
 def written_copies(optimizer: AdamWState) -> list[Array | None] | None:
-    """What the step writes rounded weights to; with masters that is the parameters."""
+    """The arrays that get rounded weights; with masters, the parameters."""
     if optimizer.master_params is None:
         return optimizer.weight_copies
     pairs = zip(optimizer.params, optimizer.master_params, strict=True)
@@ -178,13 +178,13 @@ def load_state_dict(optimizer: AdamWState, state: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """NumPy's arrays of no dimensions, which numpy.savez makes, as what is in them."""
+    """Unwraps arrays of no dimensions, which numpy.savez makes of scalars."""
     is_one = isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0
     return value.item() if is_one else value
 
 
 def _check_scalars(optimizer: AdamWState, scalars: dict[str, Any]) -> None:
-    """Raises ValueError for what step() would refuse."""
+    """Raises ValueError for arrays that step() would refuse."""
     count = scalars["step_count"]
     if not hasattr(count, "__index__") or not 0 <= count.__index__() < 2**62:
         raise ValueError(f"step_count must be an int in [0, 2^62), got {count!r}")
@@ -201,7 +201,7 @@ def _check_scalars(optimizer: AdamWState, scalars: dict[str, Any]) -> None:
 
 
 def _warn_of_loss(optimizer: AdamWState, state: dict[str, Any]) -> None:
-    """Warns of what is saved and cannot be made again, and has no place here."""
+    """Warns of saved arrays that this optimizer drops and nothing can restore."""
     options = {"emas": "ema_decay"}
     if any(dtype_name(param) in HALVES for param in optimizer.params):
         options["master_params"] = "master_weights"

@@ -11,7 +11,7 @@ import numpy as np
 from trainfast import _core
 from trainfast.stats import count_fallback
 
-Array = Any  # whatever exports DLPack, a buffer, or is a NumPy array
+Array = Any  # a NumPy array, or an object that exports DLPack or a buffer
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = ("float16", "bfloat16")
@@ -178,7 +178,7 @@ def unit_stride(array: Array) -> Array:
 
 
 def autograd_notice(written: Iterable[Array]) -> Callable[[], None]:
-    """What tells autograd that the tensors among these were written in place.
+    """A function that tells autograd which of these tensors were written in place.
 
     Get it before the write and call it after: whatever can fail here fails while
     nothing has changed. Without tensors it does nothing, and loads nothing.
@@ -199,7 +199,7 @@ def _say_nothing() -> None:
 
 
 class Measured(NamedTuple):
-    """What one pass over gradients found; arrays of one element, None if not asked."""
+    """The results of one pass over gradients: arrays of one element, or None."""
 
     found_inf: Array | None
     total_norm: Array | None
@@ -215,7 +215,7 @@ def measure(
     grad_scale: Array | None,
     find_inf: bool,
 ) -> Measured:
-    """Reads each gradient once: is all finite, how long is it, how much to clip."""
+    """One pass over gradients: finiteness, norm and clipping coefficient."""
     found = scalar(like, 0.0) if find_inf else None
     norm = norm_f64 = clip = None
     if max_norm is not None:

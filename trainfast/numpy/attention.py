@@ -19,6 +19,7 @@ from trainfast.numpy.arrays import (
     row_major,
     unit_stride,
 )
+from trainfast.report import one_line
 from trainfast.stats import count_call, count_fallback
 
 Window = tuple[int | None, int | None]
@@ -67,6 +68,7 @@ def attention(
             broadcast to [B, H, Nq, Nk].
         bias: float, added, broadcast as the mask; it may have a gradient.
         is_causal: query i sees keys j <= i + shift. May be combined with all else.
+        causal_align: "upper_left" or "lower_right", which set the shift above.
         window_size: (left, right): keys i + shift - left to i + shift + right; None is
             unbounded on that side.
         scale: 1 / sqrt(D) unless given; up to 1e37 in size (1e300 with float64).
@@ -157,6 +159,16 @@ class AttentionGradients(NamedTuple):
     dalibi_slopes: Array | None
     dsinks: Array | None
 
+    def __repr__(self) -> str:
+        """Names, dtypes and shapes: values may be on a GPU."""
+        return one_line(
+            self,
+            **{
+                name: None if array is None else f"{array.dtype}{[*array.shape]}"
+                for name, array in zip(self._fields, self, strict=True)
+            },
+        )
+
 
 _WANTED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
@@ -192,10 +204,14 @@ def attention_backward(
 
     Args:
         dout: the gradient of out, of its shape and dtype.
+        q, k, v: what `attention` was called with.
         out, lse: what `attention(..., return_lse=True)` returned.
         dlse: the gradient of lse, of its shape and dtype; None is 0.
         wanted: of "q", "k", "v", "bias", "alibi_slopes" and "sinks" those whose
             gradients to compute.
+        mask, bias, is_causal, causal_align, window_size, scale, softcap, alibi_slopes,
+            sinks, dropout_p, seed, cu_seqlens_q, cu_seqlens_k, kv_lens, layout, stream:
+            as `attention` was called with.
 
     Returns:
         An AttentionGradients: dq, dk and dv have the shapes and dtype of q, k and v;

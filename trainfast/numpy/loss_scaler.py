@@ -20,6 +20,7 @@ from trainfast.numpy.arrays import (
     number,
     scalar,
 )
+from trainfast.report import attributes, one_line
 from trainfast.stats import count_call
 
 _KEYS = (
@@ -97,6 +98,12 @@ class LossScaler:
                 f"init_scale must be in [{low}, {high}], the bounds, got {init_scale}"
             )
 
+    def __repr__(self) -> str:
+        names = "growth_factor backoff_factor growth_interval min_scale max_scale "
+        names += "hysteresis"
+        scale = self.get_scale() if "_scale" in vars(self) else None
+        return one_line(self, scale=scale, **attributes(self, names))
+
     def __getstate__(self) -> dict[str, Any]:
         if self._progress:
             raise AssertionError(
@@ -118,11 +125,17 @@ class LossScaler:
     # ---- An iteration --------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """A loss times the scale: a number, an array, or a list or tuple of them.
+        """Multiplies losses by the scale.
 
         Float16 and bfloat16 become float32, in which 65536 times a loss is finite. The
-        scale changes between steps, but inside of jax.jit it would be a constant: give
-        what you compile `get_scale()` as an argument.
+        scale changes between steps, but jax.jit would compile it as a constant: pass
+        `get_scale()` to the compiled function as an argument.
+
+        Args:
+            outputs: a number, an array, or a list or tuple of them.
+
+        Returns:
+            The same structure.
         """
         if isinstance(outputs, (list, tuple)):
             return type(outputs)([self.scale(output) for output in outputs])
@@ -133,16 +146,24 @@ class LossScaler:
         return outputs * self.get_scale()
 
     def unscale_(self, optimizer: Any, grads: Sequence[Array]) -> bool:
-        """Divides the optimizer's gradients by the scale in place; True if all finite.
+        """Divides the optimizer's gradients by the scale in place.
 
-        Not needed before `step`, only to look at the gradients, or to change them: what
-        `step` then gets is taken as unscaled. Float16 gradients become 0 where the
-        quotient is below 2^-25, and lose digits below 2^-14; `trainfast.AdamW.step`
-        divides in registers, in float32, and needs no `unscale_`.
+        `step` does not need it. Call it to read or change the unscaled gradients: then
+        `step` takes its gradients as unscaled. Float16 gradients become 0 if the
+        quotient is below 2^-25, and lose digits below 2^-14; AdamW's step divides in
+        registers, in float32.
 
-        Raises RuntimeError if that was done for the optimizer since the last update(),
-        or it was stepped; ValueError for read-only arrays, and once the scale has
-        backed off to 0.
+        Args:
+            optimizer: the optimizer that will step with the gradients.
+            grads: writable arrays.
+
+        Returns:
+            Whether all gradients are finite.
+
+        Raises:
+            RuntimeError: the optimizer's gradients were unscaled, or it has stepped,
+                since the last update().
+            ValueError: read-only arrays, or a scale that has backed off to 0.
         """
         progress = self._progress_of(optimizer)
         if progress.stepped:
@@ -182,14 +203,23 @@ class LossScaler:
         return check_scale("the loss scale", self.get_scale())
 
     def step(self, optimizer: Any, grads: Sequence[Array]) -> bool:
-        """Steps unless a gradient is not finite; returns whether it did.
+        """Steps the optimizer unless a gradient is not finite.
 
-        trainfast.AdamW reads the gradients twice and unscales in registers; any other
-        optimizer gets them unscaled in place, by its `step(grads)`. After `unscale_`
-        they are taken as they are, and finite if they were so then.
+        trainfast.numpy.AdamW reads the gradients twice and unscales in registers. Other
+        optimizers get gradients that are unscaled in place, as `step(grads)`. After
+        `unscale_` gradients are taken as they are, without another check.
 
-        Raises RuntimeError if the optimizer was stepped since the last update();
-        AssertionError without gradients; ValueError once the scale has backed off to 0.
+        Args:
+            optimizer: trainfast.numpy.AdamW, or any object with `step(grads)`.
+            grads: one array for each parameter.
+
+        Returns:
+            Whether the optimizer has stepped.
+
+        Raises:
+            RuntimeError: the optimizer has stepped since the last update().
+            AssertionError: there are no gradients.
+            ValueError: the scale has backed off to 0.
         """
         progress = self._progress_of(optimizer)
         if progress.stepped:
@@ -214,9 +244,13 @@ class LossScaler:
         return done
 
     def update(self, new_scale: float | None = None) -> None:
-        """Ends the iteration: grows the scale, backs it off, or sets a new one.
+        """Ends the iteration: the scale grows, backs off, or is set.
 
-        Raises AssertionError if nothing was stepped or unscaled.
+        Args:
+            new_scale: the new scale; None: torch's rule decides.
+
+        Raises:
+            AssertionError: no optimizer has stepped or unscaled its gradients.
         """
         found = [flag for each in self._progress.values() for flag in each.found]
         if new_scale is not None:
@@ -247,11 +281,15 @@ class LossScaler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave here, or torch's.
+        """Loads a state of this class or of torch.amp.GradScaler.
 
-        Raises RuntimeError for an empty one, as a disabled torch scaler saves; KeyError
-        and ValueError for one that is incomplete or out of range. Nothing has changed
-        then.
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            RuntimeError: an empty state, as a disabled torch scaler saves it.
+            KeyError, ValueError: a state that is incomplete or out of range.
+            Nothing has changed when it raises.
         """
         if not state:
             raise RuntimeError(

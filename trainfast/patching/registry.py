@@ -69,6 +69,9 @@ def patch(*names: str) -> "Patch":
     before the block stays patched, and so does what another thread's block has patched,
     until the last of these blocks ends.
 
+    Args:
+        *names: which names to patch; none: all but "pyg".
+
     Returns:
         A report: one line when printed, every name and place with `.table()`.
 
@@ -102,6 +105,12 @@ def unpatch(*names: str) -> "PatchReport":
     trainfast. What is bound to something else by now is left alone, and the report says
     so.
 
+    Args:
+        *names: which names to restore; none: all that are patched.
+
+    Returns:
+        A report of what was restored.
+
     Raises:
         ValueError: an unknown name. One that is not patched is fine.
     """
@@ -117,8 +126,10 @@ def unpatch(*names: str) -> "PatchReport":
 
 
 def is_patched(name: str | None = None) -> bool:
-    """Whether `patch` has replaced what this name stands for, such as "adamw"; without
-    a name, whether it has replaced anything.
+    """Whether `patch` has replaced a framework's names.
+
+    Args:
+        name: a name that `patch` takes, such as "adamw"; None: any of them.
 
     Raises:
         ValueError: an unknown name.

@@ -85,10 +85,16 @@ class SelftestReport(Report):
 
 
 def selftest(backends: list[str] | None = None) -> SelftestReport:
-    """Runs each kernel on the backends named, by default on every usable one.
+    """Compares each kernel with a float64 reference on small inputs.
 
-    A backend that is named but cannot run here counts as failed. Whatever backend was
-    in use before is in use again afterwards.
+    The backend that was in use before is in use again afterwards.
+
+    Args:
+        backends: names of backends to run; None: every usable one. A backend that is
+            named but cannot run here counts as failed.
+
+    Returns:
+        A report with one row for each kernel and backend; `ok` says whether all passed.
     """
     listed = trainfast.backends()
     names = backends or [str(b["name"]) for b in listed if b["usable"]]

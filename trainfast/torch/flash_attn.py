@@ -40,14 +40,25 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """Attention of q [batch, n_q, heads, dim] to k, v [batch, n_k, kv_heads, dim].
+    """Attention of each query to the keys of its batch item.
 
-    heads must be a multiple of kv_heads. Causal and windows are aligned to the bottom
-    right: query i is at key i + n_k - n_q. window_size is (left, right), -1 for any
-    distance; softcap <= 0 is off; alibi_slopes [heads] or [batch, heads]. Results are
-    deterministic in any case. Returns [batch, n_q, heads, dim]; with return_attn_probs
-    also the logarithm of each row's sum of exp(score), [batch, heads, n_q], and an
-    empty tensor in place of the probabilities, which the package has for dropout only.
+    Args:
+        q: [batch, n_q, heads, dim].
+        k, v: [batch, n_k, kv_heads, dim]; heads is a multiple of kv_heads.
+        dropout_p: in [0, 1).
+        softmax_scale: of the scores; None: 1 / sqrt(dim).
+        causal: query i sees keys up to i + n_k - n_q: aligned to the lower right.
+        window_size: (left, right), how far a query sees from key i + n_k - n_q; -1: any
+            distance.
+        softcap: scores become softcap * tanh(score / softcap); 0 or less is off.
+        alibi_slopes: [heads] or [batch, heads].
+        deterministic: ignored: results are always deterministic.
+        return_attn_probs: also returns lse and an empty tensor; the flash-attn package
+            has probabilities there, for dropout only.
+
+    Returns:
+        out [batch, n_q, heads, dim]; with return_attn_probs (out, lse, empty): lse is
+        the logarithm of each row's sum of exp(score), [batch, heads, n_q].
 
     Raises:
         NotImplementedError: return_attn_probs with dropout.
@@ -77,7 +88,17 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """flash_attn_func with kv [batch, n_k, 2, kv_heads, dim]."""
+    """flash_attn_func with keys and values in one tensor.
+
+    Args:
+        q: [batch, n_q, heads, dim].
+        kv: [batch, n_k, 2, kv_heads, dim].
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs: as in flash_attn_func.
+
+    Returns:
+        As flash_attn_func.
+    """
     return _call(
         (q, *kv.unbind(-3)),
         dropout_p,
@@ -101,7 +122,16 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """flash_attn_func with qkv [batch, n, 3, heads, dim]."""
+    """flash_attn_func with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [batch, n, 3, heads, dim].
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs: as in flash_attn_func.
+
+    Returns:
+        As flash_attn_func.
+    """
     return _call(
         qkv,
         dropout_p,
@@ -134,10 +164,19 @@ def flash_attn_varlen_func(
 ) -> _Result:
     """flash_attn_func for items of different lengths, one after another.
 
-    q [total_q, heads, dim], k and v [total_k, kv_heads, dim]; item b has the rows
-    cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of them (int32 or int64, [batch + 1]), at
-    most max_seqlen many. Returns [total_q, heads, dim]; logarithms are [heads,
-    total_q].
+    Args:
+        q: [total_q, heads, dim].
+        k, v: [total_k, kv_heads, dim].
+        cu_seqlens_q, cu_seqlens_k: [batch + 1], int32 or int64: item b has the rows
+            cu_seqlens[b] .. cu_seqlens[b + 1] - 1.
+        max_seqlen_q, max_seqlen_k: the rows of the longest item.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs: as in flash_attn_func.
+        block_table: must be None.
+
+    Returns:
+        out [total_q, heads, dim]; with return_attn_probs (out, lse, empty): lse is
+        [heads, total_q].
 
     Raises:
         NotImplementedError: return_attn_probs with dropout, block_table.
@@ -174,7 +213,19 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """flash_attn_varlen_func with kv [total_k, 2, kv_heads, dim]."""
+    """flash_attn_varlen_func with keys and values in one tensor.
+
+    Args:
+        q: [total_q, heads, dim].
+        kv: [total_k, 2, kv_heads, dim].
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in
+            flash_attn_varlen_func.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs: as in flash_attn_func.
+
+    Returns:
+        As flash_attn_varlen_func.
+    """
     return _call(
         (q, *kv.unbind(-3)),
         dropout_p,
@@ -201,7 +252,19 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """flash_attn_varlen_func with qkv [total, 3, heads, dim]."""
+    """flash_attn_varlen_func with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [total, 3, heads, dim].
+        cu_seqlens: [batch + 1], int32 or int64, as cu_seqlens_q and cu_seqlens_k of
+            flash_attn_varlen_func.
+        max_seqlen: the rows of the longest item.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs: as in flash_attn_func.
+
+    Returns:
+        As flash_attn_varlen_func.
+    """
     return _call(
         qkv,
         dropout_p,
@@ -236,7 +299,13 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> _Result:
-    """Not here; its name is, for scripts that import it beside the others.
+    """Raises NotImplementedError; scripts can import the name beside the others.
+
+    Args:
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
+            cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal,
+            window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+            return_softmax_lse: as in the flash-attn package.
 
     Raises:
         NotImplementedError: always.

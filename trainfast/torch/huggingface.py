@@ -20,6 +20,8 @@ from trainfast.torch.attention.dispatch import (
 from trainfast.torch.attention.functional import attention
 from trainfast.torch.private import constant_when_compiled
 
+__all__ = ["NAME", "register"]
+
 NAME = "trainfast"
 
 
@@ -35,8 +37,11 @@ def register(name: str = NAME) -> None:
     Models with attention of their own (Bloom, MPT, RemBERT, ...) go on with it, counted
     in trainfast.stats() where they ask for a mask. Models that look the name up in a
     table of their own (Falcon, GPT-J, GPT-Neo, GIT, Bark, the vision parts of SAM and
-    Data2Vec) raise KeyError: create them with "sdpa" and call
-    trainfast.patch("attention").
+    Data2Vec) raise KeyError. Where transformers supports "sdpa" for the model (Falcon),
+    create the model with it and call trainfast.patch("attention").
+
+    Args:
+        name: the name of the attention implementation.
 
     Raises:
         ImportError: no transformers, or one that has no AttentionMaskInterface (before

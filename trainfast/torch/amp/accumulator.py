@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from trainfast.report import attributes, one_line
 from trainfast.torch.amp.grad_scaler import GradScaler
 from trainfast.torch.amp.scheduler import SkipAwareScheduler
 from trainfast.torch.optim.adamw import _FusedStep
@@ -81,6 +82,10 @@ class Accumulator:
         self._begin()
         self._use_float32_grads(float32_grads)
 
+    def __repr__(self) -> str:
+        names = "optimizer steps scaler scheduler max_grad_norm steps_done"
+        return one_line(self, **attributes(self, names))
+
     def _begin(self) -> None:
         """Begins the next step's backward passes."""
         self._waiting = 0  # how many there were
@@ -104,15 +109,26 @@ class Accumulator:
                     param.grad_dtype = torch.float32
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields what the loader yields, and ends with a step if one is due."""
+        """Yields the loader's batches, and steps at the end if a step is due.
+
+        Args:
+            loader: an iterable of batches.
+        """
         yield from loader
         self.flush()
 
     def backward(self, loss: Tensor) -> bool:
-        """One backward pass of a batch's mean loss; True if it led to a step.
+        """One backward pass, and a step if it is the last of `steps`.
 
-        RuntimeError where the gradients have been unscaled or clipped already, as those
-        of a step that failed: `flush` repeats that step, `discard` forgets it.
+        Args:
+            loss: the mean loss of the batch, a tensor of one element.
+
+        Returns:
+            Whether the optimizer has stepped.
+
+        Raises:
+            RuntimeError: the gradients are unscaled or clipped already, because a step
+                has failed: `flush` repeats the step, `discard` drops the gradients.
         """
         clipped = self._ready and self.max_grad_norm is not None
         if self._waiting and (clipped or self._is_unscaled()):
@@ -218,6 +234,10 @@ class Accumulator:
         return {"steps_done": self.steps_done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Takes what state_dict() gave; forgets backward passes since the last step."""
+        """Loads a state; drops the backward passes since the last step.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.steps_done = int(state["steps_done"])
         self.discard()

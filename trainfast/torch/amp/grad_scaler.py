@@ -15,7 +15,9 @@ from torch.amp.grad_scaler import OptState
 from typing_extensions import deprecated
 
 from trainfast import _core
+from trainfast.report import attributes, one_line
 from trainfast.stats import CallTally, count_call, count_fallback
+from trainfast.torch.amp.checks import check_init_scale, check_options, check_state
 from trainfast.torch.optim.adamw import _FusedStep
 from trainfast.torch.optim.clip import (
     Measured,
@@ -40,13 +42,6 @@ __all__ = ["CudaGradScaler", "GradScaler", "Measured", "measure"]
 _MAX_FOUND = 16  # what _core.amp_update takes at once
 _FEW, _SMALL = 2, 1024  # tensors, and elements of each
 _WRAPPERS = ("torch.optim.optimizer", "torch.optim.lr_scheduler")  # of step()
-_STATE_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
 
 
 class GradScaler(torchs.GradScaler):
@@ -89,9 +84,9 @@ class GradScaler(torchs.GradScaler):
     ) -> None:
         rule = growth_factor, backoff_factor, growth_interval
         torchs.GradScaler.__init__(self, device, init_scale, *rule, enabled)
-        _check_options(min_scale, max_scale, hysteresis)
+        check_options(min_scale, max_scale, hysteresis)
         if self._enabled:
-            _check_init_scale(init_scale, min_scale, max_scale)
+            check_init_scale(init_scale, min_scale, max_scale)
         self._min_scale = min_scale
         self._max_scale = max_scale
         self._hysteresis = hysteresis
@@ -101,6 +96,12 @@ class GradScaler(torchs.GradScaler):
         # The flags of each optimizer's last step, and those of the last one to step.
         self._steps: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
         self._last_step: list[Tensor] | None = None
+
+    def __repr__(self) -> str:
+        """The settings: reading the current scale would wait for the GPU."""
+        names = "_device _enabled _init_scale _growth_factor _backoff_factor "
+        names += "_growth_interval _min_scale _max_scale _hysteresis"
+        return one_line(self, **attributes(self, names))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -122,8 +123,14 @@ class GradScaler(torchs.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place.
 
-        A second call before step() raises RuntimeError, as torch's does, or does
-        nothing with `repeated_unscale`. Waits for nothing.
+        Does not wait for the GPU.
+
+        Args:
+            optimizer: the optimizer that will step with the gradients.
+
+        Raises:
+            RuntimeError: a second call before step(), unless `repeated_unscale` is set;
+                then the second call does nothing.
         """
         if torch.compiler.is_compiling():
             self._uncompiled(self._unscale, optimizer)
@@ -209,9 +216,16 @@ class GradScaler(torchs.GradScaler):
     ) -> float | None:
         """Steps the optimizer unless its gradients have infinities or NaNs.
 
-        Unscales them where unscale_() has not: trainfast's optimizers and torch's fused
-        ones do that as they step, without waiting for the GPU; for others gradients are
-        unscaled in place, and the host waits to know whether to step.
+        Unscales the gradients if unscale_() has not: trainfast's and torch's fused
+        optimizers do that as they step, without waiting for the GPU. For others the
+        gradients are unscaled in place, and the host waits to know whether to step.
+
+        Args:
+            optimizer: any of torch's or trainfast's.
+            *args, **kwargs: for the optimizer's step().
+
+        Returns:
+            What the optimizer's step() returned; None if it was skipped.
         """
         if torch.compiler.is_compiling():
             return self._uncompiled(self._step, optimizer, *args, **kwargs)
@@ -276,10 +290,15 @@ class GradScaler(torchs.GradScaler):
         return result
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """Whether the last step() of the optimizer was skipped; None: of the last one.
+        """Whether the optimizer's last step() was skipped. Waits for that step's flag.
 
-        Waits for that step's flag, here and nowhere else. Also after update(), and with
-        torch's optimizers. RuntimeError if there was no step yet.
+        Can be called after update(), and with torch's optimizers.
+
+        Args:
+            optimizer: the optimizer; None: the one that stepped last.
+
+        Raises:
+            RuntimeError: the optimizer has not stepped with this scaler.
         """
         return any(float(flag) != 0 for flag in self._flags_of(optimizer))
 
@@ -297,7 +316,11 @@ class GradScaler(torchs.GradScaler):
     # ---- The scale -----------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale at the end of an iteration, or sets it to `new_scale`."""
+        """Updates the scale at the end of an iteration.
+
+        Args:
+            new_scale: sets the scale; None: the scale grows or backs off.
+        """
         if torch.compiler.is_compiling():
             self._uncompiled(self._update, new_scale)
         else:
@@ -398,17 +421,23 @@ class GradScaler(torchs.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of torch's.
 
-        Options that the state lacks stay as they are. Raises KeyError where one of
-        torch's entries is missing, ValueError where one is no number that fits: then
-        nothing has changed.
+        Options that the state lacks stay as they are.
+
+        Args:
+            state_dict: what `state_dict` returned.
+
+        Raises:
+            KeyError: one of torch's entries is missing.
+            ValueError: an entry is not a number, or out of range.
+            Nothing has changed when it raises.
         """
         if self._enabled and len(state_dict) != 0:
-            _check_state(state_dict)
+            check_state(state_dict)
             own = (self._min_scale, self._max_scale, self._hysteresis)
             names = ("min_scale", "max_scale", "hysteresis")
             options: list[Any]
             options = [state_dict.get(n, o) for n, o in zip(names, own, strict=True)]
-            _check_options(*options)
+            check_options(*options)
             left = state_dict.get("_hysteresis_tracker", options[2])
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -431,7 +460,12 @@ class GradScaler(torchs.GradScaler):
 
 
 class CudaGradScaler(GradScaler, torch.cuda.amp.GradScaler):
-    """torch.cuda.amp.GradScaler, for what is patched: use GradScaler("cuda")."""
+    """torch.cuda.amp.GradScaler for patched scripts; use GradScaler("cuda") instead.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in
+            torch.cuda.amp.GradScaler.
+    """
 
     @deprecated(
         "`torch.cuda.amp.GradScaler(args...)` is deprecated. "
@@ -543,54 +577,3 @@ def _is_torchs_update(scaler: GradScaler, flags: list[Tensor]) -> bool:
     """True on the CPU for one flag and torch's rule, where torch's kernel is faster."""
     plain = scaler._min_scale is scaler._max_scale is None and scaler._hysteresis == 1
     return plain and len(flags) == 1 and flags[0].is_cpu
-
-
-# ---- Checks --------------------------------------------------------------------------
-
-
-def _check_options(
-    min_scale: float | None, max_scale: float | None, hysteresis: int
-) -> None:
-    for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be None or a number > 0, got {value}")
-    if min_scale is not None and max_scale is not None and min_scale > max_scale:
-        raise ValueError(
-            f"min_scale must be <= max_scale ({max_scale}), got {min_scale}"
-        )
-    if not (isinstance(hysteresis, int) and 1 <= hysteresis < 2**31):
-        raise ValueError(f"hysteresis must be an int >= 1, got {hysteresis!r}")
-
-
-def _check_init_scale(
-    init_scale: float, min_scale: float | None, max_scale: float | None
-) -> None:
-    if not 0 < init_scale < math.inf:
-        raise ValueError(f"init_scale must be a number > 0, got {init_scale}")
-    low = 0.0 if min_scale is None else min_scale
-    high = math.inf if max_scale is None else max_scale
-    if not low <= init_scale <= high:
-        raise ValueError(
-            f"init_scale must be in [{low}, {high}], the bounds, got {init_scale}"
-        )
-
-
-def _check_state(state_dict: dict[str, Any]) -> None:
-    missing = [name for name in _STATE_KEYS if name not in state_dict]
-    if missing:
-        raise KeyError(
-            f"a GradScaler's state must have {', '.join(_STATE_KEYS)}, got one "
-            f"without {', '.join(missing)}"
-        )
-    whole = ("growth_interval", "_growth_tracker", "_hysteresis_tracker")
-    for name in (*_STATE_KEYS, "_hysteresis_tracker"):
-        if name in state_dict:
-            value = state_dict[name]
-            dtype = torch.int32 if name in whole else torch.float32
-            try:
-                torch.zeros((), dtype=dtype).fill_(value)
-                (int if name in whole else float)(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(
-                    f"{name} in a GradScaler's state must be a number, got {value!r}"
-                ) from error

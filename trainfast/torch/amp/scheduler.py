@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfast.report import attributes, one_line
 from trainfast.torch.amp.grad_scaler import GradScaler
 
 
@@ -39,6 +40,10 @@ class SkipAwareScheduler:
         self._optimizer = scheduler.optimizer if optimizer is None else optimizer
         self._pending: tuple[list[Callable[[], bool]], Any, Any] | None = None
         self._register_hooks()
+
+    def __repr__(self) -> str:
+        """Names the parts, without deciding about a step that is due."""
+        return one_line(self, **attributes(self, "scheduler _scaler _optimizer"))
 
     def _register_hooks(self) -> None:
         def before_step(*_: Any) -> None:
@@ -90,7 +95,11 @@ class SkipAwareScheduler:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the scheduler's state; a decision that is due comes before it."""
+        """Loads the scheduler's state, after a decision that is due.
+
+        Args:
+            state_dict: what `state_dict` returned.
+        """
         self._decide()
         self.scheduler.load_state_dict(state_dict)
 

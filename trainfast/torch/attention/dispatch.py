@@ -35,7 +35,7 @@ def is_plain(x: Tensor | None) -> bool:
 
 
 def refusal_of(tensors: Sequence[Tensor | None]) -> str | None:
-    """Why the kernels cannot take these tensors, q first; None where they can."""
+    """The reason why the kernels cannot take these tensors, q first; or None."""
     if private.ATTENTION_REFUSAL is not None:
         return private.ATTENTION_REFUSAL
     compiling = torch.compiler.is_compiling()
@@ -95,13 +95,14 @@ def set_named(value: bool) -> None:
 
 
 def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
-    """Why torch's own function is the better choice where it computes the same.
-    `chosen`: the user has asked for our kernels by name.
+    """The reason to call torch's own function where it computes the same; or None.
 
-    From sm_80 on torch has flash attention, beside which our kernels have not been
-    measured yet. Before that it has none, and ours use the tensor cores for float16 and
-    bfloat16; other dtypes multiply without them. What torch has no function for
-    (windows, ALiBi, sinks, lengths, gradients of lse) stays with us in any case.
+    `chosen`: the user has asked for trainfast's kernels by name.
+
+    From sm_80 on torch has flash attention, with which trainfast's kernels have not
+    been compared yet. On older GPUs torch has none, and trainfast's kernels use the
+    tensor cores for float16 and bfloat16, but not for other dtypes. The options that
+    torch lacks (windows, ALiBi, sinks, lengths, gradients of lse) are not asked here.
     """
     if not q.is_cuda:
         return None
@@ -117,7 +118,7 @@ def torchs_are_faster(q: Tensor, chosen: bool = False) -> str | None:
 
 @constant_when_compiled
 def has_flash_attention(device: torch.device) -> bool:
-    """Whether torch's runs there, or there is no GPU to ask."""
+    """Whether torch's flash attention runs there, or there is no GPU to ask."""
     return _ask_for_flash_attention(device)
 
 
@@ -145,12 +146,12 @@ def run(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Tenso
 
 
 def draw_seed(q: Tensor) -> Tensor:
-    """From torch's generator, so that manual_seed and checkpointing hold."""
+    """A seed from torch's generator: manual_seed and checkpointing reproduce it."""
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does to the arguments of torch's attention."""
+    """Casts the arguments as autocast does for torch's attention."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -162,7 +163,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def attend(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
-    """The kernel, or where it cannot run plain operations."""
+    """Runs the kernel, or plain operations if the kernel cannot run."""
     refusal = refusal_of((*inputs, *extras))
     if refusal is None and max(inputs.q.shape[-1], inputs.v.shape[-1]) > MAX_DIM:
         refusal = f"a head dim above {MAX_DIM}"
@@ -177,8 +178,8 @@ def attend(inputs: Inputs, extras: Extras, options: Options) -> tuple[Tensor, Te
 
 
 def _check_devices(tensors: Sequence[Tensor | None]) -> None:
-    """Torch mixes a meta tensor with others without an error, and gives what was in
-    memory."""
+    """Raises ValueError for tensors on several devices. torch accepts meta tensors
+    among others, and returns uninitialised memory."""
     devices = {x.device for x in tensors if x is not None}
     if len(devices) > 1:
         names = sorted(map(str, devices))

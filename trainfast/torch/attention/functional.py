@@ -125,6 +125,7 @@ def attention(
         max_seqlen_q, max_seqlen_k: the longest item; None: found by a look at
             cu_seqlens.
         kv_lens: [batch], int32 or int64: keys past it are not seen.
+        layout: "bhsd", "bshd" or "thd", the order of the dimensions of q, k, v and out.
         return_lse: also returns the logarithm of each row's sum of exp(score).
 
     Returns:

@@ -60,11 +60,11 @@ def scaled_dot_product_attention(
         [..., heads, n_q, dim_v], of query's dtype and order of dims in memory. A row
         without an allowed key is 0, and so are its gradients.
 
-    float64, float32, float16 and bfloat16, dims up to 256, on the CPU; on CUDA float16,
-    dims up to 128, where torch has no flash attention (sm_75). Works under autocast,
-    torch.compile and fake tensors, and may be differentiated twice. Everything else
-    runs torch's own function, which raises torch's errors; trainfast.stats() counts it
-    with the reason.
+    The kernels take head dims up to 256: on the CPU in float64, float32, float16 and
+    bfloat16; on CUDA in float16 and bfloat16 on GPUs where torch has no flash attention
+    (sm_75). Works under autocast, torch.compile and fake tensors, and may be
+    differentiated twice. Everything else runs torch's own function, which raises
+    torch's errors; trainfast.stats() counts it with the reason.
     """
     given = (query, key, value, attn_mask)
     if has_torch_function(given):
@@ -134,7 +134,7 @@ def _odd_argument(
     scale: float | None,
     enable_gqa: bool,
 ) -> str | None:
-    """What torch has its own word on: it may take a scale of one element, or not."""
+    """The reason why torch validates an argument itself; None: the kernel may run."""
     if torch.compiler.is_compiling():
         return None  # the operator is as strict
     if q is None or k is None or v is None:
@@ -174,7 +174,7 @@ def _goes_straight(
 
 @constant_when_compiled
 def _may_fuse() -> bool:
-    """False where the user has left torch only its unfused operations."""
+    """False if the user has disabled all of torch's fused backends."""
     return flash_sdp_enabled() or mem_efficient_sdp_enabled() or cudnn_sdp_enabled()
 
 
@@ -186,7 +186,7 @@ def shape_refusal(
     is_causal: bool,
     enable_gqa: bool,
 ) -> str | None:
-    """Why shapes, dtypes or devices are none of the kernel's."""
+    """The reason why the kernel does not support the shapes, dtypes or devices."""
     shape, k_shape, v_shape = q.shape, k.shape, v.shape
     dims = len(shape)
     if dims < 2 or len(k_shape) != dims or len(v_shape) != dims:

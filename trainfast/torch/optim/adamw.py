@@ -96,7 +96,17 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
         self._offer_scaling(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        """Adds a group of parameters.
+
+        Args:
+            param_group: as in torch.optim.Optimizer, with this class's options.
+        """
+        try:
+            super().add_param_group(param_group)
+        except TypeError as error:
+            if "can only optimize Tensors" in str(error):
+                error.add_note("For other arrays there is trainfast.numpy.AdamW.")
+            raise
         if "_workspaces" in self.__dict__:  # else torch's constructor is running
             try:
                 last = self.param_groups[-1]
@@ -109,12 +119,15 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
     # ---- The step ------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs one step; `closure`, if given, computes the loss that is returned.
+        """Performs one step.
 
-        Where the kernel does not take a group (see trainfast.stats()), torch's own step
-        runs on it, first. The step is skipped, counters included, when a gradient
-        scaler has found infinities. Where it raises, for want of memory for one, no
-        parameter and no state has changed, but those that torch's own step has.
+        torch's own step runs first, on the groups that the kernel does not support (see
+        trainfast.stats()). The step is skipped, counters included, if a gradient scaler
+        has found infinities. If it raises, out of memory for example, parameters and
+        states have not changed, except those that torch's own step has changed.
+
+        Args:
+            closure: computes the loss that is returned, with gradients; or None.
         """
         if not torch.compiler.is_compiling():
             return self._own_step(closure)
@@ -383,12 +396,15 @@ class _FusedStep(EmaWeights, TorchStep, _Mixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of torch's, keeping this optimizer's layout.
 
-        torch casts all state to the parameter's dtype; here the moments take the
-        group's `state_dtype`, else the parameter's, and `step` becomes a float32 on the
-        parameter's device. The options of this class stay as they were given, not as
-        they were saved: what the state lacks for them starts from the parameter at the
-        next step (a master weight, a copy, an EMA), and what it has beyond is dropped:
-        a master weight and an EMA, which nothing brings back, with a UserWarning.
+        torch casts all state to the parameter's dtype. Here the moments take the
+        group's `state_dtype`, else the parameter's dtype, and `step` becomes a float32
+        on the parameter's device. The options of this class keep their values, whatever
+        was saved. A master weight, copy or EMA that the state lacks starts from the
+        parameter at the next step. State that no option asks for is dropped, master
+        weights and EMAs with a UserWarning, since nothing can restore them.
+
+        Args:
+            state_dict: as in torch.optim.Optimizer.
         """
         if self._before_ema:
             raise RuntimeError(
@@ -517,8 +533,14 @@ class AdamW(_FusedStep, torch.optim.AdamW):
 class Adam(_FusedStep, torch.optim.Adam):
     """torch.optim.Adam on trainfast's kernel; see AdamW here for what that means.
 
-    `weight_decay` is added to the gradient (L2), unless `decoupled_weight_decay`, which
-    torch has from 2.7 on.
+    Args:
+        params, lr, betas, eps, amsgrad, maximize, capturable, differentiable, foreach,
+            fused: as in torch.optim.Adam.
+        weight_decay: added to the gradient (L2) unless `decoupled_weight_decay`.
+        decoupled_weight_decay: decays the parameters as AdamW does; torch has it from
+            2.7 on.
+        state_dtype, max_grad_norm, ema_decay, weight_copy_dtype, master_weights,
+            zero_grad, write_back_grads, amp_scaling: as in AdamW.
     """
 
     _torch_class = torch.optim.Adam

@@ -96,7 +96,7 @@ def each_device(
 
 
 class Measured(NamedTuple):
-    """What is known of gradients after one read; None where it was not asked for."""
+    """The results of one pass over gradients; None for what was not asked for."""
 
     found_inf: Tensor | None  # float32: 1 where an element is not finite, else 0
     total_norm: Tensor | None  # float32; float64 if a gradient is
@@ -198,14 +198,14 @@ class _Measuring(NamedTuple):
 
 
 def combine_flags(flags: Sequence[Tensor], device: Any = None) -> Tensor:
-    """One flag for all, on the given device or the first one's: 0 or 1, not a sum."""
+    """The maximum of the flags, on the given device or the first flag's."""
     device = flags[0].device if device is None else device
     here = [flag.to(device, non_blocking=True) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax()
 
 
 def _full(value: Tensor) -> Tensor:
-    """What a DTensor holds on all its processes together; another tensor as it is."""
+    """The full tensor of a DTensor; another tensor unchanged."""
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole
 
@@ -248,9 +248,18 @@ def get_total_norm(
 ) -> Tensor:
     """torch.nn.utils.get_total_norm: the norm of all tensors as one vector.
 
-    It is summed up in float32 (float64 if a tensor is) and in a fixed order, with the
-    same bits for any number of threads; its dtype is torch's, that of the tensors.
-    `foreach` is ignored.
+    The sum is computed in float32 (float64 if a tensor is) and in a fixed order, with
+    the same bits for any number of threads.
+
+    Args:
+        tensors, norm_type, error_if_nonfinite: as in torch.nn.utils.get_total_norm.
+        foreach: ignored where trainfast's kernel runs.
+
+    Returns:
+        The norm, a tensor of no dimensions, of the dtype that torch returns.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     norm_type = float(norm_type)
@@ -272,8 +281,19 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_: scales gradients down to `max_norm` in place.
 
-    Nothing is written where the norm is small enough. Returns the norm before clipping,
-    as get_total_norm. Waits only for `error_if_nonfinite`. `foreach` is ignored.
+    Gradients are not written if their norm is at most `max_norm`. Only
+    `error_if_nonfinite` waits for the GPU.
+
+    Args:
+        parameters, max_norm, norm_type, error_if_nonfinite: as in
+            torch.nn.utils.clip_grad_norm_.
+        foreach: ignored where trainfast's kernel runs.
+
+    Returns:
+        The norm before clipping, as get_total_norm.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     is_generator = isinstance(parameters, types.GeneratorType)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -303,7 +323,12 @@ def clip_grad_value_(
     clip_value: float,
     foreach: bool | None = None,
 ) -> None:
-    """torch.nn.utils.clip_grad_value_: clamps gradients to +-clip_value in place."""
+    """torch.nn.utils.clip_grad_value_: clamps gradients to +-clip_value in place.
+
+    Args:
+        parameters, clip_value: as in torch.nn.utils.clip_grad_value_.
+        foreach: ignored where trainfast's kernel runs.
+    """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     clip_value = float(clip_value)

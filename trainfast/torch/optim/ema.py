@@ -11,7 +11,7 @@ _NO_EMA = "there is no EMA: give AdamW an ema_decay"
 
 
 class EmaWeights:
-    """What trainfast's torch optimizers do with the EMA in their state."""
+    """The methods of trainfast's torch optimizers for the EMA in their state."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -19,10 +19,10 @@ class EmaWeights:
 
     @torch.no_grad()
     def swap_ema(self) -> None:
-        """Puts the EMA into the parameters; called again, puts back what was there.
+        """Sets the parameters to their EMA; a second call restores them.
 
-        Takes a copy of the parameters in between, in which step() refuses to run.
-        Parameters without an EMA (no step yet) stay as they are.
+        Until then a copy of the parameters is kept, and step() raises RuntimeError.
+        Parameters without an EMA (no step yet) are not changed.
         """
         if self._before_ema:
             self._put_back()
@@ -43,9 +43,9 @@ class EmaWeights:
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """The EMA is in the parameters inside the with block: for evaluation.
+        """Sets the parameters to their EMA inside the with block, for evaluation.
 
-        A block inside another one leaves it there.
+        A block inside another one changes nothing.
         """
         if self._before_ema:
             yield

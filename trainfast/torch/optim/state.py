@@ -65,7 +65,7 @@ def has_grads(groups: Iterable[dict[str, Any]]) -> bool:
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Raises ValueError for an option out of range, and for two that contradict."""
+    """Raises ValueError for an option out of range, and for contradicting options."""
     for name in ("state_dtype", "weight_copy_dtype"):
         if group[name] not in _DTYPES:
             raise ValueError(
@@ -92,7 +92,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def complete(group: dict[str, Any], defaults: dict[str, Any], is_adam: bool) -> None:
-    """Gives a group the options that it lacks; checks them all."""
+    """Adds the options that a group lacks; checks all of them."""
     for name, plain in OPTIONS.items():
         group.setdefault(name, defaults.get(name, plain))
     check_options(group)
@@ -102,7 +102,7 @@ def complete(group: dict[str, Any], defaults: dict[str, Any], is_adam: bool) -> 
 
 
 def check_decoupled(value: bool) -> None:
-    """Raises ValueError for an Adam that this torch does not have."""
+    """Raises ValueError if this torch has no decoupled Adam."""
     if value and not private.ADAM_DECOUPLES:
         raise ValueError(
             "decoupled_weight_decay of Adam must be False in torch before 2.7, got "
@@ -159,7 +159,7 @@ def new_step(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def make_state(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
-    """Makes what is missing in the state of the group's parameters with gradients.
+    """Creates missing state of the group's parameters that have gradients.
 
     Moments are made all at once, as torch does, or not at all; a master weight, a copy
     and an EMA that are missing start as the parameter is now.
@@ -184,7 +184,7 @@ def make_state(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
 
 @torch.no_grad()
 def mend_state(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) -> bool:
-    """Copies state that others have left in another form; True if there was any.
+    """Converts state that other code has left in another form; True if any was.
 
     Arrays that are laid out differently from their parameter, and counters that are no
     float32 on its device: torch's own may be on the host, and float64.
@@ -224,7 +224,7 @@ def check_devices(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
 
 @torch.no_grad()
 def match_masters(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) -> None:
-    """Sets master weights that are not their parameter's to what the parameter is.
+    """Sets master weights that do not round to their parameter to the parameter.
 
     For those of a checkpoint: other weights may have been loaded since, or torch's
     AdamW, which keeps masters but does not step them, has had the state in between.

@@ -1,4 +1,4 @@
-"""Where torch's own step runs on a group that the core refuses."""
+"""Runs torch's own step on a group that the core does not support."""
 
 import re
 import warnings
@@ -12,7 +12,7 @@ from trainfast.stats import count_fallback
 
 
 class TorchStep:
-    """What trainfast's torch optimizers do by torch's step."""
+    """The part of trainfast's torch optimizers that calls torch's step."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -83,7 +83,7 @@ _warned: set[tuple[str, str]] = set()  # classes and reasons
 
 
 def warn_of_fallback(name: str, parts: Sequence["Part"]) -> None:
-    """Warns, once for each reason, where torch's step runs for all gradients."""
+    """Warns once for each reason why torch's step runs for all gradients."""
     stepped = [
         part
         for part in parts
@@ -117,11 +117,11 @@ class Part(NamedTuple):
 
 
 def is_for_torch(reason: Exception, groups: list[dict[str, Any]]) -> bool:
-    """Whether torch's step does what the core has refused.
+    """Whether torch's step runs on groups that the core has refused.
 
-    Of what is wrong in the core's eyes, it steps tensors that share memory, such as
-    tied weights that are two parameters, one after the other, and such that are not
-    aligned. But shared gradients would be unscaled and zeroed twice.
+    torch's step supports tensors that share memory, such as tied weights that are two
+    parameters, and tensors that are not aligned. But gradients that are shared would be
+    unscaled and zeroed twice.
     """
     if isinstance(reason, NotImplementedError):
         return True
