@@ -266,8 +266,9 @@ class Run:
         train, validation = f"{self.train_loss():.3f}", f"{self.validation[-1][1]:.3f}"
         self.bar.set_postfix(train=train, validation=validation)
         if self.bar.disable:
-            step = f"step {len(self.losses):5}"
-            line = f"{self.name:17}  {step}  train {train}  validation {validation}"
+            step = f"step {len(self.losses):5} of {self.args.steps}"
+            took = f"{self.whole.milliseconds():.1f} ms a step"
+            line = f"{self.name:17}  {step}  {took}  train {train}  valid. {validation}"
             print(line, flush=True)
 
     def train_loss(self) -> float:
