@@ -8,6 +8,7 @@
 #              every Linux with glibc 2.34, audited; and the sdist
 # make compat  tests that wheel beside several versions of torch (GBs from the index)
 # make gpu     on a machine with a GPU: build for it, test, sanitize, measure
+# make docs    the documentation site; a broken link is an error
 # make clean   removes what was built and .venv
 #
 # Needed: a C compiler, make, and Python 3.11 or newer (another: make PYTHON=python3.12).
@@ -25,7 +26,7 @@ C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -na
 CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
     command -v nvcc),1,0)
 
-.PHONY: demo demo-graphs test test-all check lint stubs wheel compat gpu build clean
+.PHONY: demo demo-graphs test test-all check lint stubs wheel compat gpu docs build clean
 .NOTPARALLEL: # one pip at a time; setup.py compiles in parallel by itself
 
 demo: .venv/.demo build
@@ -56,7 +57,7 @@ $(INSTALLED): .venv/.build pyproject.toml
 	@touch $@
 
 # .test and .demo build nothing, but need what the build needs for tests of packaging.
-.venv/.test .venv/.demo .venv/.dev .venv/.wheel: .venv/.build
+.venv/.test .venv/.demo .venv/.dev .venv/.wheel .venv/.docs: .venv/.build
 .venv/.oracles: .venv/.test # so that the torch that they find is ours
 .venv/.clients: .venv/.oracles build/clients/.installed
 
@@ -93,6 +94,9 @@ compat: wheel
 
 gpu: .venv/.test build
 	@PYTHON=$(RUN) .ci/gpu
+
+docs: .venv/.docs
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 clean:
 	rm -rf build dist *.egg-info .venv .pytest_cache .ruff_cache .mypy_cache

@@ -36,22 +36,24 @@ NEEDED += ("pytest-timeout", "pytest-xdist", "torch_geometric==2.8.1", "tqdm")
 # Tests of this source tree and of its build, which no version of torch changes, and
 # scripts whose other packages each need a torch of their own.
 NOT_HERE = ("source", "packaging", "wheel", "ci", "simt", "clients", "lightning")
-NOT_HERE += ("accelerate", "huggingface", "huggingface_models", "readme", "example")
-NOT_HERE += ("example_graphs", "example_resume", "graph_lightning", "output_hashes")
+NOT_HERE += ("accelerate", "huggingface", "huggingface_models", "docs", "example")
+NOT_HERE += ("example_graphs", "example_resume", "graph_lightning", "notebook")
+NOT_HERE += ("output_hashes",)
 # Reasons for skips that come from the machine.
 OF_THE_CPU = re.compile("avx-?512", re.IGNORECASE)
 
 HEAD = """# Compatibility
 
-One wheel, `cp311-abi3`, serves every row: nothing in it is compiled against torch,
-NumPy's C API is asked for at run time, and Python's stable ABI covers 3.11 and newer.
-`make compat` makes a fresh environment for each row, installs torch from the package
-index and this wheel, and runs the quick part of the tests there (`pytest --quick`: the
-best backend and the scalar one, a few cases of each test). A row that names a version
-of transformers includes the tests of `attn_implementation="trainfast"`.
+One wheel, `cp311-abi3`, serves every row. Nothing in it is compiled against torch,
+NumPy's C API is resolved at run time, and Python's stable ABI covers 3.11 and newer.
+`make compat` creates a fresh environment for each row, installs torch from the package
+index and this wheel, and runs the quick tests there (`pytest --quick`: the best backend
+and the scalar one, a few cases of each test). A row that names a version of
+transformers includes the tests of `attn_implementation="trainfast"`.
 
-Supported are torch 2.6 to 2.15; below 2.6 `import trainfast.torch` is an ImportError
-that says so. Versions between two rows are expected to work, and were not run.
+torch 2.6 to 2.15 is supported. The project's own tests run with torch 2.13. With an
+older torch `import trainfast.torch` raises ImportError. Versions between two rows are
+expected to work but were not run.
 
 `make wheel` tags the wheel `manylinux_2_34`: it needs glibc 2.34 (Ubuntu 22.04,
 Debian 12, RHEL 9) and no other library. auditwheel and abi3audit check it.
@@ -63,9 +65,9 @@ Debian 12, RHEL 9) and no other library. auditwheel and abi3audit check it.
 SKIPPED = """
 ## Skipped for a version of torch
 
-Left out are reasons that all rows share (backends that the tests would have to build,
-GPUs, and packages that the environments lack) and instruction sets that the CPU of the
-row's machine lacks.
+The table leaves out reasons that all rows share (backends that the tests would have to
+build, GPUs, packages that the environments lack) and instruction sets that the CPU of
+the row's machine lacks.
 
 | tests | torch | why |
 |---:|---|---|
@@ -185,7 +187,7 @@ def write(results):
         words += (r.get("transformers", "-"), r.get("passed", 0), r.get("failed", 0))
         words += (r.get("skipped", 0), r["commit"])
         text += "| " + " | ".join(map(str, words)) + " |\n"
-    text += "\nOther versions of Python: by the stable ABI, not run.\n"
+    text += "\nThe stable ABI covers other versions of Python, which were not run.\n"
     for r in results:
         if r["failures"]:
             text += f"\n## Failures with torch {r['torch']}\n\n"

@@ -15,7 +15,7 @@ VENV = ".venv"
 PYTHON = os.path.join(VENV, "bin", "python")
 OLDEST = (3, 11)
 HAS_TORCH = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
-TOOLS = ("dev", "wheel")  # groups of programs, which are run from .venv/bin
+TOOLS = ("dev", "wheel", "docs")  # groups of programs, which are run from .venv/bin
 # Without these nothing can be built or tested; anything else can be missing offline.
 ESSENTIAL = ("numpy", "pytest", "setuptools", "torch")
 

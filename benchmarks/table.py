@@ -1,8 +1,8 @@
-"""Markdown tables for the README, made from benchmarks/results/*.json.
+"""Markdown tables, made from benchmarks/results/*.json.
 
-python -m benchmarks.table                     print them
-python -m benchmarks.table --readme README.md  replace what stands between the marks
-python -m benchmarks.table --readme README.md --check     is it up to date?
+python -m benchmarks.table                                     print the tables
+python -m benchmarks.table --page docs/benchmarks.md           write them into a page
+python -m benchmarks.table --page docs/benchmarks.md --check   is the page up to date?
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ TITLES = {
     "graph-cache": "Graph cache, batches of 32 graphs",
 }
 NOTES = {
-    "attention": "A causal pair of passes counts as half the work, a backward as 2.5 "
-    "forwards. The bound is as many float32 multiply-adds in registers, of the "
-    "backend's width, for bf16 of pairs where the CPU has AVX512_BF16; for one query, "
-    "a read of k and v.",
-    "attention-cuda": "TFLOP/s, a causal pair counting as half the work, a backward as "
-    "2.5 forwards; in brackets how many times longer than trainfast. The roof is "
-    "cuBLAS's rate for a product of 8,192 x 8,192 matrices.",
-    "graph-cache": "small: 20 nodes, 4 edges a node, 16 features; mid: 200, 8 and 32. "
-    "hot: many batches in a row; cold: a training step before each. The bound is a "
-    "copy of the batch's bytes inside the caches; for writing, `write()` of as many "
-    "bytes; for verifying, one read of them; for a step, the step without a loader.",
+    "attention": "A causal case counts half of the operations, a backward 2.5 times "
+    "those of its forward. The bound is the same number of float32 multiply-adds on "
+    "registers, at the vector width of the backend; for bf16, of pairwise bfloat16 "
+    "multiply-adds where the CPU has AVX512_BF16; for one query, a read of k and v.",
+    "attention-cuda": "Rates are in TFLOP/s. A causal case counts half of the "
+    "operations, a backward 2.5 times those of its forward. In brackets: the "
+    "contender's time divided by trainfast's. The roof is the rate of cuBLAS for a "
+    "product of 8,192 x 8,192 matrices.",
+    "graph-cache": "A small graph has 20 nodes, 4 edges a node and 16 features, a mid "
+    "one 200, 8 and 32. Hot: batches follow each other directly; cold: a training step "
+    "runs before each batch. The bound is a copy of the batch's bytes inside the CPU's "
+    "caches; for writing, `write()` of the same bytes; for verifying, one read of the "
+    "bytes; for a step, the step without a loader.",
 }
 
 
@@ -112,7 +114,7 @@ def _row(case: dict, on_gpu: bool) -> list[str]:
 
 
 def _caption(report: dict) -> str:
-    """Return the paragraph that says where and how the numbers came about."""
+    """Return the paragraph that names the machine, the versions and the conditions."""
     machine, run = report["machine"], report["run"]
     wide = "AVX-512" if "avx512f" in machine["flags"] else "AVX2"
     if "avx2" not in machine["flags"]:
@@ -267,57 +269,54 @@ def table(report: dict) -> str:
         head, *body = kind(report)
         parts.append(_markdown(head, body))
     title = TITLES.get(report["bench"], report["bench"])
-    return "\n".join([f"**{title}.** {_caption(report)}\n", *parts])
+    return "\n".join([f"### {title}\n\n{_caption(report)}\n", *parts])
 
 
 def tables(paths: Sequence[Path]) -> str:
-    """Return all reports as Markdown, with how to read them and how to repeat them."""
+    """Return all reports as Markdown, and the commands that repeat them."""
     if not paths:
         return "No results yet.\n"
     # by stem: a bench's own results come before those of its variants
     reports = [load(path) for path in sorted(paths, key=lambda path: path.stem)]
     commands = sorted({report["run"]["command"] for report in reports})
     note = (
-        "Medians; in brackets p10-p90. Contenders take turns in one process and ratios "
-        "are formed round by round. The bound is a plain read-modify-write of the same "
-        "bytes (a copy on the GPU) where nothing else is said, measured in the same "
-        "run. Made by "
-        + ", ".join(f"`{command}`" for command in commands)
-        + " and `python -m benchmarks.table`.\n"
+        "Where a caption does not say otherwise, the bound is a plain "
+        "read-modify-write of the same bytes (on a GPU, a copy). The commands:\n\n"
+        "```sh\n" + "\n".join(commands) + "\n```\n"
     )
     return "\n".join([*(table(report) for report in reports), note])
 
 
 def replace_between_marks(text: str, new: str) -> str:
-    """Return text with what stands between the two marks replaced."""
+    """Return text with the part between the two marks replaced by `new`."""
     before, begin, rest = text.partition(BEGIN)
     _old, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the readme must contain {BEGIN} and then {END}, got neither")
+        raise ValueError(f"the page must contain {BEGIN} and then {END}; add both")
     return f"{before}{BEGIN}\n{new}{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables, or write them into the readme; return the exit status."""
+    """Print the tables, or write them into a page; return the exit status."""
     summary = (__doc__ or "").split("\n", maxsplit=1)[0]
     parser = argparse.ArgumentParser("python -m benchmarks.table", None, summary)
     parser.add_argument("results", nargs="*", type=Path, help="default: all of them")
-    parser.add_argument("--readme", type=Path, help=f"put them between {BEGIN} and end")
-    parser.add_argument("--check", action="store_true", help="write nothing, only say")
+    parser.add_argument("--page", type=Path, help=f"write between {BEGIN} and {END}")
+    parser.add_argument("--check", action="store_true", help="only compare")
     args = parser.parse_args(argv)
-    if args.check and not args.readme:
-        parser.error("--check must come with --readme")
+    if args.check and not args.page:
+        parser.error("--check must come with --page")
     new = tables(args.results or sorted(RESULTS.glob("*.json")))
-    if not args.readme:
+    if not args.page:
         print(new, end="")
         return 0
-    old_text = args.readme.read_text()
+    old_text = args.page.read_text()
     new_text = replace_between_marks(old_text, new)
     if new_text != old_text and args.check:
-        print(f"{args.readme} is not what benchmarks.table makes", file=sys.stderr)
+        print(f"{args.page} is not what benchmarks.table makes", file=sys.stderr)
         return 1
     if new_text != old_text:
-        args.readme.write_text(new_text)
+        args.page.write_text(new_text)
     return 0
 
 

@@ -283,23 +283,27 @@ def test_table_on_a_gpu_has_host_time():
     assert "NVIDIA T4 (driver" in text
 
 
-def test_readme_is_replaced_between_the_marks(tmp_path, capsys):
-    results, readme = tmp_path / "m_adamw.json", tmp_path / "README.md"
+def test_page_is_replaced_between_the_marks(tmp_path, capsys):
+    results, page = tmp_path / "m_adamw.json", tmp_path / "page.md"
     harness.write_json(report(), results)
-    readme.write_text(f"above\n{table.BEGIN}\nold\n{table.END}\nbelow\n")
-    command = [str(results), "--readme", str(readme)]
+    page.write_text(f"above\n{table.BEGIN}\nold\n{table.END}\nbelow\n")
+    command = [str(results), "--page", str(page)]
     assert table.main([*command, "--check"]) == 1
     assert "is not what benchmarks.table makes" in capsys.readouterr().err
-    assert "old" in readme.read_text()
+    assert "old" in page.read_text()
     assert table.main(command) == 0
-    text = readme.read_text()
-    assert text.startswith(f"above\n{table.BEGIN}\n**AdamW")
+    text = page.read_text()
+    assert text.startswith(f"above\n{table.BEGIN}\n### AdamW")
     assert text.endswith(f"\n{table.END}\nbelow\n")
     assert "old" not in text
     assert table.main([*command, "--check"]) == 0
-    readme.write_text("no marks")
-    with pytest.raises(ValueError, match="the readme must contain <!-- benchmarks -->"):
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="the page must contain <!-- benchmarks -->"):
         table.main(command)
+
+
+def test_committed_page_is_what_the_results_make():
+    assert table.main(["--page", str(ROOT / "docs" / "benchmarks.md"), "--check"]) == 0
 
 
 @pytest.mark.parametrize(

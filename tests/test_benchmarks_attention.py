@@ -243,9 +243,9 @@ def test_smoke_run_writes_valid_json_and_a_table(tmp_path):
             assert line["ns_per_param"] is None
             assert 0 < line["us"]["p10"] <= line["us"]["median"] <= line["us"]["p90"]
     assert len(full["run"]["openmp"]) <= 1, "two OpenMP runtimes contend"
-    rows = table.table(full).splitlines()
-    assert rows[2].startswith("| case | trainfast | GF/s | bound | % of bound |")
-    assert [row.count("|") for row in rows[2:]] == [9] * (len(full["cases"]) + 2)
+    rows = [row for row in table.table(full).splitlines() if row.startswith("|")]
+    assert rows[0].startswith("| case | trainfast | GF/s | bound | % of bound |")
+    assert [row.count("|") for row in rows] == [9] * (len(full["cases"]) + 2)
     assert " GB/s |" in next(row for row in rows if "| f32 one query" in row)
 
 
@@ -263,12 +263,12 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
     assert case["results_bytes"] == 4 * heads * n * attention_memory.DIM * 4
     assert unfused["bytes"] >= heads * n * n * 4, "the scores are a matrix"
     assert fused["bytes"] < unfused["bytes"]
-    rows = table.table(full).splitlines()
-    assert rows[2] == "| case | output and gradients | trainfast | rivals |"
-    assert "torch math" in rows[4] and rows[4].count("|") == 5
+    rows = [row for row in table.table(full).splitlines() if row.startswith("|")]
+    assert rows[0] == "| case | output and gradients | trainfast | rivals |"
+    assert "torch math" in rows[2] and rows[2].count("|") == 5
 
 
-@pytest.mark.parametrize("threads", [1, 8, 64])
+@pytest.mark.parametrize("threads", [1, 64])
 def test_memory_of_one_long_head_does_not_grow_with_threads(threads):
     """Of it 16 MiB are results."""
     words = ["benchmarks.attention_memory", "ours", "1", "--threads", str(threads)]
