@@ -47,6 +47,7 @@ loaders = [
     gc.Loader(cache, 4, sampler=[int(rank), 7]),
     gc.Loader(cache, 4, rank=0, world_size=1),
     gc.Loader(cache, 4, rank=int(rank), world_size=3),
+    gc.Loader(cache, 4, world_size=1),
 ]
 print(json.dumps([[(l.rank, l.world_size), epoch(l)] for l in loaders]))
 dist.destroy_process_group()
@@ -64,11 +65,12 @@ def test_ranks_of_torch_distributed_are_the_default(cache, tmp_path):
     ]
     shares = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
     whole = epoch(gc.Loader(cache, 4))
-    for rank, (before, default, sampled, alone, given) in enumerate(shares):
+    for rank, share in enumerate(shares):
+        before, default, sampled, alone, given, undivided = share
         assert before == [[0, 1], whole]
         assert default[0] == [rank, 2]
         assert sampled == [[0, 1], [[rank, 7]]]
-        assert alone == [[0, 1], whole]
+        assert alone == undivided == [[0, 1], whole]
         assert given[0] == [rank, 3]
     first, second = (default[1] for _, default, *_ in shares)
     assert len(first) == len(second)

@@ -66,8 +66,8 @@ class Loader:
         rank, world_size: this process's share. Every graph comes on exactly one rank,
             and all ranks have the same number of batches. None: those of
             torch.distributed's default process group if it is initialised when the
-            loader is made, else 0 and 1. A sampler or batch_sampler must divide the
-            graphs among ranks itself.
+            loader is made, else 0 and 1; world_size=1 gives every process all graphs. A
+            sampler or batch_sampler must divide the graphs among ranks itself.
         prefetch: batches made ahead.
         threads: native threads that make batches. 0: a batch is made when it is asked
             for, a large one on torch's threads. One thread is enough unless graphs are
@@ -131,6 +131,7 @@ class Loader:
         self.oversize = _one_of("oversize", oversize, OVERSIZE)
         self.sampler, self.batch_sampler = sampler, batch_sampler
         alone = sampler is not None or batch_sampler is not None
+        alone = alone or (rank is None and world_size == 1)
         known_rank, known_size = (0, 1) if alone else _process_group()
         self.rank = _count("rank", known_rank if rank is None else rank, 0)
         size = known_size if world_size is None else world_size
