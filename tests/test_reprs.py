@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 import trainfast
 import trainfast.numpy
 from trainfast import graph_cache as gc
-from trainfast.report import Report
+from trainfast.report import Report, one_line
 from trainfast.torch import pyg
 
 CLASSES = public_classes()
@@ -217,3 +217,9 @@ def test_counted_without_counts_has_a_repr():
 def test_long_values_are_cut():
     text = repr(gc.Counted(dict.fromkeys(range(100)), {}))
     assert text == "Counted(keys=<list>, counts=[])"
+
+
+def test_torchs_device_and_a_tuple_of_one_are_shown(tmp_path):
+    loader = gc.Loader(cache(tmp_path), 2, device=torch.device("cpu"))
+    assert "device=cpu)" in repr(loader)
+    assert one_line(loader, pad_to=(3,)) == "Loader(pad_to=(3,))"

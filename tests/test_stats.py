@@ -25,6 +25,13 @@ def test_nothing_done_counts_nothing():
     calls, _, rest = str(report).partition("\n\n")
     assert (calls, rest.splitlines()[0]) == ("calls: none", "fallbacks: none")
     assert "made before trainfast.patch() stay torch's" in rest
+    assert "before trainfast.patch() stay torch&#x27;s" in report._repr_html_()
+
+
+def test_an_interactive_session_shows_what_print_shows():
+    for report in (trainfast.stats(), trainfast.selftest(["scalar"])):
+        assert repr(report) == str(report)
+        assert repr(report).splitlines()[-1] not in str(report.tables()[-1])
 
 
 def test_calls_are_counted_by_capability_and_backend():

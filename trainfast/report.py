@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 _MOST_ITEMS = 16  # of a tuple or list in a repr
+_TORCHS = ("device", "dtype")  # torch's types that are shown as they are
 _CELL = "padding:2px 10px;border-bottom:1px solid #8884;vertical-align:top;text-align:"
 
 
@@ -93,7 +94,9 @@ class Report:
     def __str__(self) -> str:
         return "\n\n".join(str(table) for table in self.tables())
 
-    __repr__ = __str__  # an interactive session shows the table, too
+    def __repr__(self) -> str:
+        """An interactive session shows what `print` does."""
+        return str(self)
 
     def _repr_html_(self) -> str:
         return "".join(table.html() for table in self.tables())
@@ -130,7 +133,11 @@ def _shown(value: Any) -> str:
         return repr(fspath(value))
     if isinstance(value, tuple | list) and len(value) <= _MOST_ITEMS:
         inner = ", ".join(map(_shown, value))
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if type(value).__module__ == "torch" and type(value).__name__ in _TORCHS:
+        return str(value)
     return value.__name__ if isinstance(value, type) else f"<{type(value).__name__}>"
 
 

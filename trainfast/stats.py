@@ -5,6 +5,10 @@ from typing import Any
 
 from trainfast.report import Report, Table
 
+_NOTHING = (
+    "Nothing has run yet. If a step has: optimizers that were made before "
+    "trainfast.patch() stay torch's."
+)
 _calls: dict[tuple[str, str], int] = {}
 _fallbacks: dict[tuple[str, str], int] = {}
 _others: list[Callable[[bool], dict[tuple[str, str], int]]] = []
@@ -98,12 +102,15 @@ class StatsReport(Report):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if not self.calls and not self.fallbacks:
-            text += (
-                "\nNothing has run yet. If a step has: optimizers that were made "
-                "before trainfast.patch() stay torch's."
-            )
-        return text
+        return text if self.calls or self.fallbacks else f"{text}\n{_NOTHING}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        html = super()._repr_html_()
+        return (
+            html if self.calls or self.fallbacks else f"{html}<p>{escape(_NOTHING)}</p>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"calls": self.calls, "fallbacks": self.fallbacks}
