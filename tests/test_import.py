@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -97,6 +98,17 @@ def test_a_wrong_guess_is_told_the_right_name():
             getattr(trainfast, name)
     with pytest.raises(AttributeError, match=r"no attribute 'AdamV'$"):
         _ = trainfast.AdamV
+
+
+def test_torchs_names_in_numpy_are_told_what_arrays_have():
+    for name in ("Adam", "GradScaler", "clip_grad_norm_"):
+        message = rf"use (trainfast\.numpy\.\w+).*, or trainfast\.{name} for torch's"
+        with pytest.raises(AttributeError, match=message) as seen:
+            getattr(trainfast.numpy, name)
+        instead = re.search(message, str(seen.value))[1].rpartition(".")[2]
+        assert instead in trainfast.numpy.__all__
+    with pytest.raises(AttributeError, match=r"no attribute 'AdamV'$"):
+        _ = trainfast.numpy.AdamV
 
 
 def test_without_torch_its_names_say_what_is_there():
