@@ -1,5 +1,6 @@
-""".ci/run, with a Makefile and a compiler of the test's own."""
+""".ci/run, with a Makefile and a compiler of the test's own; .ci/compat.py's page."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -46,3 +47,17 @@ def test_failed_step_ends_what_goes_on_beside_it(checkout, how):
     )
     assert done.returncode != 0 and "begun" in done.stdout
     assert "took" in done.stdout and "make stubs" not in done.stdout
+
+
+def test_page_of_compatibility_is_what_its_results_make(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    import compat
+
+    committed = {path: path.read_text() for path in (compat.PAGE, compat.RESULTS)}
+    results = json.loads(committed[compat.RESULTS])
+    monkeypatch.setattr(compat, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(compat, "RESULTS", tmp_path / "results.json")
+    compat.write(results)
+    made = [compat.PAGE.read_text(), compat.RESULTS.read_text()]
+    assert made == list(committed.values())
+    assert all(not row["failed"] for row in results if "failed" in row)
