@@ -1,0 +1,130 @@
+"""Starts child processes that run a script under switches, and collects their times."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from trainfast.probe import sandbox
+
+SECONDS = 12.0  # of a child's blocks
+_LONGEST = 300.0  # seconds for a whole child
+# Loggers that would send something over a network, switched off by their own variables.
+_QUIET = {
+    "WANDB_MODE": "disabled",
+    "WANDB_SILENT": "true",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "MLFLOW_TRACKING_URI": "file:///tmp/mlruns",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_MININTERVAL": "1",
+    "MPLBACKEND": "Agg",
+}
+# glibc gives memory back when the top of its heap is free, and takes it again a moment
+# later. Whether it is free depends on what lies there, which every switch changes by
+# what it allocates: the page faults would count as its gain or loss. So it is kept.
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+}
+
+
+class ProbeError(RuntimeError):
+    """The script could not be probed; the message says why."""
+
+
+@cache
+def has_sandbox() -> bool:
+    """Whether this machine gives unprivileged processes namespaces of their own."""
+    with tempfile.TemporaryDirectory() as stage:
+        command = [sys.executable, sandbox.__file__, stage, "/bin/true"]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def child(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    switches: list[str] | None = None,
+    stack: list[int] | None = None,
+    work: Sequence[int] = (),
+    rounds: int = 9,
+    seconds: float = SECONDS,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Runs one child to the end of its plan and returns its result.
+
+    Args:
+        script: path of the script.
+        arguments: the script's own.
+        switches: names of switches to try; None: the cheap ones.
+        stack, work: lines that lead to the optimizer's step, and lines of the step
+            itself; with them the statements around the step are timed.
+        rounds: blocks of each switch.
+        seconds: how long blocks may take; three rounds are run in any case.
+        seed: of the order of the blocks.
+
+    Raises:
+        ProbeError: the script failed, or has no training loop that torch shows.
+    """
+    if not has_sandbox():
+        raise ProbeError("this machine has no user namespaces for a sandbox")
+    job = {
+        "script": os.path.abspath(script),
+        "arguments": list(arguments),
+        "switches": switches,
+        "stack": stack,
+        "work": list(work),
+        "rounds": rounds,
+        "seconds": seconds,
+        "seed": seed,
+    }
+    with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
+        job["result"] = result.fileno()
+        command = [sys.executable, sandbox.__file__, stage]
+        command += [sys.executable, "-m", "trainfast.torch.probe.child"]
+        environment = (
+            os.environ
+            | _QUIET
+            | _KEEP_MEMORY
+            | {"TRAINFAST_PROBE_JOB": json.dumps(job)}
+        )
+        errors = _run(command, environment, result.fileno())
+        result.seek(0)
+        data = result.read()
+    if not data:
+        last = (errors.strip().splitlines() or ["it ended without a word"])[-1]
+        raise ProbeError(f"{script} ended the process: {last}")
+    found: dict[str, Any] = json.loads(data)
+    if found["error"]:
+        raise ProbeError(f"{script}: {found['error'].strip()}")
+    return found
+
+
+def _run(command: list[str], environment: dict[str, str], result: int) -> str:
+    """Runs a command to its end, or kills it; returns what it wrote to stderr."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[result],
+            start_new_session=True,
+        )
+        try:
+            process.wait(_LONGEST)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        errors.seek(0)
+        return errors.read()
