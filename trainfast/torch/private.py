@@ -202,3 +202,8 @@ ATTENTION_REFUSAL: str | None = None
 if _missing:
     ATTENTION_REFUSAL = f"torch {torch.__version__} has no {', '.join(_missing)}"
     n_dispatch_modes = transform_level = _always
+
+# ---- The probe's hooks ---------------------------------------------------------------
+
+# The class of a DataLoader's iterators; without it a probe sees no loader.
+LoaderIterator: Any = _find("utils.data.dataloader._BaseDataLoaderIter")

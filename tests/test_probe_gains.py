@@ -1,0 +1,243 @@
+"""Gains from times that are known: no script runs here."""
+
+import random
+
+import pytest
+
+from trainfast.probe.findings import CURES, Row, findings, rows
+from trainfast.probe.gains import Gain, Process, Sample, interval, noise
+
+
+def result(ratios, *, step=0.01, spread=0.02, rounds=9, seed=0, **more):
+    """What a child reports whose switches change a step's time by these ratios."""
+    draw = random.Random(seed)
+    blocks = []
+    for number in range(rounds):
+        for name, ratio in {"base": 1.0, **ratios}.items():
+            took = step * ratio * draw.gauss(1, spread)
+            blocks.append([number, name, took, took / 2])
+            if name == "base":
+                blocks.append([number, name, step * draw.gauss(1, spread), step / 2])
+    empty = {"events": [], "runs": [[0, 100, False]], "steps": 100, "lines": {}}
+    facts = {
+        "block_steps": 10,
+        "steps_under": {},
+        "dense_embeddings": 0.0,
+        "failed": {},
+    }
+    return {**empty, **facts, "blocks": blocks, **more}
+
+
+STATEMENT = {"number": 0, "line": 5, "text": "f()", "kind": "statement", "own": 1.0}
+
+
+def gains_of(*results):
+    return {row.name: row.gain for row in rows(list(results))}
+
+
+def test_gain_of_a_switch_is_the_ratio_and_inside_its_interval():
+    found = gains_of(result({"data": 0.5}), result({"data": 0.5}, seed=1))["data"]
+    assert found.low < 2 < found.high
+    assert found.gain == pytest.approx(2, rel=0.03)
+    assert found.high - found.low < 0.15
+
+
+def test_interval_covers_the_disagreement_of_processes():
+    one = gains_of(result({"data": 0.5}, seed=1))["data"]
+    both = gains_of(result({"data": 0.5}, seed=1), result({"data": 0.8}, seed=2))[
+        "data"
+    ]
+    assert both.low < 1.35 and both.high > 1.9
+    assert both.high - both.low > 2 * (one.high - one.low)
+
+
+def test_slow_drift_does_not_change_a_gain():
+    """Each round is slower than the one before it: ratios are formed in rounds."""
+    drifting = result({"data": 0.5}, spread=0.001)
+    for block in drifting["blocks"]:
+        block[2] *= 1 + 0.2 * block[0]
+    assert gains_of(drifting)["data"].gain == pytest.approx(2, rel=0.02)
+
+
+def test_rare_event_costs_its_time_by_its_frequency():
+    """A save of 1 s every 50 steps of 10 ms takes two thirds of the time."""
+    events = [["save", 1.0, step] for step in (50, 100)]
+    found = gains_of(result({"data": 1.0}, events=events))
+    assert found["save"].gain == pytest.approx(3, rel=0.05)
+
+
+def test_event_at_the_end_of_a_whole_run_counts():
+    """Two runs of 40 steps, each with one evaluation of 0.4 s."""
+    events = [["evaluation", 0.4, 40], ["evaluation", 0.4, 80]]
+    runs = [[0, 40, True], [40, 80, True], [80, 100, False]]
+    found = gains_of(result({}, events=events, runs=runs))
+    assert found["evaluation"].gain == pytest.approx(2, rel=0.05)
+
+
+def test_events_lessen_the_gain_of_a_switch():
+    """Half of the time is a save, so doubling the speed of steps gives 4/3."""
+    events = [["save", 0.01, step] for step in range(1, 101)]
+    found = gains_of(result({"data": 0.5}, events=events))
+    assert found["data"].gain == pytest.approx(4 / 3, rel=0.03)
+    assert found["save"].gain == pytest.approx(2, rel=0.03)
+
+
+def test_event_before_the_first_step_is_preparation():
+    assert "save" not in gains_of(result({}, events=[["save", 5.0, 0]])) or (
+        gains_of(result({}, events=[["save", 5.0, 0]]))["save"].gain == 1
+    )
+
+
+def test_statement_under_its_own_skip_is_not_counted_as_rare():
+    """It ran in each of the 60 steps in which it was not skipped, for half of them."""
+    events = [["statement 0", 0.005, step] for step in range(1, 61)]
+    timed = {"steps_under": {"statement 0": 40}, "statements": [STATEMENT]}
+    skipped = result({}, events=events, **timed)
+    assert gains_of(skipped)["statement 0"].gain == pytest.approx(2, rel=0.05)
+
+
+def test_rare_statement_is_no_part_of_a_typical_step():
+    """1 s every 50 steps of 10 ms; one process has no stopwatch."""
+    events = [["statement 0", 1.0, step] for step in (50, 100)]
+    timed = result({}, events=events, statements=[STATEMENT], seed=1)
+    found = gains_of(result({}), timed)["statement 0"]
+    assert found.gain == pytest.approx(3, rel=0.05)
+
+
+def test_statement_of_every_whole_epoch_is_part_of_every_block():
+    """0.05 s in each block of 10 steps of 10 ms: half of their time."""
+    events = [["statement 0", 0.05, step] for step in range(10, 101, 10)]
+    found = gains_of(result({}, events=events, statements=[STATEMENT]))["statement 0"]
+    assert found.gain == pytest.approx(2, rel=0.05)
+
+
+def test_statement_that_only_saves_is_the_save():
+    events = [["save", 1.0, 50], ["statement 0", 1.0, 50]]
+    events += [["save", 1.0, 100], ["statement 0", 1.0, 100]]
+    statement = {**STATEMENT, "kind": "save", "own": 0.0}
+    found = gains_of(result({}, events=events, statements=[statement]))
+    assert set(found) == {"save"}
+    assert found["save"].gain == pytest.approx(3, rel=0.05)
+
+
+def test_doubled_batch_gains_what_does_not_grow():
+    """A doubled batch takes 1.2 times the time of a single one: 2 / 1.2."""
+    found = gains_of(result({"data": 1.0, "batch": 1.2}))["batch"]
+    assert found.gain == pytest.approx(2 / 1.2, rel=0.03)
+
+
+def test_doubled_batch_waits_twice_as_long():
+    """Of 10 ms a step 4 are the loader's: 6 * 1.0 + 2 * 4 = 14 for two batches."""
+    found = gains_of(result({"data": 0.6, "batch": 0.6}))["batch"]
+    assert found.gain == pytest.approx(20 / 14, rel=0.03)
+
+
+def test_noise_is_the_spread_of_the_base():
+    quiet, loud = result({}, spread=0.01), result({}, spread=0.3, rounds=30)
+    assert noise([Process.of(quiet)]) < 1.1
+    assert noise([Process.of(quiet), Process.of(loud)]) > 1.3
+
+
+def test_statistic_of_nothing_is_none():
+    nothing = Process.of(result({}))
+    assert interval([nothing], lambda sample: sample.gain_of_switch("data")) is None
+    assert Sample([nothing], None).ratio("data") is None
+
+
+# ---- Findings ------------------------------------------------------------------------
+
+
+def found_in(*results):
+    return findings(rows(list(results)), list(results), "train.py")
+
+
+def test_nothing_is_found_in_a_loop_that_has_nothing():
+    ratios = {"data": 0.95, "fused optimizer": 0.99, "threads": 1.01}
+    assert found_in(result(ratios), result(ratios, seed=1)) == []
+
+
+def test_gain_without_certainty_is_no_finding():
+    wild = {"spread": 0.6, "rounds": 4}
+    assert found_in(result({"threads": 0.85}, **wild)) == []
+
+
+def test_best_finding_comes_first_with_its_place():
+    lines = {"save": [12], "data": [8]}
+    events = [["save", 0.01, step] for step in range(1, 101)]
+    report = found_in(result({"data": 0.6}, events=events, lines=lines))
+    assert [(f.id, f.line, f.exact) for f in report] == [
+        ("save", 12, False),
+        ("data", 8, False),
+    ]
+    assert report[0].to_dict()["gain"] == pytest.approx(2, rel=0.05)
+
+
+def test_cure_replaces_the_bound_of_the_same_cause():
+    own = {"own_optimizer": True}
+    ratios = {"no optimizer step": 0.4, "trainfast optimizer": 0.5}
+    report = found_in(result(ratios, **own), result(ratios, seed=1, **own))
+    assert [(f.id, f.exact) for f in report] == [("optimizer", True)]
+
+
+def test_workers_replace_the_bound_of_data_where_they_give_most_of_it():
+    few = result({"data": 0.25, "workers 2": 0.4})
+    assert [f.id for f in found_in(few)] == ["workers"]
+    little = result({"data": 0.25, "workers 2": 0.8})
+    assert [f.id for f in found_in(little)] == ["data", "workers"]
+
+
+def test_processes_that_disagree_give_no_finding():
+    gains, nothing = result({"threads": 0.55}), result({"threads": 1.0}, seed=1)
+    assert found_in(gains)
+    assert not found_in(gains, nothing)
+
+
+def test_cure_gains_no_more_than_its_bound():
+    ratios = {"no optimizer step": 0.8, "trainfast optimizer": 0.5}
+    (report,) = found_in(result(ratios), result(ratios, seed=1))
+    assert report.gain == pytest.approx(1.25, rel=0.03)
+
+
+def test_optimizer_of_torch_without_a_cure_is_no_finding():
+    ratios = {"no optimizer step": 0.5}
+    assert found_in(result(ratios), result(ratios, seed=1)) == []
+
+
+def test_batch_is_found_only_where_a_step_has_a_fixed_cost():
+    grows = result({"data": 1.0, "batch": 1.7})
+    fixed = result({"data": 1.0, "batch": 1.1})
+    assert found_in(grows) == []
+    assert [f.id for f in found_in(fixed)] == ["batch"]
+
+
+def test_data_is_placed_in_the_data_set_of_the_user():
+    place = {"name": "Photos", "file": "photos.py", "line": 7}
+    (report,) = found_in(result({"data": 0.5}, dataset=place))
+    assert (report.file, report.line) == ("photos.py", 7)
+    assert "Photos" in report.fix
+    package = {**place, "file": "/x/site-packages/torch/a.py"}
+    (report,) = found_in(result({"data": 0.5}, dataset=package, lines={"data": [3]}))
+    assert (report.file, report.line) == ("train.py", 3)
+
+
+def test_statement_has_the_id_of_what_it_does():
+    statements = [
+        {**STATEMENT, "text": "plot(losses)", "kind": "logging"},
+        {**STATEMENT, "number": 1, "line": 6, "text": "check(batch)"},
+    ]
+    events = [[f"statement {n}", 0.003, s] for s in range(1, 101) for n in (0, 1)]
+    report = found_in(result({}, events=events, statements=statements))
+    assert {(f.id, f.line) for f in report} == {("logging", 5), ("statement", 6)}
+
+
+def test_every_cure_says_what_to_do():
+    for name, (kind, exact, changes, fix) in CURES.items():
+        assert kind and fix and isinstance(exact, bool) and isinstance(changes, bool), (
+            name
+        )
+
+
+def test_row_without_a_gain_is_listed_as_tried():
+    tried = rows([result({"threads": 1.0})])
+    assert [row.name for row in tried] == ["threads"]
+    assert isinstance(tried[0], Row) and isinstance(tried[0].gain, Gain)

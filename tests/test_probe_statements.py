@@ -1,0 +1,174 @@
+"""The stopwatch at statements: which are found; the script stays what it is."""
+
+import ast
+import time
+
+import pytest
+import torch
+
+from trainfast.torch.probe.loop import Loop
+from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
+from trainfast.torch.probe.switch import Switch
+
+LOOP = """\
+seen = []
+for epoch in range(2):
+    begin = epoch
+    for batch in range(3):
+        if batch == 1:
+            seen.append(("one", epoch))
+        with context():
+            loss = forward(batch)
+            note(loss)
+        step()
+        seen.append((epoch, batch))
+        if batch == 2:
+            continue
+        seen.append("not last")
+    evaluate(epoch)
+after = "the loops"
+"""
+FORWARD, STEP = 8, 10
+
+
+def instrument(source, stack, work):
+    loop = Loop("script.py")
+    loop.steps = 1
+    statements = Statements(loop, stack, set(work))
+    tree = ast.parse(source, "script.py")
+    statements.instrument(tree)
+    return statements, compile(tree, "script.py", "exec")
+
+
+def execute(code, statements=None):
+    names = {
+        "context": torch.no_grad,
+        "forward": lambda batch: batch,
+        "note": lambda loss: None,
+        "step": lambda: None,
+        "evaluate": lambda epoch: time.sleep(0.002),
+        NAME: statements,
+    }
+    exec(code, names)
+    return names
+
+
+def lines(statements):
+    return {line: text for _, line, _, text in statements.found}
+
+
+def test_statements_around_the_step_are_found():
+    statements, _ = instrument(LOOP, [STEP], [STEP, FORWARD])
+    assert lines(statements) == {
+        3: "begin = epoch",
+        6: "seen.append(('one', epoch))",
+        9: "note(loss)",
+        11: "seen.append((epoch, batch))",
+        14: "seen.append('not last')",
+        15: "evaluate(epoch)",
+    }
+
+
+def test_instrumented_script_does_the_same():
+    statements, code = instrument(LOOP, [STEP], [STEP, FORWARD])
+    plain = execute(compile(LOOP, "script.py", "exec"))
+    assert execute(code, statements)["seen"] == plain["seen"]
+    assert execute(code, statements)["after"] == "the loops"
+
+
+def test_time_is_that_of_the_statement():
+    statements, code = instrument(LOOP, [STEP], [STEP, FORWARD])
+    execute(code, statements)
+    numbers = {line: number for number, line, _, _ in statements.found}
+    assert statements.seconds[numbers[15]] >= 0.004
+    assert statements.seconds[numbers[3]] < 0.002
+    names = [name for name, _, _ in statements.loop.events]
+    assert names.count(f"statement {numbers[11]}") == 6
+    assert names.count(f"statement {numbers[15]}") == 2
+
+
+def test_skipped_statement_does_not_run():
+    statements, code = instrument(LOOP, [STEP], [STEP, FORWARD])
+    numbers = {line: number for number, line, _, _ in statements.found}
+    statements.loop.switch = SkipStatement(numbers[11])
+    seen = execute(code, statements)["seen"]
+    assert (0, 1) not in seen and ("one", 0) in seen and "not last" in seen
+
+
+FUNCTIONS = """\
+def train_epoch(loader):
+    begin()
+    for batch in loader:
+        train_batch(batch)
+        log()
+
+def train_batch(batch):
+    prepare(batch)
+    step()
+    clean()
+
+setup()
+for epoch in range(3):
+    train_epoch([1, 2])
+    validate()
+"""
+
+
+def test_functions_called_inside_of_the_loop_are_entered():
+    statements, _ = instrument(FUNCTIONS, [9, 4, 14], [9, 4, 14])
+    assert set(lines(statements)) == {2, 5, 8, 10, 15}
+
+
+def test_function_that_is_called_once_is_preparation_outside_of_its_loop():
+    loop = "    for x in y:\n        step()\n        log()\n"
+    source = f"def main():\n    load()\n{loop}main()\n"
+    statements, _ = instrument(source, [4, 6], [4, 6])
+    assert set(lines(statements)) == {5}
+
+
+def test_script_without_a_loop_has_no_statements():
+    statements, _ = instrument("step()\nlog()\n", [1], [1])
+    assert statements.found == []
+
+
+def test_statement_that_changes_parameters_is_an_optimizer():
+    source = "for i in range(4):\n    step()\n    update()\n    look()\n"
+    statements, code = instrument(source, [2], [2])
+    model = torch.nn.Linear(2, 2)
+    statements.loop.model = model
+
+    def update():
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1)
+
+    exec(code, {"step": int, "update": update, "look": int, NAME: statements})
+    assert [statements.kind(n) for n in (0, 1)] == ["optimizer", "statement"]
+
+
+def test_statement_that_logs_is_named_so():
+    source = "for i in range(4):\n    step()\n    report()\n"
+    statements, code = instrument(source, [2], [2])
+
+    def report():
+        time.sleep(0.001)
+        with statements.loop.phase("logging"):
+            time.sleep(0.001)
+
+    exec(code, {"step": int, "report": report, NAME: statements})
+    assert statements.kind(0) == "logging"
+    assert 0.3 < statements.own(0) < 0.7
+    assert statements.costly(lambda n: 1.0) == []  # the stopwatch knows it better
+
+
+def test_costly_statements_are_the_most_expensive_ones():
+    statements = Statements(Loop("script.py"), [], set())
+    statements.found = [(n, n, n, "") for n in range(9)]
+    share = [0.01, 0.5, 0.09, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0]
+    statements.seconds.update(enumerate(share))
+    assert statements.costly(share.__getitem__) == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("number", [0, 7])
+def test_plain_switch_skips_nothing(number):
+    assert Switch().runs_statement(number)

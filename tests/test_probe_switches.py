@@ -1,0 +1,266 @@
+"""Each switch, entered and left: afterwards everything is as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainfast.torch.probe import loaders, training
+from trainfast.torch.probe.hooks import tensors
+from trainfast.torch.probe.loop import Loop
+
+
+def always(phase):
+    return 0.5
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
+def make_loop(model=None, optimizer=torch.optim.AdamW, workers=0, dtype=torch.float32):
+    loop = Loop("script.py")
+    loop.model = model or torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+    )
+    loop.model.to(dtype)
+    loop.optimizers = [optimizer(loop.model.parameters(), lr=0.1)]
+    data = TensorDataset(torch.randn(12, 4, dtype=dtype), torch.arange(12))
+    loop.loader = DataLoader(data, batch_size=4, num_workers=workers)
+    loop.batches = list(DataLoader(data, batch_size=4))
+    return loop
+
+
+def train(loop, steps=2):
+    for x, y in loop.batches[:steps]:
+        loss = torch.nn.functional.cross_entropy(loop.model(x), y % 2)
+        loop.optimizers[0].zero_grad()
+        loss.backward()
+        optimizer = loop.optimizers[0]
+        loop.switch.step(loop, type(optimizer).step, (optimizer,), {})
+
+
+def state_of(loop):
+    groups = [
+        {k: v for k, v in g.items() if k != "params"}
+        for g in loop.optimizers[0].param_groups
+    ]
+    return copy.deepcopy((loop.model.state_dict(), groups))
+
+
+def equal(one, other):
+    if torch.is_tensor(one):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+SWITCHES = {
+    "no step": training.NoOptimizerStep,
+    "fused": training.FusedOptimizer,
+    "trainfast": training.TrainfastOptimizer,
+    "attention weights": training.NoAttentionWeights,
+    "bfloat16": training.Bfloat16,
+    "cached": loaders.CachedBatches,
+    "doubled": training.DoubledBatch,
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_entering_and_leaving_changes_nothing(name):
+    model = None if name != "attention weights" else Attention()
+    loop = make_loop(model)
+    if model is None:
+        train(loop)
+    switch = SWITCHES[name]()
+    assert switch.possible(loop, always)
+    before, forward = state_of(loop), torch.nn.MultiheadAttention.forward
+    hooks = len(loop.model._forward_hooks), len(loop.model._forward_pre_hooks)
+    switch.enter(loop)
+    switch.leave(loop)
+    assert equal(state_of(loop), before)
+    assert torch.nn.MultiheadAttention.forward is forward
+    assert (len(loop.model._forward_hooks), len(loop.model._forward_pre_hooks)) == hooks
+
+
+@pytest.mark.parametrize("name", ["fused", "trainfast"])
+def test_optimizers_step_under_a_switch_as_without(name):
+    one, other = make_loop(), make_loop()
+    other.model.load_state_dict(one.model.state_dict())
+    other.batches = one.batches
+    other.switch = SWITCHES[name]()
+    other.switch.enter(other)
+    train(one, 1)
+    train(other, 1)
+    for p, q in zip(one.model.parameters(), other.model.parameters()):
+        torch.testing.assert_close(p, q)
+
+
+def test_no_optimizer_step_leaves_parameters():
+    loop = make_loop()
+    before = [p.clone() for p in loop.model.parameters()]
+    loop.switch = training.NoOptimizerStep()
+    train(loop)
+    assert equal(before, [p.data for p in loop.model.parameters()])
+
+
+def test_optimizer_with_a_small_share_is_left_alone():
+    loop = make_loop()
+    for switch in (training.FusedOptimizer(), training.TrainfastOptimizer()):
+        assert not switch.possible(loop, lambda phase: 0.01)
+
+
+def test_fused_optimizer_is_not_fused_again():
+    loop = make_loop(optimizer=lambda p, lr: torch.optim.AdamW(p, lr, fused=True))
+    assert not training.FusedOptimizer().possible(loop, always)
+
+
+def test_float32_trains_and_returns_to_float64():
+    loop = make_loop(dtype=torch.float64)
+    train(loop)
+    switch = training.Float32()
+    assert switch.possible(loop, always)
+    loop.switch = switch
+    switch.enter(loop)
+    try:
+        batch = switch.next_batch(loop, iter(loop.batches), next)
+        assert batch[0].dtype == torch.float32 and batch[1].dtype == torch.int64
+        assert torch.zeros(2).double().dtype == torch.float32
+        out = loop.model(batch[0])
+        assert out.dtype == torch.float32
+        out.sum().backward()
+        loop.optimizers[0].step()
+    finally:
+        switch.leave(loop)
+    assert torch.zeros(2).double().dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32
+    assert {p.dtype for p in loop.model.parameters()} == {torch.float64}
+    train(loop)
+    assert not training.Float32().possible(make_loop(), always)
+
+
+@pytest.mark.parametrize("name", ["anomaly", "threads", "deterministic"])
+def test_setting_is_offered_only_where_it_costs(name):
+    (setting,) = (s for s in training.settings() if s.name == name)
+    loop, before = make_loop(), setting.read()
+    slow = 1 if name == "threads" else True
+    if name == "threads" and setting.wanted(1) == 1:
+        pytest.skip("one core")
+    setting.write(slow)
+    try:
+        assert setting.possible(loop, always)
+        setting.enter(loop)
+        assert setting.read() == setting.wanted(slow)
+        assert not setting.possible(loop, always)
+        setting.leave(loop)
+        assert setting.read() == slow
+    finally:
+        setting.write(before)
+
+
+# ---- Batches -------------------------------------------------------------------------
+
+
+def test_cached_batch_that_the_script_writes_into_is_renewed():
+    loop = make_loop()
+    switch = loaders.CachedBatches()
+    switch.enter(loop)
+    for _ in range(2 * len(loop.batches)):
+        x, _ = switch.next_batch(loop, None, None)
+        x.mul_(0)
+    x, _ = switch.next_batch(loop, None, None)
+    assert x.abs().sum() > 0
+
+
+def test_doubled_batch_holds_each_sample_twice():
+    loop = make_loop()
+    switch = training.DoubledBatch()
+    switch.enter(loop)
+    x, y = switch.next_batch(loop, None, None)
+    assert x.shape == (8, 4) and torch.equal(x[:4], x[4:]) and torch.equal(y[:4], y[4:])
+
+
+def test_doubled_batch_of_a_mapping_and_a_graph():
+    batch = {"ids": torch.ones(3, 5), "name": "x", "lr": torch.tensor(0.1)}
+    doubled = training._twice(batch)
+    assert doubled["ids"].shape == (6, 5) and doubled["lr"].dim() == 0
+    data = pytest.importorskip("torch_geometric.data")
+    graphs = [data.Data(x=torch.ones(2, 1)) for _ in range(3)]
+    assert training._twice(data.Batch.from_data_list(graphs)).num_graphs == 6
+
+
+def padded(lengths, columns, pad=0):
+    ids = torch.full((len(lengths), columns), pad)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.arange(1, length + 1)
+    return ids
+
+
+def test_padding_is_cut_to_the_longest_row():
+    ids = padded([3, 5, 2], 16)
+    batch = {"ids": ids, "mask": (ids > 0).long(), "labels": torch.ones(3)}
+    loop = make_loop()
+    loop.batches = [batch]
+    switch = training.TrimmedPadding()
+    assert switch.possible(loop, always)
+    cut = switch.next_batch(loop, iter([batch]), next)
+    assert cut["ids"].shape == (3, 5) and cut["mask"].shape == (3, 5)
+    assert torch.equal(cut["ids"], ids[:, :5]) and cut["labels"].shape == (3,)
+
+
+def test_padding_on_the_left_and_full_rows_are_left_alone():
+    loop = make_loop()
+    for ids in (padded([16, 3], 16), padded([3, 2], 16).flip(1)):
+        loop.batches = [{"ids": ids}]
+        assert not training.TrimmedPadding().possible(loop, always)
+
+
+def test_tensors_of_a_batch_are_found_in_any_nesting():
+    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    assert [t.numel() for t in tensors([a, {"x": (b, "text")}, c])] == [1, 2, 3]
+
+
+# ---- Loaders -------------------------------------------------------------------------
+
+
+def test_workers_give_the_same_batches_without_end():
+    loop = make_loop()
+    switch = loaders.Workers(1)
+    assert switch.possible(loop, always)
+    assert not loaders.Workers(0).possible(loop, always)
+    original = type(iter(loop.loader)).__mro__[1].__next__
+    given = [switch.next_batch(loop, None, original)[1] for _ in range(4)]
+    assert torch.equal(given[0], given[3])
+    assert torch.equal(torch.cat(given[:3]), torch.arange(12))
+
+
+def test_kept_loader_goes_on_where_it_was_left():
+    loop = make_loop()
+    loop.restarts = [0, 1, 2, 3]  # a new iterator for every step
+    switch = loaders.KeptLoader()
+    assert switch.possible(loop, always)
+    switch.enter(loop)
+    seen = []
+    for _ in range(3):
+        iterator = switch.iterate(loop, loop.loader, iter)
+        seen.append(switch.next_batch(loop, iterator, next)[1])
+    assert torch.equal(torch.cat(seen), torch.arange(12))
+    iterator = switch.iterate(loop, loop.loader, iter)
+    with pytest.raises(StopIteration):
+        switch.next_batch(loop, iterator, next)
+    assert switch.iterate(loop, loop.loader, iter) is not iterator
+
+
+def test_loader_that_stays_alive_needs_no_switch():
+    loop = make_loop()
+    loop.restarts = [0, 3, 6]
+    assert not loaders.KeptLoader().possible(loop, always)

@@ -1,0 +1,190 @@
+"""Gains with intervals, from blocks of steps with and without a switch.
+
+A gain is how many times as fast a step of the script becomes. Blocks give the ratio of
+steps without events (saves, evaluations, logs); the cost of events, which happen too
+rarely for blocks, is added as their mean time multiplied by how often they happen.
+Intervals are bootstrapped: processes are drawn first, then rounds in each, then events.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_DRAWS = 600
+_RARE = 0.5  # events a step, below which their distance says how often they happen
+_IN_MOST_BLOCKS = 0.5  # statements a block, from which on the median block holds one
+
+Result = dict[str, Any]  # of a child
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast, and the bounds of the 95 % interval."""
+
+    gain: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.gain:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass
+class Process:
+    """What one child measured, ready to be drawn from.
+
+    Attributes:
+        rounds: seconds a step by switch, for each round; of the base the mean of its
+            two blocks.
+        costs: by event, the seconds of each that happened, and how often it happens a
+            step. Timed statements are events here, too.
+        own: by statement, the share of its time without events inside of it.
+        block_steps: steps of a block.
+    """
+
+    rounds: list[dict[str, float]]
+    costs: dict[str, tuple[list[float], float]]
+    own: dict[str, float]
+    block_steps: int
+
+    @classmethod
+    def of(cls, result: Result, column: int = 2) -> "Process":
+        rounds: dict[int, dict[str, list[float]]] = {}
+        for block in result["blocks"]:
+            rounds.setdefault(block[0], {}).setdefault(block[1], []).append(
+                block[column]
+            )
+        means = [
+            {name: statistics.mean(times) for name, times in round_.items()}
+            for round_ in rounds.values()
+        ]
+        kinds = {event[0] for event in result["events"]}
+        own = {
+            f"statement {s['number']}": s["own"] for s in result.get("statements", ())
+        }
+        costs = {kind: _events(result, kind) for kind in kinds}
+        return cls(means, costs, own, result["block_steps"])
+
+
+def _events(result: Result, kind: str) -> tuple[list[float], float]:
+    """The seconds of each event of a kind, and how many happen in a step."""
+    events = [e for e in result["events"] if e[0] == kind and e[2] > 0]
+    times = [seconds for _, seconds, _ in events]
+    steps = result["steps"] - result["steps_under"].get(kind, 0)
+    whole = [(first, last) for first, last, ended in result["runs"] if ended]
+    if whole:  # runs of the script to its end: how often is known
+        inside = [e for e in events if any(a < e[2] <= b for a, b in whole)]
+        return times, len(inside) / max(1, sum(b - a for a, b in whole))
+    rate = len(events) / max(1, steps)
+    if len(events) >= 2 and rate < _RARE:
+        at = [step for _, _, step in events]
+        rate = (len(at) - 1) / max(1, at[-1] - at[0]) if at[-1] > at[0] else rate
+    return times, rate
+
+
+class Sample:
+    """One draw of processes, rounds and events: a step's time, and what changes it."""
+
+    def __init__(
+        self, processes: Sequence[Process], draw: random.Random | None
+    ) -> None:
+        self.draw = draw
+        self.processes = self._choose(processes)
+        self.rounds = [r for p in self.processes for r in self._choose(p.rounds)]
+        self._total: float | None = None
+
+    def _choose(self, items: Sequence[Any]) -> Sequence[Any]:
+        return self.draw.choices(items, k=len(items)) if self.draw and items else items
+
+    def step(self) -> float:
+        """Seconds of a step without events."""
+        return statistics.median([r["base"] for r in self.rounds if "base" in r])
+
+    def ratio(self, name: str, base: str = "base") -> float | None:
+        """Time with a switch over the time without it."""
+        pairs = [(r[name], r[base]) for r in self.rounds if name in r and base in r]
+        if not pairs:
+            return None
+        return statistics.median([with_it / without for with_it, without in pairs])
+
+    def cost(self, kind: str) -> float:
+        """Seconds of a kind of event, spread over the steps."""
+        costs = []
+        for process in self.processes:
+            if kind.startswith("statement") and kind not in process.own:
+                continue  # this process has no stopwatch at statements
+            times, rate = process.costs.get(kind, ([], 0.0))
+            times = list(self._choose(times))
+            costs.append(statistics.mean(times) * rate if times else 0.0)
+        return statistics.mean(costs) if costs else 0.0
+
+    def total(self) -> float:
+        """Seconds of a step with its share of all that a typical step does not have."""
+        if self._total is None:
+            kinds = {kind for process in self.processes for kind in process.costs}
+            parts = [self.cost(kind) * self._outside(kind) for kind in kinds]
+            self._total = self.step() + sum(parts)
+        return self._total
+
+    def _outside(self, kind: str) -> float:
+        """The share of an event's time that the median block does not hold."""
+        if not kind.startswith("statement"):
+            return 1.0
+        have = [p for p in self.processes if kind in p.own and kind in p.costs]
+        if not have:
+            return 0.0
+        in_a_block = have[0].costs[kind][1] * have[0].block_steps
+        return have[0].own[kind] if in_a_block < _IN_MOST_BLOCKS else 0.0
+
+    def gain_of_switch(self, name: str) -> float | None:
+        if name == "batch":
+            return self.gain_of_doubling()
+        ratio = self.ratio(name)
+        if ratio is None:
+            return None
+        return self.total() / max(1e-9, self.total() - self.step() * (1 - ratio))
+
+    def gain_of_doubling(self) -> float | None:
+        """A sample's time, against that in batches of twice the size.
+
+        The doubled batch was at hand; the loader's time for it is twice the wait.
+        """
+        single, double = self.ratio("data"), self.ratio("batch")
+        if single is None or double is None:
+            return None
+        wait = max(0.0, 1 - single)
+        return 2 * self.total() / (self.total() + self.step() * (double + 2 * wait - 1))
+
+    def gain_of_event(self, kind: str) -> float:
+        """Without this kind of event, or statement that was timed."""
+        total = self.total()
+        return total / max(0.01 * total, total - self.cost(kind))
+
+
+def interval(
+    processes: Sequence[Process], statistic: Callable[[Sample], float | None]
+) -> Gain | None:
+    """The statistic of all that was measured, with its bootstrapped interval."""
+    middle = statistic(Sample(processes, None))
+    if middle is None:
+        return None
+    draw = random.Random(1)
+    drawn: Iterable[float | None] = (
+        statistic(Sample(processes, draw)) for _ in range(_DRAWS)
+    )
+    found = sorted(value for value in drawn if value is not None)
+    low, high = found[int(0.025 * len(found))], found[int(0.975 * len(found)) - 1]
+    return Gain(middle, min(low, middle), max(high, middle))
+
+
+def noise(processes: Sequence[Process]) -> float:
+    """By how much base rounds of one process vary: p90 over p10."""
+    worst = 1.0
+    for process in processes:
+        times = sorted(r["base"] for r in process.rounds if "base" in r)
+        if len(times) >= 3:
+            ends = times[int(0.1 * len(times))], times[int(0.9 * (len(times) - 1))]
+            worst = max(worst, ends[1] / ends[0])
+    return worst

@@ -1,0 +1,256 @@
+"""The probe's child process: runs a script under hooks until its plan is done.
+
+    python -m trainfast.torch.probe.child < JOB
+
+The job is a JSON object (see `trainfast.probe.run`). The script runs as __main__, and
+again if it ends before the plan does. The result is written to the descriptor that the
+job names; then the process ends at once, so that no `finally`, no bare `except` and no
+atexit handler of the script gets a say.
+"""
+
+import ast
+import builtins
+import gc
+import json
+import os
+import sys
+import traceback
+import types
+from typing import Any
+
+import torch
+
+from trainfast.torch.probe import hooks, loaders, training
+from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.schedule import Schedule
+from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
+from trainfast.torch.probe.switch import Switch
+
+_MOST_RUNS = 50  # of a script that ends after a few steps
+
+
+def switches(names: list[str] | None) -> list[Switch]:
+    """The switches of these names; None: the cheap ones."""
+    all_of_them: list[Switch] = [
+        loaders.CachedBatches() if names is None else loaders.CachedBatches(0.0),
+        loaders.KeptLoader(),
+        training.NoOptimizerStep(),
+        training.FusedOptimizer(),
+        training.TrainfastOptimizer(),
+        training.TrimmedPadding(),
+        training.NoAttentionWeights(),
+        *training.settings(),
+        training.Float32(),
+        training.DoubledBatch(),
+        training.Bfloat16(),
+        *(loaders.Workers(workers) for workers in (0, 1, 2, 4, 8)),
+    ]
+    if names is None:
+        named = [
+            s for s in all_of_them if not s.alone and not s.name.startswith("workers ")
+        ]
+        return named
+    return [switch for switch in all_of_them if switch.name in names]
+
+
+class Child:
+    """One child process and its script."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.script: str = job["script"]
+        self.loop = Loop(self.script)
+        self.began = clock()
+        self.runs: list[tuple[int, int, bool]] = []  # first step, last step, whole
+        self.possible: list[str] = []
+        with open(self.script, "rb") as file:
+            self.tree = ast.parse(file.read(), self.script)
+        self.statements: Statements | None = None
+        if job.get("stack"):
+            self.statements = Statements(self.loop, job["stack"], set(job["work"]))
+            self.statements.instrument(self.tree)
+        self.code = compile(self.tree, self.script, "exec")
+        self.schedule = Schedule(
+            self.loop,
+            switches(job.get("switches")),
+            job["rounds"],
+            job["seconds"],
+            job["seed"],
+            self.warmed_up,
+            self.finish,
+        )
+
+    def run(self) -> None:
+        hooks.install(self.loop, self.schedule.step_ended)
+        for number in range(_MOST_RUNS):
+            first = self.loop.steps
+            self.begin_run(first)
+            error = self.run_once()
+            self.loop.evaluation_ends()
+            if error is None:
+                self.runs.append((first, self.loop.steps, True))
+                self.schedule.run_ended()
+                if self.loop.steps == first:
+                    self.finish("ended without an optimizer step", self.loop.backwards)
+            else:
+                if not self.schedule.failed_under(error.splitlines()[-1]):
+                    again = number > 0 and self.schedule.blocks
+                    self.finish(None if again else error, cut=True)
+                self.runs.append((first, self.loop.steps, False))
+        self.finish()
+
+    def begin_run(self, first: int) -> None:
+        if first:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            self.loop.reset()
+            gc.collect()
+        self.loop.restarts.clear()  # no period spans two runs
+        self.schedule.run_began()
+        hooks.find_model(self.loop)
+
+    def run_once(self) -> str | None:
+        """Runs the script to its end; returns its traceback if it raised."""
+        main = types.ModuleType("__main__")
+        main.__dict__.update(
+            __file__=self.script, __builtins__=builtins, **{NAME: self.statements}
+        )
+        sys.modules["__main__"], sys.argv = main, [self.script, *self.job["arguments"]]
+        try:
+            exec(self.code, main.__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                return f"SystemExit: {end.code}"
+        except BaseException as error:
+            return self.traceback_of(error)
+        return None
+
+    def traceback_of(self, error: BaseException) -> str:
+        """The traceback from the script on, as Python would have shown it."""
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != self.script:
+            trace = trace.tb_next
+        return "".join(traceback.format_exception(error.with_traceback(trace)))
+
+    def warmed_up(self) -> None:
+        """Before the plan is made: statements that cost something can be skipped."""
+        hooks.hook_loggers(self.loop)
+        statements = self.statements
+        if statements is not None:
+            elapsed = max(1e-9, clock() - (self.schedule.first_end or 0.0))
+            costly = statements.costly(lambda n: statements.seconds[n] / elapsed)
+            skips = [SkipStatement(number) for number in costly]
+            self.schedule.offered = [*self.schedule.offered, *skips]
+
+    # ---- The result ------------------------------------------------------------------
+
+    def finish(
+        self, error: str | None = None, backwards: int = 0, cut: bool = False
+    ) -> None:
+        schedule, loop = self.schedule, self.loop
+        if not self.runs or self.runs[-1][1] != loop.steps:
+            first = self.runs[-1][1] if self.runs else 0
+            self.runs.append((first, loop.steps, False))
+        result = {
+            "error": error,
+            "backwards": backwards,
+            "blocks": schedule.blocks,
+            "shares": schedule.shares,
+            "failed": schedule.failed,
+            "step_seconds": schedule.step_seconds,
+            "block_steps": getattr(schedule, "steps", 0),
+            "events": loop.events,
+            "runs": self.runs,
+            "steps": loop.steps,
+            "steps_under": loop.steps_under,
+            "lines": {phase: sorted(lines) for phase, lines in loop.lines.items()},
+            "work": sorted(loop.work),
+            "stack": loop.stack,
+            "seconds": clock() - self.began,
+            **self.facts(),
+        }
+        if self.statements is not None:
+            result["statements"] = [
+                {
+                    "number": number,
+                    "line": line,
+                    "text": text,
+                    "kind": self.statements.kind(number),
+                    "own": self.statements.own(number),
+                }
+                for number, line, _, text in self.statements.found
+            ]
+        data = json.dumps(result).encode()
+        os.pwrite(self.job["result"], data, 0)
+        os._exit(0)
+
+    def facts(self) -> dict[str, Any]:
+        """What the report says of the loop."""
+        loop = self.loop
+        found: dict[str, Any] = {}
+        if loop.optimizers:
+            optimizer = loop.optimizers[0]
+            params = [p for g in optimizer.param_groups for p in g["params"]]
+            found["optimizer"] = type(optimizer).__name__
+            found["tensors"] = len(params)
+            found["parameters"] = sum(p.numel() for p in params)
+            found["device"] = str(params[0].device) if params else "cpu"
+            found["dtype"] = (
+                str(params[0].dtype).removeprefix("torch.") if params else ""
+            )
+        if loop.loader is not None:
+            found["workers"] = loop.loader.num_workers
+            found["period"] = loop.period()
+            found["dataset"] = _place_of(loop.loader.dataset)
+            found["batch_size"] = loop.loader.batch_size
+        found["threads"] = torch.get_num_threads()
+        found["dense_embeddings"] = self.dense_embeddings()
+        known = (
+            "torch",
+            "trainfast",
+            "apex",
+            "bitsandbytes",
+            "deepspeed",
+            "transformers",
+        )
+        found["own_optimizer"] = any(
+            type(optimizer).__module__.partition(".")[0] not in known
+            for optimizer in loop.optimizers
+        )
+        return found
+
+    def dense_embeddings(self) -> float:
+        """The share of the parameters that lie in embeddings with dense gradients."""
+        if self.loop.model is None:
+            return 0.0
+        total = sum(p.numel() for p in self.loop.model.parameters())
+        embeddings = sum(
+            m.weight.numel()
+            for m in self.loop.model.modules()
+            if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and not m.sparse
+        )
+        return embeddings / max(1, total)
+
+
+def _place_of(dataset: Any) -> dict[str, Any]:
+    """The class of a data set, and where its __getitem__ or __iter__ is written."""
+    while hasattr(dataset, "dataset"):  # a Subset, or another wrapper
+        dataset = dataset.dataset
+    found = {"name": type(dataset).__name__}
+    for method in ("__getitem__", "get", "__iter__"):
+        code = getattr(getattr(type(dataset), method, None), "__code__", None)
+        if code is not None:
+            found |= {"file": code.co_filename, "line": code.co_firstlineno}
+            break
+    return found
+
+
+def main() -> None:
+    job = json.loads(os.environ.pop("TRAINFAST_PROBE_JOB"))
+    sys.path[0] = os.path.dirname(job["script"])
+    Child(job).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Hooks under which a script shows its training loop: torch's functions, wrapped.
+
+They are installed before the script starts and stay until the process ends.
+"""
+
+import builtins
+import copy
+import logging
+import sys
+from collections.abc import Callable, MutableMapping, Sized
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainfast.torch.private import LoaderIterator
+from trainfast.torch.probe.loop import Loop, clock
+
+_MOST_BATCHES = 8  # copies of batches that stand in for the loader's
+_MOST_BYTES = 1 << 30  # of all copies together
+_BACKWARDS_WITHOUT_STEP = 64  # after them each is a step: the update is hand-written
+_STEPS_WITH_MODULE_HOOKS = 3  # enough to find the outermost module
+
+# Functions that write logs, by module; they are wrapped once the script has imported
+# the module.
+_LOGGERS = {
+    "matplotlib.figure": ("Figure.savefig",),
+    "matplotlib.backends.backend_agg": ("FigureCanvasAgg.draw",),
+    "torch.utils.tensorboard.writer": (
+        *("SummaryWriter.add_scalar", "SummaryWriter.add_scalars"),
+        *("SummaryWriter.add_histogram", "SummaryWriter.add_image"),
+        *("SummaryWriter.add_images", "SummaryWriter.add_figure"),
+        *("SummaryWriter.add_embedding", "SummaryWriter.add_text"),
+        *("SummaryWriter.flush", "SummaryWriter.add_graph"),
+    ),
+    "tensorboardX.writer": ("SummaryWriter.add_scalar", "SummaryWriter.add_histogram"),
+    "wandb": ("log",),
+    "wandb.sdk.wandb_run": ("Run.log",),
+    "mlflow": ("log_metric", "log_metrics"),
+    "pandas.core.generic": ("NDFrame.to_csv",),
+    "tqdm.std": ("tqdm.refresh", "tqdm.set_postfix", "tqdm.write"),
+    "IPython.display": ("display", "clear_output"),
+    "IPython.core.display_functions": ("display", "clear_output"),
+    "json": ("dump",),
+}
+
+
+def install(loop: Loop, step_ended: Callable[[], None]) -> None:
+    """Installs all hooks; step_ended() is called at the end of each optimizer step."""
+    _hook_optimizers(loop, step_ended)
+    _hook_backward(loop, step_ended)
+    if LoaderIterator is not None:
+        _hook_loaders(loop)
+    torch.save = _timed(loop, "save", torch.save)
+    builtins.print = _timed(loop, "logging", builtins.print)
+    logging.Logger._log = _timed(loop, "logging", logging.Logger._log)  # type: ignore
+
+
+def _timed(loop: Loop, phase: str, original: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        loop.note(phase)
+        with loop.phase(phase):
+            return original(*args, **kwargs)
+
+    timed.__wrapped__ = original  # type: ignore[attr-defined]
+    return timed
+
+
+def hook_loggers(loop: Loop) -> None:
+    """Wraps logging functions of the packages that the script has imported so far."""
+    for module_name, paths in _LOGGERS.items():
+        module = sys.modules.get(module_name)
+        for path in paths if module else ():
+            *outer, name = path.split(".")
+            owner: Any = module
+            for part in outer:
+                owner = getattr(owner, part, None)
+            original = getattr(owner, name, None)
+            if original is not None and not hasattr(original, "__wrapped_by_probe__"):
+                timed = _timed(loop, "logging", original)
+                timed.__wrapped_by_probe__ = True
+                setattr(owner, name, timed)
+
+
+# ---- Optimizers and gradients --------------------------------------------------------
+
+
+def _hook_optimizers(loop: Loop, step_ended: Callable[[], None]) -> None:
+    torchs = torch.optim.Optimizer.profile_hook_step
+
+    def hook(original: Any) -> Any:
+        hooked = torchs(original)  # torch calls this once for each class of optimizer
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if "optimizer" in loop.phases:  # of an optimizer that calls another one
+                return hooked(optimizer, *args, **kwargs)
+            if not any(optimizer is known for known in loop.optimizers):
+                loop.optimizers.append(optimizer)
+            loop.evaluation_ends()
+            loop.note("optimizer")
+            if optimizer is loop.optimizers[0] and loop.steps == 0:
+                loop.stack = loop.script_lines()
+            with loop.phase("optimizer"):
+                result = loop.switch.step(loop, hooked, (optimizer, *args), kwargs)
+            if optimizer is loop.optimizers[0]:
+                _count_step(loop, step_ended)
+            return result
+
+        step.hooked = True  # type: ignore[attr-defined]
+        return step
+
+    torch.optim.Optimizer.profile_hook_step = staticmethod(hook)  # type: ignore
+
+
+def _hook_backward(loop: Loop, step_ended: Callable[[], None]) -> None:
+    torchs = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        loop.evaluation_ends()
+        loop.note("backward")
+        with loop.phase("backward"):
+            loop.switch.backward(loop, torchs, args, kwargs)
+        if loop.arrived is not None:
+            loop.forward_backward += clock() - loop.arrived
+            loop.arrived = None
+        loop.backwards += 1
+        if not loop.optimizers and loop.backwards > _BACKWARDS_WITHOUT_STEP:
+            if loop.steps == 0:
+                loop.stack = loop.script_lines()
+            _count_step(loop, step_ended)
+
+    torch.autograd.backward = backward
+
+
+def _count_step(loop: Loop, step_ended: Callable[[], None]) -> None:
+    loop.steps += 1
+    loop.steps_under[loop.switch.name] += 1
+    step_ended()
+
+
+# ---- Batches -------------------------------------------------------------------------
+
+
+def _hook_loaders(loop: Loop) -> None:
+    iterate, next_batch = DataLoader.__iter__, LoaderIterator.__next__
+
+    def loader_iter(loader: Any) -> Any:
+        if loop.in_evaluation(loader):
+            loop.evaluation_begins()
+            return iterate(loader)
+        loop.evaluation_ends()
+        if loop.loader in (None, loader) or loop.steps == 0:
+            loop.loader = loader
+        if loader is loop.loader or _alike(loader, loop.loader):
+            loop.loader = loader
+            if not loop.restarts or loop.restarts[-1] != loop.steps:
+                loop.restarts.append(loop.steps)
+            loop.note("data")
+            with loop.phase("data"):
+                iterator = loop.switch.iterate(loop, loader, iterate)
+            _mark(iterator, loader)
+            return iterator
+        return iterate(loader)
+
+    def loader_next(iterator: Any) -> Any:
+        loader = getattr(iterator, "_probe_loader", None)
+        if loader is None or loop.in_evaluation(loader):
+            return next_batch(iterator)
+        loop.evaluation_ends()
+        if iterator._probe_left == 0:  # an epoch keeps its length under every switch
+            raise StopIteration
+        with loop.phase("data"):
+            batch = loop.switch.next_batch(loop, iterator, next_batch)
+        iterator._probe_left -= 1
+        if loop.switch.name == "base":
+            _keep(loop, batch)
+        loop.arrived = clock()
+        return batch
+
+    loader_iter.__wrapped__ = iterate  # type: ignore[attr-defined]
+    DataLoader.__iter__ = loader_iter  # type: ignore[method-assign]
+    LoaderIterator.__next__ = loader_next
+
+
+def _mark(iterator: Any, loader: Any) -> None:
+    try:
+        iterator._probe_loader = loader
+        sized = isinstance(loader.dataset, Sized)
+        iterator._probe_left = len(loader) if sized else -1
+    except AttributeError:  # a generator of a subclass: its inner iterator has no mark
+        pass
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a loader is made anew from the same data, as inside an epoch loop."""
+    return other is not None and type(one.dataset) is type(other.dataset)
+
+
+def _keep(loop: Loop, batch: Any) -> None:
+    """Keeps copies of the last few batches."""
+    if len(loop.batches) >= _MOST_BATCHES:
+        return
+    try:
+        if (len(loop.batches) + 1) * _bytes(batch) <= _MOST_BYTES or not loop.batches:
+            loop.batches.append(copy.deepcopy(batch))
+    except Exception:  # a batch that cannot be copied is not replaced
+        loop.batches.clear()
+
+
+def _bytes(batch: Any) -> int:
+    leaves = tensors(batch)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors in a batch: of nested containers, or of a PyG batch."""
+    if hasattr(batch, "to_dict") and callable(batch.to_dict):
+        batch = batch.to_dict()
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, MutableMapping):
+        return [leaf for value in batch.values() for leaf in tensors(value)]
+    if isinstance(batch, list | tuple):
+        return [leaf for value in batch for leaf in tensors(value)]
+    return []
+
+
+# ---- Modules -------------------------------------------------------------------------
+
+
+def find_model(loop: Loop) -> None:
+    """Finds the outermost module with parameters, and watches it alone from then on."""
+    depth = [0]
+    first_step = loop.steps
+
+    def before(called: torch.nn.Module, args: Any) -> None:
+        if depth[0] == 0 and next(called.parameters(), None) is not None:
+            young = loop.steps < first_step + _STEPS_WITH_MODULE_HOOKS
+            if young and called.training and torch.is_grad_enabled():
+                loop.model = called
+            _model_called(loop, called)
+        depth[0] += 1
+
+    def after(called: torch.nn.Module, args: Any, out: Any) -> None:
+        depth[0] -= 1
+        if depth[0] == 0 and loop.steps >= first_step + _STEPS_WITH_MODULE_HOOKS:
+            first.remove()
+            last.remove()
+            if loop.model is not None:
+                loop.model.register_forward_pre_hook(partial(_model_called, loop))
+
+    module = torch.nn.modules.module
+    first = module.register_module_forward_pre_hook(before)
+    last = module.register_module_forward_hook(after, always_call=True)
+
+
+def _model_called(loop: Loop, module: torch.nn.Module, args: Any = ()) -> None:
+    if module.training and torch.is_grad_enabled():
+        loop.evaluation_ends()
+        loop.note("forward")
+    elif loop.in_evaluation() and loop.steps > 0:
+        loop.evaluation_begins()

@@ -1,0 +1,134 @@
+"""Switches of what a training loop waits for: its data."""
+
+import copy
+import os
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trainfast.torch.probe.hooks import tensors
+from trainfast.torch.probe.loop import Loop
+from trainfast.torch.probe.switch import Switch
+
+_LEAST_SHARE = 0.05  # of waiting for data that could be worth a finding
+
+
+class CachedBatches(Switch):
+    """Copies of a few batches in place of the loader's: a bound for all cures of it."""
+
+    name = "data"
+
+    def __init__(self, least_share: float = _LEAST_SHARE) -> None:
+        self.least_share = least_share
+
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        return bool(loop.batches) and share("data") >= self.least_share
+
+    def enter(self, loop: Loop) -> None:
+        self.pristine = loop.batches
+        self.given = [copy.deepcopy(batch) for batch in loop.batches]
+        self.versions = [_versions(batch) for batch in self.given]
+        self.next = 0
+
+    def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
+        i = self.next = (self.next + 1) % len(self.given)
+        if _versions(self.given[i]) != self.versions[i]:  # the script writes into it
+            self.given[i] = copy.deepcopy(self.pristine[i])
+            self.versions[i] = _versions(self.given[i])
+        return copy.copy(self.given[i])
+
+
+class Workers(Switch):
+    """The loader with another number of workers, which stay alive."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.name = f"workers {workers}"
+        self.warm = 2 + 2 * workers
+        self.batches: Any = None
+
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        loader = loop.loader
+        if loader is None or loader.num_workers == self.workers:
+            return False
+        return self.workers <= len(os.sched_getaffinity(0))
+
+    def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
+        if self.batches is None:
+            self.batches = _endless(_like(loop.loader, self.workers), original)
+        return next(self.batches)
+
+
+class KeptLoader(Switch):
+    """One loader that is kept alive over the epochs, and read to its end."""
+
+    name = "worker-restart"
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self.iterator: Any = None
+
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        period = loop.period()
+        loader = loop.loader
+        if loader is None or not 0 < period <= 64 or loader.persistent_workers:
+            return False
+        self.warm = max(1, period)
+        return loader.num_workers > 0 or period == 1
+
+    def enter(self, loop: Loop) -> None:
+        self.iterator = None
+        if self.loader is None:
+            self.loader = _like(loop.loader, loop.loader.num_workers)
+
+    def iterate(self, loop: Loop, loader: Any, original: Any) -> Any:
+        if self.iterator is None:
+            self.iterator = original(self.loader)
+        return self.iterator
+
+    def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
+        try:
+            return original(iterator)
+        except StopIteration:
+            self.iterator = None
+            raise
+
+
+def _versions(batch: Any) -> list[int]:
+    return [tensor._version for tensor in tensors(batch)]
+
+
+def _like(loader: Any, workers: int) -> Any:
+    """A plain DataLoader of the same batches."""
+    options: dict[str, Any] = {"collate_fn": loader.collate_fn}
+    if loader.batch_sampler is not None:
+        options["batch_sampler"] = loader.batch_sampler
+    else:
+        options["batch_size"] = None
+        options["sampler"] = loader.sampler
+    if workers:
+        options |= {
+            "persistent_workers": True,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return DataLoader(
+        loader.dataset,
+        num_workers=workers,
+        generator=loader.generator,
+        pin_memory=loader.pin_memory,
+        **options,
+    )
+
+
+def _endless(loader: Any, original: Any) -> Any:
+    while True:
+        iterator = unwrap(DataLoader.__iter__)(loader)  # the hook would take it for new
+        while True:
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                break
+            yield batch

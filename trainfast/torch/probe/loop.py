@@ -1,0 +1,154 @@
+"""What the probe has seen of a script's training loop, and its stopwatch."""
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainfast.torch.probe.switch import Switch
+
+clock = time.perf_counter
+
+# Phases that can happen rarely. Their time is kept out of blocks, and their cost a step
+# is their mean time multiplied by how often they happen.
+EVENTS = ("save", "evaluation", "logging")
+STEP = ("forward", "backward", "optimizer")  # phases that are the step itself
+_MOST_NOTES = 20  # of the lines of a phase
+
+
+class Loop:
+    """A script's training loop, as the hooks see it.
+
+    Attributes:
+        switch: the counterfactual in force; a plain Switch changes nothing.
+        optimizers: in the order of their first step; the first one's step ends a step
+            of the loop.
+        model: the outermost module that has parameters and was called in training.
+        loader: the DataLoader that training batches come from.
+        batches: copies of training batches, to use in place of the loader's.
+        steps: optimizer steps so far.
+        seconds: time by phase ("data", "forward", "backward", "optimizer", and EVENTS),
+            of the outermost phase only.
+        lines: lines of the script that lead to a phase, innermost alone.
+        work: all lines of the script that lead to the step itself.
+        restarts: the steps at which the training loader was iterated anew.
+    """
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+        self.switch = Switch()
+        self.reset()
+        self.batches: list[Any] = []
+        self.steps = 0
+        self.backwards = 0
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+        self.events: list[tuple[str, float, int]] = []  # phase, seconds, step
+        self.steps_under: Counter[str] = Counter()  # optimizer steps by switch
+        self.lines: defaultdict[str, set[int]] = defaultdict(set)
+        self.work: set[int] = set()
+        self.stack: list[int] = []  # lines at the first optimizer step, innermost first
+        self.restarts: list[int] = []
+        self.forward_backward = 0.0  # seconds from a batch's arrival to its gradients
+
+    def reset(self) -> None:
+        """Forgets the objects of a run of the script that has ended."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.model: torch.nn.Module | None = None
+        self.loader: Any = None
+        self.phases: list[str] = []
+        self.evaluating_since: float | None = None
+        self.arrived: float | None = None
+
+    # ---- The stopwatch ---------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times what runs inside; phases inside of a phase count for the outer one."""
+        if self.phases or (self.evaluating_since is not None and name != "save"):
+            yield
+            return
+        self.phases.append(name)
+        if name in EVENTS:
+            self.synchronize()
+        start = clock()
+        try:
+            yield
+        finally:
+            if name in EVENTS:
+                self.synchronize()
+            took = clock() - start
+            self.phases.clear()
+            self._count(name, took)
+            if self.evaluating_since is not None:  # a save is no part of an evaluation
+                self.evaluating_since += took
+
+    def _count(self, name: str, took: float) -> None:
+        self.seconds[name] += took
+        self.counts[name] += 1
+        if name in EVENTS:
+            self.events.append((name, took, self.steps))
+
+    def evaluation_begins(self) -> None:
+        if self.evaluating_since is None and not self.phases:
+            self.synchronize()
+            self.evaluating_since = clock()
+            self.note("evaluation")
+
+    def evaluation_ends(self) -> None:
+        """Training goes on; an evaluation lasts until then."""
+        if self.evaluating_since is not None:
+            self.synchronize()
+            since, self.evaluating_since = self.evaluating_since, None
+            self._count("evaluation", clock() - since)
+
+    def event_seconds(self) -> dict[str, float]:
+        """Seconds of each kind of event so far, one that goes on included."""
+        found = {name: self.seconds[name] for name in EVENTS}
+        if self.evaluating_since is not None:
+            found["evaluation"] += clock() - self.evaluating_since
+        return found
+
+    def synchronize(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    # ---- Places in the script --------------------------------------------------------
+
+    def script_lines(self) -> list[int]:
+        """The lines of the script that are being executed, innermost first."""
+        frame, found = sys._getframe(1), []
+        while frame is not None:
+            if frame.f_code.co_filename == self.script:
+                found.append(frame.f_lineno)
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+    def note(self, phase: str) -> None:
+        """Notes which lines of the script lead to a phase, for its first few times."""
+        if self.counts[phase] < _MOST_NOTES:
+            lines = self.script_lines()
+            self.lines[phase].update(lines[:1])
+            if phase in STEP:
+                self.work.update(lines)
+            if phase == "forward":
+                self.counts[phase] += 1
+
+    # ---- Evaluation ------------------------------------------------------------------
+
+    def in_evaluation(self, loader: Any = None) -> bool:
+        """Whether the model is in eval mode, or a loader other than that of training is
+        read without gradients."""
+        if self.model is not None and not self.model.training:
+            return True
+        others = loader is not None and self.loader not in (None, loader)
+        return others and not torch.is_grad_enabled()
+
+    def period(self) -> int:
+        """Steps from one start of the training loader to the next; 0: not known."""
+        gaps = [b - a for a, b in zip(self.restarts, self.restarts[1:]) if b > a]
+        return sorted(gaps)[len(gaps) // 2] if gaps else 0

@@ -1,0 +1,195 @@
+"""The statements around the step of a training loop, each with a stopwatch."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainfast.torch.probe.loop import EVENTS, Loop, clock
+from trainfast.torch.probe.switch import Switch
+
+NAME = "__probe_statements__"  # in the script's globals
+_LEAST_SHARE = 0.08  # of a statement that is worth skipping
+_LEAST_OWN = 0.8  # share of a statement that blocks must see to measure its skip
+_LOGS = 0.05  # a statement that spends this share on writing logs is there for them
+_MOST = 4  # statements that are skipped, the most expensive ones
+
+# Of these only what is inside is timed: their own cost is next to none.
+_TRANSPARENT = (ast.If, ast.With, ast.AsyncWith, ast.Try)
+_Block = (
+    ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.If | ast.Try
+)
+
+
+class Statements:
+    """Times each statement of the loops around the optimizer's step but the step's own.
+
+    The script's tree is changed: `if begin(i): statement`, then `end(i)`. Statements
+    that hold a line of the step itself are entered, not timed.
+
+    Attributes:
+        found: number, first line, last line and text of each statement.
+        seconds: by number, in total; a call of the probe's own events included.
+        inside: seconds of events inside, by number and event.
+        updates: numbers of statements that change parameters.
+    """
+
+    def __init__(self, loop: Loop, stack: list[int], work: set[int]) -> None:
+        self.loop = loop
+        self.stack = stack
+        self.work = work
+        self.found: list[tuple[int, int, int, str]] = []
+        self.seconds: defaultdict[int, float] = defaultdict(float)
+        self.inside: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self.open: tuple[int, float, dict[str, float], int] | None = None
+        self.updates: set[int] = set()
+
+    # ---- The tree --------------------------------------------------------------------
+
+    def instrument(self, tree: ast.Module) -> None:
+        for body in self._bodies(tree):
+            self._instrument(body)
+        ast.fix_missing_locations(tree)
+
+    def _bodies(self, tree: ast.Module) -> list[list[ast.stmt]]:
+        """The outermost loops around the step, and the functions called inside."""
+        found: list[list[ast.stmt]] = []
+        inside_a_loop = False
+        for line in reversed(self.stack):  # outermost frame first
+            around = [n for n in ast.walk(tree) if _holds(n, line)]
+            functions = [n for n in around if isinstance(n, ast.FunctionDef)]
+            inner = max(functions, key=lambda n: n.lineno, default=None)
+            loops = [
+                node
+                for node in around
+                if isinstance(node, ast.For | ast.While)
+                and (inner is None or node.lineno > inner.lineno)
+            ]
+            if inside_a_loop and inner is not None:
+                found.append(inner.body)
+            elif loops:
+                found.append(min(loops, key=lambda n: n.lineno).body)
+            inside_a_loop = inside_a_loop or bool(loops)
+        unique: list[list[ast.stmt]] = []
+        for body in found:
+            if not any(body is known for known in unique):
+                unique.append(body)
+        return unique
+
+    def _instrument(self, body: list[ast.stmt]) -> None:
+        changed: list[ast.stmt] = []
+        for statement in body:
+            holds_the_step = any(
+                _holds(statement, line) for line in (*self.work, *self.stack)
+            )
+            if holds_the_step or isinstance(statement, _TRANSPARENT):
+                for inner in _inner_bodies(statement):
+                    self._instrument(inner)
+                changed.append(statement)
+            elif self._is_trivial(statement):
+                changed.append(statement)
+            else:
+                changed += self._timed(statement)
+        body[:] = changed
+
+    def _is_trivial(self, statement: ast.stmt) -> bool:
+        jumps = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom)
+        names = (ast.Pass, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom)
+        if isinstance(statement, names) or "zero_grad" in ast.unparse(statement):
+            return True
+        return any(isinstance(node, jumps) for node in ast.walk(statement))
+
+    def _timed(self, statement: ast.stmt) -> list[ast.stmt]:
+        number = len(self.found)
+        text = ast.unparse(statement).splitlines()[0][:70]
+        last = statement.end_lineno or statement.lineno
+        self.found.append((number, statement.lineno, last, text))
+        guard = ast.If(_call("begin", number), [statement], [])
+        after = ast.Expr(_call("end", number))
+        return [ast.copy_location(new, statement) for new in (guard, after)]
+
+    # ---- The stopwatch ---------------------------------------------------------------
+
+    def begin(self, number: int) -> bool:
+        if not self.loop.switch.runs_statement(number):
+            self.open = None
+            return False
+        version = self._version() if number not in self.updates else -1
+        self.open = (number, clock(), self.loop.event_seconds(), version)
+        return True
+
+    def end(self, number: int) -> None:
+        if self.open is None or self.open[0] != number or self.loop.steps == 0:
+            return
+        _, start, before, version = self.open
+        self.open = None
+        took = clock() - start
+        self.seconds[number] += took
+        self.loop.events.append((f"statement {number}", took, self.loop.steps))
+        for name, seconds in self.loop.event_seconds().items():
+            self.inside[number, name] += seconds - before[name]
+        if version not in (-1, self._version()):
+            self.updates.add(number)
+
+    def _version(self) -> int:
+        """Counts in-place changes of a parameter of the model."""
+        model = self.loop.model
+        param = next(model.parameters(), None) if model is not None else None
+        return -1 if param is None else param._version
+
+    def own(self, number: int) -> float:
+        """The share of a statement's time without the events inside of it."""
+        inside = sum(s for (n, _), s in self.inside.items() if n == number)
+        return 1 - min(1.0, inside / max(1e-9, self.seconds[number]))
+
+    def kind(self, number: int) -> str:
+        """What a statement is for: an event, the update of parameters, or neither."""
+        total = max(1e-9, self.seconds[number])
+        share = {name: self.inside[number, name] / total for name in EVENTS}
+        largest = max(share, key=lambda name: share[name])
+        if share[largest] > 0.5 or (largest == "logging" and share[largest] > _LOGS):
+            return largest
+        return "optimizer" if number in self.updates else "statement"
+
+    def costly(self, share: Callable[[int], float]) -> list[int]:
+        """The most expensive statements that a skip could gain from.
+
+        A statement that holds an event is left to the stopwatch: blocks do not see it.
+        """
+        numbers = [n for n, *_ in self.found if not self._is_an_event(n)]
+        order = sorted(numbers, key=share, reverse=True)
+        return [n for n in order[:_MOST] if share(n) >= _LEAST_SHARE]
+
+    def _is_an_event(self, number: int) -> bool:
+        return self.own(number) < _LEAST_OWN
+
+
+class SkipStatement(Switch):
+    """Leaves one statement out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.name = f"statement {number}"
+
+    def runs_statement(self, number: int) -> bool:
+        return number != self.number
+
+
+def _holds(node: Any, line: int) -> bool:
+    last = getattr(node, "end_lineno", None)
+    return last is not None and node.lineno <= line <= last
+
+
+def _inner_bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    if isinstance(statement, _Block):
+        for name in ("body", "orelse", "finalbody"):
+            yield from filter(None, [getattr(statement, name, None)])
+        for handler in getattr(statement, "handlers", []):
+            yield handler.body
+
+
+def _call(method: str, number: int) -> ast.expr:
+    owner = ast.Name(NAME, ast.Load())
+    return ast.Call(
+        ast.Attribute(owner, method, ast.Load()), [ast.Constant(number)], []
+    )
