@@ -136,7 +136,9 @@ def test_float32_trains_and_returns_to_float64():
         assert batch[0].dtype == torch.float32 and batch[1].dtype == torch.int64
         assert torch.zeros(2).double().dtype == torch.float32
         out = loop.model(batch[0])
-        assert out.dtype == torch.float32
+        assert (
+            out.dtype == loop.model(batch[0].to(torch.float64)).dtype == torch.float32
+        )
         out.sum().backward()
         loop.optimizers[0].step()
     finally:
@@ -264,3 +266,31 @@ def test_loader_that_stays_alive_needs_no_switch():
     loop = make_loop()
     loop.restarts = [0, 3, 6]
     assert not loaders.KeptLoader().possible(loop, always)
+
+
+# ---- Two optimizers ------------------------------------------------------------------
+
+
+def test_backward_passes_are_for_the_optimizer_that_steps_next():
+    """As in a GAN: the second pass reaches the first model, whose step comes later."""
+    loop = make_loop()
+    first, second = loop.optimizers[0], torch.optim.SGD([torch.ones(1)], lr=0.1)
+    loop.optimizers = [first, second]
+    loop.order.extend([first, None, None, second, None, first])
+    switch = training.NeededGradients()
+    assert switch._targets(loop) == [second, second, first]
+    assert switch.possible(loop, always)
+    switch.enter(loop)
+    given = []
+    for _ in range(3):
+        switch.backward(loop, lambda **kwargs: given.append(kwargs["inputs"]), (), {})
+    assert [len(inputs) for inputs in given] == [0, 0, 6]
+    switch.step(loop, lambda *args: None, (first,), {})
+    assert switch.at == 0
+
+
+def test_one_optimizer_needs_all_its_gradients():
+    loop = make_loop()
+    optimizer = loop.optimizers[0]
+    loop.order.extend([optimizer, None, optimizer, None, optimizer])
+    assert not training.NeededGradients().possible(loop, always)

@@ -12,6 +12,8 @@ _LEAST_SLOPE = 1.5  # a doubled batch that costs less than this has a fixed cost
 
 EXACT = True
 BOUND = False
+# Phases whose lines are the place of a switch, where its name is another.
+_PHASES = {"workers": "data", "worker-restart": "data", "needed": "backward"}
 _DATA = {("data", None)}
 
 # By switch or event: the finding's id, whether its gain is exact or a bound, whether it
@@ -33,6 +35,11 @@ CURES: dict[str, tuple[str, bool, bool, str]] = {
     ),
     "trainfast optimizer": (
         "optimizer", EXACT, False, "use trainfast.AdamW, or call trainfast.patch()",
+    ),
+    "needed gradients": (
+        *("statement", EXACT, False),
+        "a backward pass computes gradients that no step uses: detach() the input that "
+        "comes from the other model, or call backward(inputs=...)",
     ),
     "padding": (
         "padding", EXACT, False, "pad each batch to its longest sequence only",
@@ -189,7 +196,7 @@ def _finding(row: Row, results: list[Result], script: str) -> Finding:
             _, _, changes, fix = CURES[name]
     else:
         name, exact, changes, fix = CURES[row.name]
-    phase = "data" if name in ("workers", "worker-restart") else name
+    phase = _PHASES.get(row.name.split()[0], name)
     lines = lines or _lines(phase, results)
     file, line = script, lines[0] if lines else None
     dataset: dict[str, Any] = next(

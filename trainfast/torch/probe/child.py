@@ -37,6 +37,7 @@ def switches(names: list[str] | None) -> list[Switch]:
         training.NoOptimizerStep(),
         training.FusedOptimizer(),
         training.TrainfastOptimizer(),
+        training.NeededGradients(),
         training.TrimmedPadding(),
         training.NoAttentionWeights(),
         *training.settings(),

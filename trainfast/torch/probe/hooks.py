@@ -5,6 +5,7 @@ They are installed before the script starts and stay until the process ends.
 
 import builtins
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable, MutableMapping, Sized
@@ -39,7 +40,7 @@ _LOGGERS = {
     "wandb.sdk.wandb_run": ("Run.log",),
     "mlflow": ("log_metric", "log_metrics"),
     "pandas.core.generic": ("NDFrame.to_csv",),
-    "tqdm.std": ("tqdm.refresh", "tqdm.set_postfix", "tqdm.write"),
+    "tqdm.std": ("tqdm.refresh", "tqdm.set_postfix"),
     "IPython.display": ("display", "clear_output"),
     "IPython.core.display_functions": ("display", "clear_output"),
     "json": ("dump",),
@@ -76,10 +77,10 @@ def hook_loggers(loop: Loop) -> None:
             owner: Any = module
             for part in outer:
                 owner = getattr(owner, part, None)
-            original = getattr(owner, name, None)
-            if original is not None and not hasattr(original, "__wrapped_by_probe__"):
-                timed = _timed(loop, "logging", original)
-                timed.__wrapped_by_probe__ = True
+            known = inspect.getattr_static(owner, name, None)
+            if inspect.isfunction(known) and not hasattr(known, "_of_the_probe"):
+                timed = _timed(loop, "logging", known)
+                timed._of_the_probe = True
                 setattr(owner, name, timed)
 
 
@@ -99,6 +100,7 @@ def _hook_optimizers(loop: Loop, step_ended: Callable[[], None]) -> None:
                 loop.optimizers.append(optimizer)
             loop.evaluation_ends()
             loop.note("optimizer")
+            loop.order.append(optimizer)
             if optimizer is loop.optimizers[0] and loop.steps == 0:
                 loop.stack = loop.script_lines()
             with loop.phase("optimizer"):
@@ -119,6 +121,7 @@ def _hook_backward(loop: Loop, step_ended: Callable[[], None]) -> None:
     def backward(*args: Any, **kwargs: Any) -> None:
         loop.evaluation_ends()
         loop.note("backward")
+        loop.order.append(None)
         with loop.phase("backward"):
             loop.switch.backward(loop, torchs, args, kwargs)
         if loop.arrived is not None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +29,7 @@ class Loop:
             of the loop.
         model: the outermost module that has parameters and was called in training.
         loader: the DataLoader that training batches come from.
+        order: the last steps, by their optimizers, and backward passes (None).
         batches: copies of training batches, to use in place of the loader's.
         steps: optimizer steps so far.
         seconds: time by phase ("data", "forward", "backward", "optimizer", and EVENTS),
@@ -44,7 +45,6 @@ class Loop:
         self.reset()
         self.batches: list[Any] = []
         self.steps = 0
-        self.backwards = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: Counter[str] = Counter()
         self.events: list[tuple[str, float, int]] = []  # phase, seconds, step
@@ -61,6 +61,8 @@ class Loop:
         self.model: torch.nn.Module | None = None
         self.loader: Any = None
         self.phases: list[str] = []
+        self.order: deque[torch.optim.Optimizer | None] = deque(maxlen=64)
+        self.backwards = 0
         self.evaluating_since: float | None = None
         self.arrived: float | None = None
 

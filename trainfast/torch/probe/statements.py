@@ -1,6 +1,7 @@
 """The statements around the step of a training loop, each with a stopwatch."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,11 @@ _MOST = 4  # statements that are skipped, the most expensive ones
 
 # Of these only what is inside is timed: their own cost is next to none.
 _TRANSPARENT = (ast.If, ast.With, ast.AsyncWith, ast.Try)
+# A call that logs, by the names that people give such functions and objects.
+_LOGGING = re.compile(
+    r"(?:\w+\.)*(?:\w+_)?(?:log|logs|logger|logging|print|plot|report|writer|wandb|plt|"
+    r"histogram|track|tracker|savefig|display|summary|progress|pbar)(?:_\w+)?(?:\.\w+)?\("
+)
 _Block = (
     ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.If | ast.Try
 )
@@ -147,8 +153,10 @@ class Statements:
         total = max(1e-9, self.seconds[number])
         share = {name: self.inside[number, name] / total for name in EVENTS}
         largest = max(share, key=lambda name: share[name])
-        if share[largest] > 0.5 or (largest == "logging" and share[largest] > _LOGS):
+        if share[largest] > 0.5:
             return largest
+        if share["logging"] > _LOGS or _LOGGING.match(self.found[number][3]):
+            return "logging"
         return "optimizer" if number in self.updates else "statement"
 
     def costly(self, share: Callable[[int], float]) -> list[int]:

@@ -95,6 +95,55 @@ class TrainfastOptimizer(_OptimizerSwitch):
         return ours.step(*args[1:], **kwargs)
 
 
+class NeededGradients(Switch):
+    """Each backward pass for the parameters alone that step next, as in a GAN."""
+
+    name = "needed gradients"
+
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        return len(self._targets(loop)) > 1 and len(loop.optimizers) > 1
+
+    def _targets(self, loop: Loop) -> list[torch.optim.Optimizer]:
+        """The optimizer that each backward pass of an iteration is for."""
+        ends = [i for i, o in enumerate(loop.order) if o is loop.optimizers[0]]
+        if len(ends) < 2:
+            return []
+        cycle = list(loop.order)[ends[-2] + 1 : ends[-1] + 1]
+        targets: list[torch.optim.Optimizer] = []
+        waiting = 0
+        for optimizer in cycle:
+            if optimizer is None:
+                waiting += 1
+            else:
+                targets += [optimizer] * waiting
+                waiting = 0
+        return targets
+
+    def enter(self, loop: Loop) -> None:
+        params = {
+            id(optimizer): [
+                p
+                for g in optimizer.param_groups
+                for p in g["params"]
+                if p.requires_grad
+            ]
+            for optimizer in loop.optimizers
+        }
+        self.inputs = [params[id(target)] for target in self._targets(loop)]
+        self.at = 0
+
+    def backward(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> None:
+        if self.at < len(self.inputs):
+            kwargs = {**kwargs, "inputs": self.inputs[self.at]}
+        self.at += 1
+        original(*args, **kwargs)
+
+    def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
+        if args[0] is loop.optimizers[0]:
+            self.at = 0
+        return original(*args, **kwargs)
+
+
 class Setting(Switch):
     """A setting of torch that costs time, with the value that does not."""
 
@@ -238,9 +287,15 @@ class Float32(Switch):
         self.double, self.default = torch.Tensor.double, torch.get_default_dtype()
         torch.Tensor.double = torch.Tensor.float  # type: ignore[method-assign]
         self._convert(loop, torch.float32)
+        self.hooks = []
+        if loop.model is not None:  # for data that comes from no loader
+            cast = loop.model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            self.hooks = [cast]
 
     def leave(self, loop: Loop) -> None:
         torch.Tensor.double = self.double  # type: ignore[method-assign]
+        for hook in self.hooks:
+            hook.remove()
         self._convert(loop, torch.float64)
         torch.set_default_dtype(self.default)
 
@@ -266,6 +321,10 @@ class Float32(Switch):
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
         return _cast(original(iterator))
+
+
+def _cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
+    return _cast(args), _cast(kwargs)
 
 
 def _cast(batch: Any) -> Any:
