@@ -50,37 +50,44 @@ def examine(script: Path) -> dict[str, Any]:
 
 
 def table(entries: dict[str, dict[str, Any]]) -> str:
-    """The score, and one row a script."""
+    """The score, and one row a script.
+
+    A mended twin may be slow for further reasons, so that a finding in it is no false
+    alarm by itself; that the mended fault is still found is the weaker result.
+    """
     faults = json.loads(planted.MEASURED.read_text())["scripts"]
-    head = "| script | fault | gain of mending | first finding | its gain | s |"
-    lines = [head, "|---|---|---:|---|---:|---:|"]
-    right, clean, falsely = 0, 0, 0
+    lines = ["| script | fault | gain of mending | first finding | its gain | s |"]
+    lines.append("|---|---|---:|---|---:|---:|")
+    right, twins, again = 0, 0, 0
     for name, entry in sorted(entries.items()):
-        mended = name.endswith("_mended")
-        fault = "none" if mended else planted.FAULTS[name]
-        found = entry["findings"][:1]
-        first = found[0]["id"] if found else "error" if "error" in entry else "none"
-        sure = (
-            f"{found[0]['gain']:.2f} ({found[0]['low']:.2f}-{found[0]['high']:.2f})"
-            if found
-            else ""
-        )
-        gain = "" if mended else f"{faults[name]['gain']:.2f}"
-        clean += mended
-        falsely += mended and bool(found)
-        right += not mended and first == fault
-        cells = (name, fault, gain, first, sure, f"{entry.get('seconds', 0):.0f}")
+        twin = name.endswith("_mended")
+        planted_fault = planted.FAULTS[name.removesuffix("_mended")]
+        ids = [finding["id"] for finding in entry["findings"]]
+        first = ids[0] if ids else "error" if "error" in entry else "none"
+        twins += twin
+        again += twin and planted_fault in ids
+        right += not twin and first == planted_fault
+        fault = "mended" if twin else planted_fault
+        gain = "" if twin else f"{faults[name]['gain']:.2f}"
+        seconds = f"{entry.get('seconds', 0):.0f}"
+        cells = (name, fault, gain, first, _interval(entry), seconds)
         lines.append("| " + " | ".join(cells) + " |")
-    faulty = len(entries) - clean
-    score = f"Fault named first: {right} of {faulty}. "
-    score += f"Mended twins with a finding: {falsely} of {clean}."
+    score = f"Fault named first: {right} of {len(entries) - twins}. "
+    score += f"Mended twins in which it is still found: {again} of {twins}."
     return "\n".join([score, "", *lines])
+
+
+def _interval(entry: dict[str, Any]) -> str:
+    if not entry["findings"]:
+        return ""
+    first = entry["findings"][0]
+    return f"{first['gain']:.2f} ({first['low']:.2f}-{first['high']:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.diagnose")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--mended", action="store_true", help="the mended twins, too")
+    parser.add_argument("--mended", action="store_true", help="their mended twins")
     args = parser.parse_args()
     results = json.loads(PATH.read_text()) if PATH.exists() else {"scripts": {}}
     names = args.names or list(planted.FAULTS)

@@ -83,19 +83,19 @@ def test_slow_data_set_is_found(script):
     found = first(diagnose(script(item=0.002)))
     assert (found.id, found.exact) == ("data", False)
     assert found.file.endswith("train.py") and found.line == 10
-    assert 3 < found.low <= found.gain <= found.high < 8
+    assert 1.3 < found.low <= found.gain <= found.high
 
 
 def test_slow_statement_is_found_with_its_line(script):
-    found = first(diagnose(script(statement="time.sleep(0.012)")))
+    found = first(diagnose(script(statement="time.sleep(0.02)")))
     assert (found.id, found.line) == ("statement", LINE_OF_STATEMENT)
-    assert 2 < found.gain < 5
+    assert found.low > 1.3
 
 
 def test_rare_statement_is_found_by_its_frequency(script):
-    found = first(diagnose(script(epoch_end="time.sleep(0.1)")))
+    found = first(diagnose(script(epoch_end="time.sleep(0.2)")))
     assert (found.id, found.line) == ("statement", LINE_OF_STATEMENT + 1)
-    assert 2 < found.gain < 5
+    assert found.low > 1.3
 
 
 def test_saving_is_found_and_nothing_is_saved(script, tmp_path):

@@ -75,7 +75,7 @@ class Diagnosis(Report):
             for f in self.findings
         ]
         tried = [
-            (r.name, f"{r.gain.gain:.2f}x", f"{r.gain.low:.2f} to {r.gain.high:.2f}")
+            (r.label, f"{r.gain.gain:.2f}x", f"{r.gain.low:.2f} to {r.gain.high:.2f}")
             for r in self.rows
         ]
         tables = [

@@ -115,6 +115,7 @@ class Row:
 
     name: str
     gain: Gain
+    label: str = ""  # for people
 
 
 def rows(results: list[Result]) -> list[Row]:
@@ -131,8 +132,19 @@ def rows(results: list[Result]) -> list[Row]:
         have = [p for p in processes if kind in p.costs]
         gain = interval(have, lambda s, k=kind: s.gain_of_event(k))  # type: ignore
         found.append((kind, gain))
-    kept = [Row(name, gain) for name, gain in found if gain is not None]
+    kept = [
+        Row(name, gain, _label(name, results))
+        for name, gain in found
+        if gain is not None
+    ]
     return sorted(kept, key=lambda row: -row.gain.gain)
+
+
+def _label(name: str, results: list[Result]) -> str:
+    if not name.startswith("statement "):
+        return name
+    known = _statement(name, results)
+    return f"without line {known['line']}: {known['text'][:40]}"
 
 
 def _known_as_events(results: list[Result]) -> set[str]:

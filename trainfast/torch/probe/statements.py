@@ -19,8 +19,9 @@ _MOST = 4  # statements that are skipped, the most expensive ones
 _TRANSPARENT = (ast.If, ast.With, ast.AsyncWith, ast.Try)
 # A call that logs, by the names that people give such functions and objects.
 _LOGGING = re.compile(
-    r"(?:\w+\.)*(?:\w+_)?(?:log|logs|logger|logging|print|plot|report|writer|wandb|plt|"
-    r"histogram|track|tracker|savefig|display|summary|progress|pbar)(?:_\w+)?(?:\.\w+)?\("
+    r"(?:\w+\.)*(?:\w+_)?(?:log|logs|logger|logging|print|plot|plt|report|writer|wandb|"
+    r"histogram|track|tracker|savefig|display|summary|progress|pbar)"
+    r"(?:_\w+)?(?:\.\w+)?\("
 )
 _Block = (
     ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.If | ast.Try
