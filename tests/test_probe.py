@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_probe_sandbox import snapshot
 
-from tests.test_probe_sandbox import snapshot
 from trainfast.cli import main
 from trainfast.probe import run
 from trainfast.probe.diagnosis import diagnose
