@@ -161,8 +161,18 @@ def test_switch_that_breaks_the_script_is_listed(script):
 
 
 def test_command_line_without_a_script_says_what_it_needs(capsys):
-    assert main(["diagnose"]) == main(["diagnose", "train.py"]) == 2
-    assert "pass --probe and a training script" in capsys.readouterr().err
+    for words in ([], ["train.py"], ["--probe"]):
+        with pytest.raises(SystemExit) as end:
+            main(["diagnose", *words])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("usage: ")
+        assert error.endswith("error: pass --probe and a training script\n")
+
+
+def test_script_that_cannot_be_probed_is_a_problem(tmp_path, capsys):
+    assert main(["diagnose", "--probe", str(tmp_path / "missing.py")]) == 1
+    assert "missing.py" in capsys.readouterr().err
 
 
 def test_command_line_prints_json_and_says_by_its_status(script):

@@ -15,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
+    parser.set_defaults(error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     if not (args.probe and args.script):
-        print("trainfast diagnose: pass --probe and a training script", file=sys.stderr)
-        return 2
+        args.error("pass --probe and a training script")
     from trainfast.probe.diagnosis import diagnose
     from trainfast.probe.run import ProbeError
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except (ProbeError, OSError, SyntaxError) as error:
         print(f"trainfast diagnose: {error}", file=sys.stderr)
-        return 2
+        return 1
     finally:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
