@@ -83,7 +83,7 @@ def first(report):
 
 
 def test_slow_data_set_is_found(script):
-    found = first(diagnose(script(item=0.002)))
+    found = first(diagnose(script(item=0.01)))
     assert (found.id, found.exact) == ("data", False)
     assert found.file.endswith("train.py") and found.line == 10
     assert 1.3 < found.low <= found.gain <= found.high
@@ -184,7 +184,7 @@ def test_script_that_cannot_be_probed_is_a_problem(tmp_path, capsys):
 def test_command_line_prints_json_and_says_by_its_status(script):
     command = [sys.executable, "-m", "trainfast", "diagnose", "--probe", "--json"]
     done = subprocess.run(
-        [*command, script(item=0.002)], capture_output=True, text=True
+        [*command, script(item=0.01)], capture_output=True, text=True
     )
     report = json.loads(done.stdout)
     if not report["findings"] and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
