@@ -33,12 +33,15 @@ VERSIONS = ("2.6.0", "2.10.0", "2.12.0@3.13", "2.15.0")
 VERSIONS += ("2.8.0@3.12+numpy==1.26.4+torch_geometric==2.6.1+transformers==4.53.0",)
 NEEDED = ("expecttest", "hypothesis", "ml_dtypes", "packaging", "pytest", "setuptools")
 NEEDED += ("pytest-timeout", "pytest-xdist", "torch_geometric==2.8.1", "tqdm")
+MODELS = ("torch/test_huggingface", "torch/test_huggingface_models")
 # Tests of this source tree and of its build, which no version of torch changes, and
 # scripts whose other packages each need a torch of their own.
-NOT_HERE = ("source", "packaging", "wheel", "ci", "simt", "clients", "lightning")
-NOT_HERE += ("accelerate", "huggingface", "huggingface_models", "docs", "example")
-NOT_HERE += ("example_graphs", "example_resume", "graph_lightning", "notebook")
-NOT_HERE += ("output_hashes",)
+NOT_HERE = ("project/test_source", "project/test_packaging", "project/test_wheel")
+NOT_HERE += ("project/test_ci", "project/test_docs", "simt/test_runner", *MODELS)
+NOT_HERE += ("patching/test_clients", "torch/test_lightning", "torch/test_accelerate")
+NOT_HERE += ("graph_cache/test_lightning", "core/test_output_hashes")
+NOT_HERE += ("examples/test_char_transformer", "examples/test_graph_syntax_trees")
+NOT_HERE += ("examples/test_amp_resume", "examples/test_quickstart")
 # Reasons for skips that come from the machine.
 OF_THE_CPU = re.compile("avx-?512", re.IGNORECASE)
 
@@ -150,9 +153,9 @@ def run(entry, wheel, tree, commit):
         print(f"torch {entry}: installed in {time.monotonic() - begin:.0f} s")
         with_models = any(name_of(text) == "transformers" for text in needed)
         ignored = [
-            f"--ignore=tests/test_{name}.py"
+            f"--ignore=tests/{name}.py"
             for name in NOT_HERE
-            if not (with_models and name.startswith("huggingface"))
+            if not (with_models and name in MODELS)
         ]
         command = [env / "bin" / "python", "-m", "pytest", "--quick", *ignored]
         command += [

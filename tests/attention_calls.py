@@ -2,10 +2,10 @@
 reference's, and how far apart they may be."""
 
 import numpy as np
-import reference_attention
-from arrays import DTYPES
 
 import trainfast
+from tests import reference_attention
+from tests.arrays import DTYPES
 from trainfast import _core
 
 # Half a unit in the last place, relative.

@@ -1,7 +1,8 @@
 """A value of each option of attention, and designs of which options go together."""
 
 import numpy as np
-from arrays import DTYPES
+
+from tests.arrays import DTYPES
 
 
 def option_values(rng, batch=2, heads=4, n_q=33, n_k=49):

@@ -145,7 +145,7 @@ def fresh_stats():
 @pytest.fixture(scope="module")
 def simt():
     """The SIMT library by itself, through ctypes."""
-    from simt_library import Simt
+    from tests.simt_library import Simt
 
     if REASONS["simt"]:
         pytest.skip(REASONS["simt"])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 DLPACK_CUDA = 2
 
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
@@ -56,9 +56,10 @@ def run(code, library=None, **environment):
     and its errors. It finds the names of this module and the tests' others."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TRAINFAST_")}
     env["TRAINFAST_CUDA_LIBRARY"] = str(library or os.environ["TRAINFAST_SIMT_LIBRARY"])
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
+    found = env.get("PYTHONPATH", "").split(os.pathsep)
+    env["PYTHONPATH"] = os.pathsep.join([*filter(None, found), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", "from fake_device import *\n" + code],
+        [sys.executable, "-c", "from tests.fake_device import *\n" + code],
         env={**env, **environment},
         capture_output=True,
         text=True,

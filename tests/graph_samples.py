@@ -11,7 +11,7 @@ import numpy as np
 from trainfast import _core
 from trainfast.graph_cache import Schema, build
 
-TESTS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def graph(n, seed=0):
@@ -65,4 +65,4 @@ def run_python(code, **options):
 
 
 def environment():
-    return os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    return os.environ | {"PYTHONPATH": str(ROOT)}

@@ -34,12 +34,12 @@ planted_fault(void)
 # The tests of a capability: files, and what -k selects in them.
 TESTS = {
     "AdamW": (
-        ["test_adamw_numpy_options.py", "test_torch_options.py"],
+        ["numpy/test_adamw.py", "torch/optim/test_options.py"],
         "every_pair or options_agree_with_float64",
     ),
-    "AMP": (["test_amp.py"], "one_bad_element"),
+    "AMP": (["core/test_amp.py"], "one_bad_element"),
     "attention": (
-        ["test_attention.py", "test_attention_fuzz.py"],
+        ["core/attention/test_attention.py", "core/attention/test_fuzz.py"],
         "every_pair or many_options",
     ),
 }

@@ -4,7 +4,8 @@ and what its CUDA runtime counts."""
 import ctypes
 
 import numpy as np
-from arrays import DTYPES
+
+from tests.arrays import DTYPES
 
 ABI = 8  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype

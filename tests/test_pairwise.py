@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from pairwise import pairwise
+
+from tests.pairwise import pairwise
 
 # How many values each factor has, and how many cases a design may have. The product of
 # the two largest numbers is a lower bound.

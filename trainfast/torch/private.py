@@ -3,7 +3,7 @@
 All of these names exist in torch 2.6 to 2.15 unless a comment says otherwise. What
 happens where a later torch removes one stands beside it: a public function takes its
 place, or the capability that needs it, and no other, stops with a sentence.
-`private_names_of_torch` in tests/test_source.py keeps them here.
+`private_names_of_torch` in tests/project/test_source.py keeps them here.
 """
 
 import inspect

@@ -1,0 +1,193 @@
+"""The probe on whole scripts, whose faults sleep: a busy machine cannot hide them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.probe.test_sandbox import snapshot
+from trainfast.cli import main
+from trainfast.probe import run
+from trainfast.probe.diagnosis import diagnose
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not run.has_sandbox(), reason="no unprivileged user namespaces here"
+    ),
+]
+
+SCRIPT = """\
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        time.sleep({item})
+        return torch.ones(4), i % 2
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep({step} * len(x) / 8)
+        return super().forward(x)
+
+
+model = Model(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+os.makedirs("out", exist_ok=True)
+for epoch in range({epochs}):
+    for x, y in DataLoader(Rows(), batch_size=8):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        {statement}
+    {epoch_end}
+"""
+LINE_OF_STATEMENT = 29
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Writes a script of this text and returns its path."""
+    monkeypatch.setattr(run, "SECONDS", 3.0)
+
+    def write(item=0, step=0.004, statement="pass", epoch_end="pass", epochs=1000):
+        text = SCRIPT.format(
+            item=item,
+            step=step,
+            statement=statement,
+            epoch_end=epoch_end,
+            epochs=epochs,
+        )
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def first(report):
+    if not report.findings and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+        pytest.skip("other programs use this machine: the probe is not sure")
+    assert report.findings, report
+    return report.findings[0]
+
+
+def test_slow_data_set_is_found(script):
+    found = first(diagnose(script(item=0.01)))
+    assert (found.id, found.exact) == ("data", False)
+    assert found.file.endswith("train.py") and found.line == 10
+    assert 1.3 < found.low <= found.gain <= found.high
+
+
+def test_slow_statement_is_found_with_its_line(script):
+    found = first(diagnose(script(statement="time.sleep(0.02)")))
+    assert (found.id, found.line) == ("statement", LINE_OF_STATEMENT)
+    assert found.low > 1.3
+
+
+def test_rare_statement_is_found_by_its_frequency(script):
+    found = first(diagnose(script(epoch_end="time.sleep(0.2)")))
+    assert (found.id, found.line) == ("statement", LINE_OF_STATEMENT + 1)
+    assert found.low > 1.3
+
+
+def test_saving_is_found_and_nothing_is_saved(script, tmp_path):
+    save = "time.sleep(0.01) or torch.save(model.state_dict(), 'out/model.pt')"
+    path = script(statement=f"(lambda: {save})()")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.pt").write_bytes(b"weights of a week")
+    before = snapshot(tmp_path)
+    first(diagnose(path))
+    assert snapshot(tmp_path) == before
+
+
+def test_clean_script_has_no_finding(script):
+    found = diagnose(script(step=0.01)).findings
+    if found and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+        pytest.skip("other programs use this machine: the probe is not sure")
+    assert found == []
+
+
+def test_script_that_ends_soon_runs_again(script):
+    result = run.child(script(epochs=2), seconds=2.0)
+    assert sum(whole for _, _, whole in result["runs"]) >= 3
+    assert len(result["blocks"]) >= 6
+
+
+def test_error_of_the_script_is_shown_as_python_shows_it(script):
+    with pytest.raises(run.ProbeError) as caught:
+        diagnose(script(statement="x[100]"))
+    text = str(caught.value)
+    assert f'train.py", line {LINE_OF_STATEMENT}, in <module>' in text
+    assert text.endswith(
+        "IndexError: index 100 is out of bounds for dimension 0 with size 8"
+    )
+    assert "trainfast/torch/probe/child.py" not in text
+
+
+def test_script_that_does_not_train_is_named(tmp_path):
+    path = tmp_path / "hello.py"
+    path.write_text("print('hello')\n")
+    with pytest.raises(run.ProbeError, match="ended without an optimizer step"):
+        diagnose(str(path))
+
+
+def test_neither_bare_except_nor_finally_breaks_the_probe(tmp_path, script):
+    head, _, loop = Path(script()).read_text().partition("for epoch")
+    lines = "\n".join("        " + line for line in f"for epoch{loop}".splitlines())
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"{head}while True:\n    try:\n{lines}\n    except:\n        pass\n"
+        "    finally:\n        time.sleep(100)\n"
+    )
+    result = run.child(str(path), seconds=2.0)
+    assert result["blocks"] and result["seconds"] < 60
+
+
+def test_switch_that_breaks_the_script_is_listed(script):
+    """A script that is not content with batches that it has seen."""
+    check = "seen.append(x.sum().item()) or 1 / (len(set(seen[-9:])) > 8)"
+    path = Path(script(item=0.002, statement=check))
+    text = path.read_text().replace("torch.ones(4)", "torch.rand(4)")
+    path.write_text(text.replace("model = ", "seen = list(range(-9, 0))\nmodel = "))
+    result = run.child(str(path), seconds=2.0)
+    assert "ZeroDivisionError" in result["failed"]["data"]
+    assert "data" not in {name for _, name, _, _ in result["blocks"]}
+    assert len(result["blocks"]) >= 6
+
+
+def test_command_line_without_a_script_says_what_it_needs(capsys):
+    for words in ([], ["train.py"], ["--probe"]):
+        with pytest.raises(SystemExit) as end:
+            main(["diagnose", *words])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("usage: ")
+        assert error.endswith("error: pass --probe and a training script\n")
+
+
+def test_script_that_cannot_be_probed_is_a_problem(tmp_path, capsys):
+    assert main(["diagnose", "--probe", str(tmp_path / "missing.py")]) == 1
+    assert "missing.py" in capsys.readouterr().err
+
+
+def test_command_line_prints_json_and_says_by_its_status(script):
+    command = [sys.executable, "-m", "trainfast", "diagnose", "--probe", "--json"]
+    done = subprocess.run([*command, script(item=0.01)], capture_output=True, text=True)
+    report = json.loads(done.stdout)
+    if not report["findings"] and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+        pytest.skip("other programs use this machine: the probe is not sure")
+    assert done.returncode == 1, done.stderr
+    assert report["findings"][0]["id"] == "data"
+    keys = {"id", "file", "line", "gain", "low", "high", "exact", "fix"}
+    assert keys <= set(report["findings"][0])

@@ -1,0 +1,188 @@
+"""The README and the pages in docs/: every Python snippet runs, shell lines name what
+exists, links and paths lead somewhere, and the site builds."""
+
+import argparse
+import functools
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import table
+from trainfast.tools import cache as cache_tool
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+# Pages for owners, whose code is not for users to run.
+OWNERS = ("docs/design/", "docs/graph_cache_format.md")
+OPTIONAL = ("lightning", "torch_geometric", "transformers")
+IMPORT = r"^(?:from|import) {}\b"
+
+
+def blocks(language):
+    """(page, code) of all code blocks in the language on the pages for users."""
+    return [
+        pytest.param(code, id=f"{name}: {code.strip().splitlines()[-1][:40]}")
+        for page, name in zip(PAGES, NAMES)
+        if not name.startswith(OWNERS)
+        for code in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+    ]
+
+
+SNIPPETS = blocks("python")
+SHELL = [code for block in blocks("sh") for code in block.values]
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) >= 15 and len(SHELL) >= 5
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippet_runs(code, tmp_path):
+    for package in OPTIONAL:
+        if re.search(IMPORT.format(package), code, re.M) and not find_spec(package):
+            pytest.skip(f"needs {package}")
+    done = subprocess.run(
+        [sys.executable, "-W", "error::SyntaxWarning", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|\n").split("|")]
+
+
+def unfounded(readme, results):
+    """The rows of the README's numbers that are in no row of the benchmarks' tables."""
+    rows = [cells(line) for line in results.splitlines() if line.startswith("| ")]
+    numbers = readme.split("\n## Numbers\n")[1].split("\n## ")[0]
+    claims = [cells(line) for line in numbers.splitlines() if line.startswith("| ")]
+    return [
+        claim
+        for claim in claims[1:]
+        if not any(
+            row[:2] == claim[1:3]
+            and claim[3] in row
+            and any(cell.startswith(f"{claim[4]} (") for cell in row)
+            for row in rows
+        )
+    ]
+
+
+def test_numbers_of_the_readme_are_in_the_results():
+    results = table.tables(sorted(table.RESULTS.glob("*.json")))
+    assert unfounded((ROOT / "README.md").read_text(), results) == []
+
+
+def test_number_that_is_in_no_result_is_found():
+    head = "\n## Numbers\n\n| what | case | ours | rival | ratio |\n|---|---|\n"
+    rows = ("A | a | 1 ms | torch 2 ms | 2.0", "A | a | 1 ms | torch 2 ms | 3.0")
+    readme = head + "".join(f"| {row} |\n" for row in rows)
+    results = "| a | 1 ms | - | torch 2 ms | 2.0 (1.9-2.1) |\n"
+    assert unfounded(readme, results) == [cells(rows[1])]
+
+
+@functools.cache
+def pip_options():
+    command = [sys.executable, "-m", "pip", "install", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def verb(words):
+    """A verb, and the verb inside `cache`."""
+    return words if words[0] == "cache" else words[:1]
+
+
+@pytest.mark.parametrize(
+    "line", dict.fromkeys(x for block in SHELL for x in block.splitlines() if x.strip())
+)
+def test_shell_line_names_what_exists(line):
+    makefile = (ROOT / "Makefile").read_text()
+    for command in line.split("#")[0].split("&&"):
+        words = re.sub(r"^(\w+=\S+ )+", "", command.strip()).split()
+        if words[0] == "trainfast":  # the installed command is the module
+            words = ["python", "-m", *words]
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.M)
+        elif words[:2] == ["pip", "install"]:
+            for option in (word for word in words if word.startswith("-")):
+                assert option in pip_options()
+        else:
+            assert words[:2] == ["python", "-m"]
+            if words[2] == "trainfast":
+                done = subprocess.run(
+                    [sys.executable, "-m", "trainfast", *verb(words[3:5]), "--help"],
+                    capture_output=True,
+                )
+                assert done.returncode == 0
+            else:
+                module = ROOT / words[2].replace(".", "/")
+                assert (
+                    module.with_suffix(".py").exists()
+                    or (module / "__main__.py").exists()
+                )
+
+
+def test_shell_lines_of_the_cache_parse_and_name_the_cache():
+    parser = argparse.ArgumentParser()
+    cache_tool.add_arguments(parser)
+    paths = set()
+    for line in "".join(SHELL).splitlines():
+        if line.startswith("trainfast cache "):
+            paths.add(parser.parse_args(line.split("#")[0].split()[2:]).path)
+    assert paths == {"my.cache"}
+
+
+def missing_paths(page):
+    """Paths in backticks, links and anchors of a page that name nothing in the tree."""
+    text = page.read_text()
+    paths = re.findall(r"`((?:\.?\w+/)+[\w.*]*)`", text)
+    links = re.findall(r"\]\((?!http)([^)]+)\)", text)
+    gone = [path for path in paths if not list(ROOT.glob(path.rstrip("/")))]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        heads = (
+            re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            if target.exists()
+            else []
+        )
+        if not target.exists() or anchor not in ("", *(slug(head) for head in heads)):
+            gone.append(link)
+    return gone
+
+
+def slug(head):
+    return re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_page_names_files_that_exist(page):
+    assert missing_paths(page) == []
+
+
+def test_missing_file_and_link_in_a_page_are_found(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# A b\n`csrc/tfast.h` `csrc/no.h` [x](b.md) [y](#a-b) [z](#c)\n")
+    assert missing_paths(page) == ["csrc/no.h", "b.md", "#c"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("mkdocs"), reason="needs mkdocs: `make docs`")
+def test_site_builds(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()

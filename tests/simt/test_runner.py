@@ -1,0 +1,318 @@
+"""The SIMT runner runs what is right and finds what it promises to find: in kernels
+made for that and in the library's own, which pass under every check as they are."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # a run waits for its program to be built
+]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def module(name):
+    path = HERE / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"simt_{name}", path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+build, faults = module("build"), module("faults")
+
+# ---- Programs ------------------------------------------------------------------------
+
+LOCKS = defaultdict(Lock)  # of a program while it is built
+
+
+def program(name, mode, planted=False):
+    """One of tests/simt with the kernels, if it calls them: as they are, or planted.
+    Under a sanitizer they are always planted, which saves a build of minutes: a fault
+    that is off is a branch beside what is tested."""
+    planted = name.endswith("_harness.cpp") and (planted or mode != "plain")
+    with LOCKS[name, mode, planted]:
+        return build_program(name, mode, planted)
+
+
+@cache
+def build_program(name, mode, planted):
+    sources = [build.HERE / name]
+    if planted:
+        sources += plant()
+    elif name.endswith("_harness.cpp"):
+        sources += build.kernels()
+    suffix = "_planted" if planted else ""
+    try:
+        target = build.BUILT / f"{Path(name).stem}_{mode}{suffix}"
+        return build.program(mode, sources, target)
+    except build.NoCompiler as reason:
+        pytest.skip(str(reason))
+
+
+def plant():
+    with LOCKS["planted"]:
+        return faults.plant(build.BUILT / "planted")
+
+
+def execute(exe, *words, fault=0):
+    """Runs a program; its exit status and what it wrote to stderr."""
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LD_", "TRAINFAST"))
+    }
+    env["ASAN_OPTIONS"] = "detect_leaks=0"
+    env["TSAN_OPTIONS"] = "halt_on_error=1:atexit_sleep_ms=0"
+    env["TRAINFAST_SIMT_FAULT"] = str(fault)
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    # ThreadSanitizer cannot place its shadow under every randomised layout.
+    for prefix in [[], fixed]:
+        command = [*prefix, exe, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if "unexpected memory mapping" not in done.stderr:
+            return done.returncode, done.stderr
+    pytest.skip("ThreadSanitizer cannot run here: " + done.stderr.strip())
+
+
+class Run(NamedTuple):
+    """A harness with the kernels as they are, or with a fault."""
+
+    harness: str
+    mode: str
+    seed: int
+    amount: int
+    fault: str = ""
+    planted: bool = False
+
+    def outcome(self):
+        planted = self.planted or bool(self.fault)
+        exe = program(f"{self.harness}_harness.cpp", self.mode, planted)
+        number = faults.number_of(self.fault) if self.fault else 0
+        return execute(exe, self.seed, self.amount, fault=number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outcomes(request):
+    """Of all chosen runs, to come: they keep every core busy from the start."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    runs = [spec.params["run"] for spec in chosen if spec and "run" in spec.params]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    yield {run: pool.submit(run.outcome) for run in dict.fromkeys(runs)}
+    pool.shutdown(cancel_futures=True)
+
+
+def test_object_that_programs_share_is_compiled_once(tmp_path):
+    # Nothing of the module is replaced: its other programs are being built meanwhile.
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit\necho compiled >>"$0.log"\n'
+        "sleep 0.1 # the other threads come to the same question\n"
+        'for last; do :; done\n>"$last"\n'
+    )
+    compiler.chmod(0o755)
+    source = build.HERE / "selftest.cu"
+    with ThreadPoolExecutor(4) as pool:
+        made = [
+            pool.submit(build._compile, [compiler], source, tmp_path) for _ in range(4)
+        ]
+        found = {future.result() for future in made}
+    assert [path.exists() for path in found] == [True]
+    assert (tmp_path / "compiler.log").read_text() == "compiled\n"
+
+
+# ---- The runner ----------------------------------------------------------------------
+
+MODES = list(build.MODES)
+SEEDS = {mode: range(2 if mode == "thread" else 4) for mode in MODES}  # 1 s each
+RACE, BOUNDS = "data race", "heap-buffer-overflow"
+BARRIER = "__syncthreads after a thread left|a thread left while the others wait"
+# What each check must say of a planted fault; where it says nothing the fault may pass.
+FAULTS = {
+    "missing_barrier": {"thread": RACE},
+    "missing_syncwarp": {"thread": RACE},
+    "missing_fence_before": {"thread": RACE},
+    "missing_fence_after": {"thread": RACE},
+    "colliding_blocks": {"thread": RACE},
+    "past_shared": {"address": BOUNDS},
+    "misaligned": {"address": "misaligned address"},
+    "unasked_shared": dict.fromkeys(MODES, "attribute does not allow"),
+    "uneven_barrier": dict.fromkeys(MODES, BARRIER),
+    "absent_lanes": dict.fromkeys(MODES, "deadlock"),
+    "diverged_warp": dict.fromkeys(MODES, "a warp diverged"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["works", "both_fences", "waited_read"])
+def test_runner_runs_what_is_right(case, mode):
+    for seed in SEEDS[mode]:
+        assert execute(program("selftest.cu", mode), case, seed) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "case, mode", [(case, mode) for case, modes in FAULTS.items() for mode in modes]
+)
+def test_runner_sees_a_planted_fault(case, mode):
+    for seed in SEEDS[mode]:
+        status, said = execute(program("selftest.cu", mode), case, seed)
+        assert status != 0
+        assert any(words in said for words in FAULTS[case][mode].split("|")), said
+
+
+@pytest.mark.parametrize("case", ["missing_barrier", "missing_syncwarp"])
+def test_shuffled_order_breaks_what_launch_order_hides(case):
+    exe = program("selftest.cu", "plain")
+    assert execute(exe, case, 0)[0] == 0
+    assert any(execute(exe, case, seed)[0] == 1 for seed in range(1, 9))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["unwritten_shared", "early_read"])
+def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
+    assert execute(program("selftest.cu", mode), case, 0)[0] == 1
+
+
+# ---- The library's kernels under the sanitizers --------------------------------------
+
+# The largest tensor's elements, or attention's problems: as many as take seconds.
+AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 30}
+FEW = {"adamw": 5000, "amp": 600, "attention": 8}  # under ThreadSanitizer
+FAULTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 240}
+
+
+def runs(names_and_runs):
+    return pytest.mark.parametrize(
+        "run", [pytest.param(run, id=name) for name, run in names_and_runs.items()]
+    )
+
+
+@runs(
+    {f"{name} address": Run(name, "address", 1, n) for name, n in AMOUNTS.items()}
+    | {f"{name} thread": Run(name, "thread", 1, n) for name, n in FEW.items()}
+)
+def test_kernel_is_right_and_clean_under(run, outcomes):
+    assert outcomes[run].result() == (0, "")
+
+
+@runs(
+    {
+        f"{name} {seed}": Run(name, "plain", seed, n)
+        for name, n in AMOUNTS.items()
+        for seed in range(4)
+    }
+)
+def test_kernel_is_right_in_any_order(run, outcomes):
+    assert outcomes[run].result() == (0, "")
+
+
+@runs(
+    {
+        name: Run(fault.harness, fault.mode, 1, FAULTS_NEED[fault.harness], name)
+        for name, fault in faults.FAULTS.items()
+    }
+)
+def test_planted_fault_in_a_kernel_is_seen(run, outcomes):
+    status, said = outcomes[run].result()
+    assert status != 0
+    assert re.search(faults.FAULTS[run.fault].words, said), said
+
+
+@runs({name: Run(name, "plain", 1, n, planted=True) for name, n in FAULTS_NEED.items()})
+def test_faults_that_are_off_change_nothing(run, outcomes):
+    assert outcomes[run].result() == (0, "")
+
+
+# ---- Shared memory -------------------------------------------------------------------
+
+# Of 8 lanes that store a row of 96 dims, half lie in the next panel's same banks.
+STORES = {96: 5 / 3}
+
+
+def test_tiles_lie_in_all_banks():
+    done = subprocess.run(
+        [program("layouts.cu", "plain")], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    pattern = r"dims (\d+), (.*): stores (\d+) of (\d+), matrices (\d+) of (\d+)\n"
+    lines = re.findall(pattern, done.stdout)
+    assert {int(dims) for dims, *_ in lines} >= {32, 64, 96, 128, 192, 256}
+    for dims, layout, *counts in lines:
+        stores, least_stores, matrices, least_matrices = map(int, counts)
+        assert stores == least_stores * STORES.get(int(dims), 1), (dims, layout)
+        assert matrices == least_matrices, (dims, layout)
+
+
+# ---- The instructions ----------------------------------------------------------------
+
+
+def test_twins_of_ptx_give_the_kept_vectors():
+    kept = (build.HERE / "ptx_vectors.txt").read_text()
+    done = subprocess.run(
+        [program("ptx_vectors.cu", "plain")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, kept)
+
+
+def test_ptx_gives_the_kept_vectors_on_the_gpu(tmp_path):
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if not nvcc or not shutil.which("nvidia-smi"):
+        pytest.skip("needs nvcc and a GPU")
+    found = subprocess.run(query, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"needs a GPU: {found.stdout.strip()}")
+    arch = int(found.stdout.split()[0].replace(".", ""))
+    command = [nvcc, "-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{arch}"]
+    command += [f"-I{ROOT / 'cuda'}", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "vectors"]
+    subprocess.run([*command, build.HERE / "ptx_vectors.cu"], check=True)
+    older = ["older"] if arch < 80 else []
+    done = subprocess.run(
+        [tmp_path / "vectors", *older], capture_output=True, text=True
+    )
+    kept = (build.HERE / "ptx_vectors.txt").read_text().splitlines(keepends=True)
+    right = [line for line in kept if not (older and " arch 80 " in line)]
+    assert (done.returncode, done.stdout) == (0, "".join(right))
+
+
+# ---- What the compiler says of the kernels -------------------------------------------
+
+
+# Those of attention.cu are left out: they hold up to 256 dims in registers, in float64
+# too, and are none of the fast ones. What tiles ask for when they are launched, their
+# sources assert.
+SLOW = re.compile("plain")
+# Dtypes known at run time only: 3 blocks of these lack the registers of one pointer.
+SPILLED = {("mix2", "sm_120"): 8, ("mix3", "sm_120"): 8}
+
+
+def test_kernels_keep_nothing_in_local_memory():
+    """Spilled registers and a stack frame (arrays that the compiler could not keep in
+    registers) are both traffic that no kernel's floor counts. This is what ptxas said
+    when the CUDA part was built, for all of its architectures."""
+    log = ROOT / "build" / "objects" / "cuda.log"
+    if not log.exists():
+        pytest.skip("needs a build with nvcc")
+    pattern = r"entry function '(\w+)' for '(\w+)'[^']*?(\d+) bytes stack frame, "
+    pattern += r"(\d+) bytes[^']*?Used ([^\n]*)"
+    said = log.read_text()
+    found = re.findall(pattern, said)
+    assert len(found) == said.count("Compiling entry function") > 0
+    for kernel, arch, stack, spilled, used in found:
+        if not SLOW.search(kernel):
+            mix = re.search(r"adamw_(mix\d)", kernel)
+            most = SPILLED.get((mix[1], arch), 0) if mix else 0
+            assert max(int(stack), int(spilled)) <= most, f"{kernel} for {arch}"
+            shared = re.search(r"(\d+) bytes smem", used)
+            assert shared is None or int(shared[1]) <= 48 << 10, f"{kernel} for {arch}"
