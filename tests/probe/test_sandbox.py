@@ -11,9 +11,14 @@ import pytest
 
 from trainfast.probe import run, sandbox
 
-needs_sandbox = pytest.mark.skipif(
-    not run.has_sandbox(), reason="no unprivileged user namespaces here"
-)
+KINDS = {"namespaces": run.NAMESPACES, "system calls": run.SYSTEM_CALLS}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    if not run.has(KINDS[request.param]):
+        pytest.skip(f"no sandbox by {request.param} here")
+    return KINDS[request.param]
 
 
 def snapshot(folder):
@@ -27,9 +32,8 @@ def snapshot(folder):
     return found
 
 
-def in_sandbox(code, stage, *arguments, cwd=None):
-    command = [sys.executable, sandbox.__file__, str(stage)]
-    command += [sys.executable, "-c", code, *map(str, arguments)]
+def in_sandbox(kind, code, stage, *arguments, cwd=None):
+    command = [*kind, str(stage), sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
@@ -50,15 +54,90 @@ def output(tmp_path):
     return folder
 
 
-HARM = {
-    "rmtree": "shutil.rmtree(folder); os.makedirs(folder, exist_ok=False)",
-    "overwrite": "open(f'{folder}/step1.pt', 'wb').write(b'new')",
-    "append": "open(f'{folder}/log.txt', 'a').write('step 2')",
-    "rename": "os.replace(f'{folder}/step1.pt', f'{folder}/step2.pt')",
-    "chmod": "os.chmod(f'{folder}/step1.pt', 0)",
-    "times": "os.utime(f'{folder}/step1.pt', (0, 0))",
-    "sqlite": "sqlite3.connect(f'{folder}/runs.db').execute('create table t (x)')",
-    "another program": "subprocess.run(['rm', '-r', folder], check=True)",
+HARM = {  # what a script does, and then sees
+    "rmtree": (
+        "shutil.rmtree(folder); assert not os.path.exists(folder); "
+        "os.makedirs(folder, exist_ok=False); assert os.listdir(folder) == []"
+    ),
+    "overwrite": (
+        "open(f'{folder}/step1.pt', 'wb').write(b'new'); "
+        "assert open(f'{folder}/step1.pt').read() == 'new'"
+    ),
+    "append": (
+        "open(f'{folder}/log.txt', 'a').write('step 2'); "
+        "assert open(f'{folder}/log.txt').read() == 'step 1\\nstep 2'"
+    ),
+    "rename": (
+        "os.replace(f'{folder}/step1.pt', f'{folder}/step2.pt'); "
+        "assert sorted(os.listdir(folder)) == ['log.txt', 'step2.pt']; "
+        "assert open(f'{folder}/step2.pt', 'rb').read() == bytes([1]) * 1000"
+    ),
+    "move a folder": (
+        "shutil.move(folder, folder + '.old'); assert not os.path.exists(folder); "
+        "assert len(os.listdir(folder + '.old')) == 3"
+    ),
+    "chmod": (
+        "os.chmod(f'{folder}/step1.pt', 0); "
+        "assert os.stat(f'{folder}/step1.pt').st_mode & 0o777 == 0; "
+        "assert os.path.getsize(f'{folder}/step1.pt') == 1000"
+    ),
+    "times": (
+        "os.utime(f'{folder}/step1.pt', (0, 0)); "
+        "assert os.path.getmtime(f'{folder}/step1.pt') == 0"
+    ),
+    "truncate": (
+        "os.truncate(f'{folder}/step1.pt', 10); "
+        "assert os.path.getsize(f'{folder}/step1.pt') == 10"
+    ),
+    "hard link": (
+        "os.link(f'{folder}/step1.pt', f'{folder}/best.pt'); "
+        "open(f'{folder}/best.pt', 'r+b').write(b'new'); "
+        "assert open(f'{folder}/step1.pt', 'rb').read(4) == b'new\\x01'"
+    ),
+    "a new current folder": (
+        "os.makedirs('outputs/1'); os.chdir('outputs/1'); open('x', 'w').write('x'); "
+        "assert os.getcwd() == f'{folder}/outputs/1'; assert os.listdir() == ['x']; "
+        "assert subprocess.check_output(['cat', 'x']) == b'x'; "
+        "os.chdir('../..'); assert os.getcwd() == folder; "
+        "assert os.listdir('outputs/1') == ['x']"
+    ),
+    "relative to a descriptor": (
+        "at = os.open(folder, os.O_RDONLY); os.mkdir('sub', dir_fd=at); "
+        "os.unlink('log.txt', dir_fd=at); "
+        "assert sorted(os.listdir(folder)) == ['step1.pt', 'step2.pt', 'sub']"
+    ),
+    "map a file": (
+        "import mmap; file = open(f'{folder}/step1.pt', 'r+b'); "
+        "mmap.mmap(file.fileno(), 0)[:3] = b'new'; "
+        "assert open(f'{folder}/step1.pt', 'rb').read(3) == b'new'"
+    ),
+    "temporary files": (
+        "import tempfile; open(f'{tempfile.mkdtemp()}/x', 'w').write('x'); "
+        "open('/tmp/trainfast-test', 'w').write('x'); os.remove('/tmp/trainfast-test')"
+    ),
+    "errors are the usual ones": (
+        "import contextlib\n"
+        "for kind, call in ((FileExistsError, lambda: os.mkdir(folder)), "
+        "(FileExistsError, lambda: open(f'{folder}/log.txt', 'x')), "
+        "(FileNotFoundError, lambda: os.remove(f'{folder}/none')), "
+        "(FileNotFoundError, lambda: open(f'{folder}/none/x', 'w')), "
+        "(OSError, lambda: os.rmdir(folder)), "
+        "(IsADirectoryError, lambda: open(folder, 'w'))):\n"
+        "    try: call()\n"
+        "    except kind: continue\n"
+        "    raise AssertionError(kind)\n"
+    ),
+    "sqlite": (
+        "base = sqlite3.connect(f'{folder}/runs.db'); "
+        "base.execute('create table t (x)'); "
+        "base.execute('insert into t values (3)'); base.commit(); base.close(); "
+        "base = sqlite3.connect(f'{folder}/runs.db'); "
+        "assert base.execute('select x from t').fetchall() == [(3,)]"
+    ),
+    "another program": (
+        "subprocess.run(['rm', '-r', folder], check=True); "
+        "assert not os.path.exists(folder)"
+    ),
     "resume from the newest": (
         "newest = max(glob.glob(f'{folder}/*.pt')); text = open(newest, 'rb').read(); "
         "assert text == bytes([2]) * 1000; open(newest, 'wb').write(text + b'x'); "
@@ -77,19 +156,39 @@ HARM = {
 }
 
 
-@needs_sandbox
 @pytest.mark.parametrize("harm", HARM)
-def test_nothing_outside_of_the_sandbox_changes(harm, stage, output):
+def test_nothing_outside_of_the_sandbox_changes(kind, harm, stage, output):
     if harm == "safetensors":
         pytest.importorskip("safetensors")
     code = "import glob, os, shutil, sqlite3, subprocess, sys; folder = sys.argv[1]\n"
-    before = snapshot(output.parent.parent)
-    done = in_sandbox(code + HARM[harm], stage, output, cwd=output)
+    before = snapshot(output.parent)
+    done = in_sandbox(kind, code + HARM[harm], stage, output, cwd=output)
     assert done.returncode == 0, done.stderr
-    assert snapshot(output.parent.parent) == before
+    assert snapshot(output.parent) == before
 
 
-@needs_sandbox
+@pytest.mark.parametrize("seed", range(8))
+def test_files_behave_as_without_the_sandbox(kind, seed, stage, tmp_path):
+    """A random history of operations has the same results, errors and final tree."""
+    program = Path(__file__).with_name("file_operations.py")
+    folder, copy = tmp_path / "1" / "tree", tmp_path / "2" / "tree"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "c").write_text("one")
+    (folder / "b").write_text("two")
+    (folder / "c").symlink_to("a")
+    shutil.copytree(folder, copy, symlinks=True)
+    before = snapshot(folder)
+    command = [sys.executable, str(program), str(seed), "400"]
+    expected = subprocess.run(
+        command, cwd=copy, capture_output=True, text=True, check=True
+    )
+    found = subprocess.run(
+        [*kind, str(stage), *command], cwd=folder, capture_output=True, text=True
+    )
+    assert found.stdout.splitlines() == expected.stdout.splitlines(), found.stderr
+    assert snapshot(folder) == before
+
+
 def test_harm_is_done_without_the_sandbox(output):
     """The cases above are no proof if they do nothing."""
     code = "import glob, os, shutil, sqlite3, subprocess, sys; folder = sys.argv[1]\n"
@@ -101,8 +200,7 @@ def test_harm_is_done_without_the_sandbox(output):
         assert snapshot(copy) != before, harm
 
 
-@needs_sandbox
-def test_network_is_the_loopback_alone(stage):
+def test_network_is_the_loopback_alone(kind, stage):
     code = """
 import socket
 server = socket.create_server(("127.0.0.1", 0))
@@ -112,13 +210,12 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    done = in_sandbox(code, stage)
+    done = in_sandbox(kind, code, stage)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Network is unreachable\n"
 
 
-@needs_sandbox
-def test_processes_end_with_the_command(stage):
+def test_processes_end_with_the_command(kind, stage):
     code = """
 import os, time
 if os.fork() == 0:
@@ -128,7 +225,7 @@ if os.fork() == 0:
     os._exit(0)
 print(os.getpid())
 """
-    done = in_sandbox(code, stage, "a-mark-that-no-other-process-has")
+    done = in_sandbox(kind, code, stage, "a-mark-that-no-other-process-has")
     assert done.returncode == 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -139,12 +236,10 @@ print(os.getpid())
         assert own or b"a-mark-that-no-other-process-has" not in words
 
 
-@needs_sandbox
-def test_exit_status_is_that_of_the_command(stage):
-    assert in_sandbox("raise SystemExit(3)", stage).returncode == 3
+def test_exit_status_is_that_of_the_command(kind, stage):
+    assert in_sandbox(kind, "raise SystemExit(3)", stage).returncode == 3
 
 
-@needs_sandbox
 def test_without_namespaces_nothing_is_run(stage, output):
     """Inside of a user namespace that allows none below it."""
     if shutil.which("unshare") is None:

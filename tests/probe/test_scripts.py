@@ -16,7 +16,7 @@ from trainfast.probe.diagnosis import diagnose
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not run.has_sandbox(), reason="no unprivileged user namespaces here"
+        run.best_sandbox() is None, reason="no sandbox works on this machine"
     ),
 ]
 
@@ -101,7 +101,11 @@ def test_rare_statement_is_found_by_its_frequency(script):
     assert found.low > 1.3
 
 
-def test_saving_is_found_and_nothing_is_saved(script, tmp_path):
+@pytest.mark.parametrize("kind", [run.NAMESPACES, run.SYSTEM_CALLS])
+def test_saving_is_found_and_nothing_is_saved(kind, script, tmp_path, monkeypatch):
+    if not run.has(kind):
+        pytest.skip("this sandbox does not work on this machine")
+    monkeypatch.setattr(run, "best_sandbox", lambda: kind)
     save = "time.sleep(0.01) or torch.save(model.state_dict(), 'out/model.pt')"
     path = script(statement=f"(lambda: {save})()")
     (tmp_path / "out").mkdir()
@@ -120,7 +124,7 @@ def test_clean_script_has_no_finding(script):
 
 def test_script_that_ends_soon_runs_again(script):
     result = run.child(script(epochs=2), seconds=2.0)
-    assert sum(whole for _, _, whole in result["runs"]) >= 3
+    assert sum(whole for _, _, whole in result["runs"]) >= 2
     assert len(result["blocks"]) >= 6
 
 

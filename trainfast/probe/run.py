@@ -38,12 +38,22 @@ class ProbeError(RuntimeError):
     """The script could not be probed; the message says why."""
 
 
+# The two sandboxes, the better one first.
+NAMESPACES = (sys.executable, sandbox.__file__)
+SYSTEM_CALLS = (sys.executable, "-m", "trainfast.probe.redirect.supervisor")
+
+
 @cache
-def has_sandbox() -> bool:
-    """Whether this machine gives unprivileged processes namespaces of their own."""
+def has(kind: Sequence[str]) -> bool:
+    """Whether a kind of sandbox works on this machine."""
     with tempfile.TemporaryDirectory() as stage:
-        command = [sys.executable, sandbox.__file__, stage, "/bin/true"]
+        command = [*kind, stage, "/bin/true"]
         return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def best_sandbox() -> Sequence[str] | None:
+    """The command that runs another one without harm; None: there is none here."""
+    return next(filter(has, (NAMESPACES, SYSTEM_CALLS)), None)
 
 
 def child(
@@ -72,8 +82,12 @@ def child(
     Raises:
         ProbeError: the script failed, or has no training loop that torch shows.
     """
-    if not has_sandbox():
-        raise ProbeError("this machine has no user namespaces for a sandbox")
+    kind = best_sandbox()
+    if kind is None:
+        raise ProbeError(
+            "no sandbox here, so the script was not run: it needs user namespaces, or "
+            "Linux 5.9 on x86-64 with seccomp"
+        )
     job = {
         "script": os.path.abspath(script),
         "arguments": list(arguments),
@@ -86,8 +100,7 @@ def child(
     }
     with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
         job["result"] = result.fileno()
-        command = [sys.executable, sandbox.__file__, stage]
-        command += [sys.executable, "-m", "trainfast.torch.probe.child"]
+        command = [*kind, stage, sys.executable, "-m", "trainfast.torch.probe.child"]
         environment = (
             os.environ
             | _QUIET
