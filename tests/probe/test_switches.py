@@ -6,13 +6,27 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainfast.torch.probe import loaders, training
+from trainfast.torch.probe import forward, loaders, training
 from trainfast.torch.probe.hooks import tensors
 from trainfast.torch.probe.loop import Loop
+from trainfast.torch.probe.settings import settings
 
 
 def always(phase):
     return 0.5
+
+
+class Convolutions(torch.nn.Module):
+    """Takes the rows of make_loop()'s batches for images of 2 x 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Conv2d(1, 4, 2, padding=1)
+        self.last = torch.nn.Conv2d(4, 2, 3)
+
+    def forward(self, x):
+        x = x.view(len(x), 1, 2, 2) if x.dim() == 2 else x
+        return self.last(self.inner(x).relu()).flatten(1)
 
 
 class Attention(torch.nn.Module):
@@ -69,7 +83,9 @@ SWITCHES = {
     "fused": training.FusedOptimizer,
     "trainfast": training.TrainfastOptimizer,
     "attention weights": training.NoAttentionWeights,
-    "bfloat16": training.Bfloat16,
+    "bfloat16": lambda: forward.Autocast(torch.bfloat16),
+    "channels-last": forward.ChannelsLast,
+    "compile": forward.Compiled,
     "cached": loaders.CachedBatches,
     "doubled": training.DoubledBatch,
 }
@@ -77,18 +93,21 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_entering_and_leaving_changes_nothing(name):
-    model = None if name != "attention weights" else Attention()
-    loop = make_loop(model)
-    if model is None:
+    models = {"attention weights": Attention, "channels-last": Convolutions}
+    loop = make_loop(models[name]() if name in models else None)
+    if name != "attention weights":
         train(loop)
     switch = SWITCHES[name]()
     assert switch.possible(loop, always)
-    before, forward = state_of(loop), torch.nn.MultiheadAttention.forward
+    before, attend = state_of(loop), torch.nn.MultiheadAttention.forward
+    strides = [p.stride() for p in loop.model.parameters()]
     hooks = len(loop.model._forward_hooks), len(loop.model._forward_pre_hooks)
     switch.enter(loop)
     switch.leave(loop)
     assert equal(state_of(loop), before)
-    assert torch.nn.MultiheadAttention.forward is forward
+    assert torch.nn.MultiheadAttention.forward is attend
+    assert [p.stride() for p in loop.model.parameters()] == strides
+    assert "forward" not in vars(loop.model)
     assert (len(loop.model._forward_hooks), len(loop.model._forward_pre_hooks)) == hooks
 
 
@@ -127,7 +146,7 @@ def test_fused_optimizer_is_not_fused_again():
 def test_float32_trains_and_returns_to_float64():
     loop = make_loop(dtype=torch.float64)
     train(loop)
-    switch = training.Float32()
+    switch = forward.Float32()
     assert switch.possible(loop, always)
     loop.switch = switch
     switch.enter(loop)
@@ -147,12 +166,68 @@ def test_float32_trains_and_returns_to_float64():
     assert torch.get_default_dtype() == torch.float32
     assert {p.dtype for p in loop.model.parameters()} == {torch.float64}
     train(loop)
-    assert not training.Float32().possible(make_loop(), always)
+    assert not forward.Float32().possible(make_loop(), always)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_channels_last_trains_as_without(fused):
+    def optimizer(params, lr):
+        return torch.optim.AdamW(params, lr, fused=fused)
+
+    one = make_loop(Convolutions(), optimizer)
+    other = make_loop(copy.deepcopy(one.model), optimizer)
+    other.batches = one.batches
+    train(one)
+    train(other)
+    other.switch = forward.ChannelsLast()
+    other.switch.enter(other)
+    weight = other.model.last.weight
+    seen = []
+    other.model.inner.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    images = torch.randn(2, 1, 2, 2)
+    other.model(images.expand(2, 1, 2, 2))
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    train(one)
+    train(other)
+    other.switch.leave(other)
+    train(one)
+    train(other)
+    for p, q in zip(one.model.parameters(), other.model.parameters()):
+        torch.testing.assert_close(p, q)
+        assert p.stride() == q.stride()
+
+
+def test_channels_last_is_for_convolutions_over_images():
+    assert not forward.ChannelsLast().possible(make_loop(), always)
+
+
+@pytest.mark.slow
+def test_compiled_forward_computes_the_same_and_its_cost_is_known():
+    loop = make_loop()
+    x = loop.batches[0][0]
+    expected = loop.model(x)
+    loop.switch = forward.Compiled()
+    loop.switch.enter(loop)
+    torch.testing.assert_close(loop.model(x), expected)
+    train(loop)
+    assert loop.once["compile"] > 0.01
+    loop.switch.leave(loop)
+    assert "forward" not in vars(loop.model)
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), "highest"), ((8, 6), "high")])
+def test_tf32_is_for_gpus_that_have_it(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    (setting,) = (s for s in settings() if s.name == "tf32")
+    assert setting.wanted("highest") == dtype
+    assert setting.wanted("medium") == "medium"
 
 
 @pytest.mark.parametrize("name", ["anomaly", "threads", "deterministic"])
 def test_setting_is_offered_only_where_it_costs(name):
-    (setting,) = (s for s in training.settings() if s.name == name)
+    (setting,) = (s for s in settings() if s.name == name)
     loop, before = make_loop(), setting.read()
     slow = 1 if name == "threads" else True
     if name == "threads" and setting.wanted(1) == 1:

@@ -145,8 +145,10 @@ def diagnose(
         more(["dtype"], "float32")
     if deep or not findings(rows(results), results, script):
         more(["data", "batch"], "a doubled batch")
+    if deep or first.get("device", "cpu") != "cpu":
+        more(["bfloat16", "float16"], "half precision")
     if deep:
-        more(["bfloat16"], "bfloat16")
+        more(["compile"], "torch.compile")
     again = _undecided(results)
     if again:
         plain = [n for n in again if not n.startswith("statement ")]

@@ -57,8 +57,21 @@ CURES: dict[str, tuple[str, bool, bool, str]] = {
         "switch torch.use_deterministic_algorithms off",
     ),
     "dtype": ("dtype", EXACT, True, "train in float32 instead of float64"),
+    "tf32": ("tf32", EXACT, True, 'torch.set_float32_matmul_precision("high")'),
+    "cudnn benchmark": (
+        "cudnn-benchmark", EXACT, False, "torch.backends.cudnn.benchmark = True",
+    ),
+    "channels-last": (
+        *("channels-last", EXACT, False),
+        "model.to(memory_format=torch.channels_last), and the same for images",
+    ),
+    "compile": ("compile", EXACT, False, "torch.compile(model){payback}"),
     "bfloat16": (
         "bfloat16", EXACT, True, "torch.autocast(..., dtype=torch.bfloat16)",
+    ),
+    "float16": (
+        *("float16", EXACT, True),
+        "torch.autocast(..., dtype=torch.float16) with trainfast.GradScaler",
     ),
     "batch": (
         *("batch", EXACT, True),
@@ -216,8 +229,20 @@ def _finding(row: Row, results: list[Result], script: str) -> Finding:
     )
     if name == "data" and "file" in dataset and "site-packages" not in dataset["file"]:
         file, line = dataset["file"], dataset["line"]
-    fix = fix.format(dataset=dataset.get("name", "the data set"))
+    payback = _payback(row.gain, results) if row.name == "compile" else ""
+    fix = fix.format(dataset=dataset.get("name", "the data set"), payback=payback)
     return Finding(name, file, line, g.gain, g.low, g.high, exact, changes, fix, how)
+
+
+def _payback(gain: Gain, results: list[Result]) -> str:
+    """After how many steps the compiler's time has been gained."""
+    seconds, step = next(
+        (r["once"]["compile"], r["step_seconds"])
+        for r in results
+        if "compile" in r["once"]
+    )
+    steps = seconds / (step * (1 - 1 / gain.gain)) if gain.gain > 1 else 0
+    return f": it compiles for {seconds:.0f} s, which {steps:.0f} steps pay back"
 
 
 def _lines(phase: str, results: list[Result]) -> list[int]:

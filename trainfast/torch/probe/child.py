@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from trainfast.torch.probe import hooks, loaders, training
+from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
 from trainfast.torch.probe.schedule import Schedule
+from trainfast.torch.probe.settings import settings
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
 from trainfast.torch.probe.switch import Switch
 
@@ -40,10 +41,13 @@ def switches(names: list[str] | None) -> list[Switch]:
         training.NeededGradients(),
         training.TrimmedPadding(),
         training.NoAttentionWeights(),
-        *training.settings(),
-        training.Float32(),
+        forward.ChannelsLast(),
+        *settings(),
+        forward.Float32(),
         training.DoubledBatch(),
-        training.Bfloat16(),
+        forward.Autocast(torch.bfloat16),
+        forward.Autocast(torch.float16),
+        forward.Compiled(),
         *(loaders.Workers(workers) for workers in (0, 1, 2, 4, 8)),
     ]
     if names is None:
@@ -164,6 +168,7 @@ class Child:
             "runs": self.runs,
             "steps": loop.steps,
             "steps_under": loop.steps_under,
+            "once": loop.once,
             "lines": {phase: sorted(lines) for phase, lines in loop.lines.items()},
             "work": sorted(loop.work),
             "stack": loop.stack,

@@ -37,6 +37,7 @@ class Loop:
         lines: lines of the script that lead to a phase, innermost alone.
         work: all lines of the script that lead to the step itself.
         restarts: the steps at which the training loader was iterated anew.
+        once: seconds that a switch takes before its first step, by its name.
     """
 
     def __init__(self, script: str) -> None:
@@ -50,6 +51,7 @@ class Loop:
         self.events: list[tuple[str, float, int]] = []  # phase, seconds, step
         self.steps_under: Counter[str] = Counter()  # optimizer steps by switch
         self.lines: defaultdict[str, set[int]] = defaultdict(set)
+        self.once: dict[str, float] = {}
         self.work: set[int] = set()
         self.stack: list[int] = []  # lines at the first optimizer step, innermost first
         self.restarts: list[int] = []

@@ -1,7 +1,6 @@
 """Switches of what a training step computes."""
 
 import copy
-import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -144,56 +143,6 @@ class NeededGradients(Switch):
         return original(*args, **kwargs)
 
 
-class Setting(Switch):
-    """A setting of torch that costs time, with the value that does not."""
-
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[], Any],
-        write: Callable[[Any], Any],
-        wanted: Callable[[Any], Any],
-    ) -> None:
-        self.name = name
-        self.read = read
-        self.write = write
-        self.wanted = wanted
-
-    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
-        return self.read() != self.wanted(self.read())
-
-    def enter(self, loop: Loop) -> None:
-        self.before = self.read()
-        self.write(self.wanted(self.before))
-
-    def leave(self, loop: Loop) -> None:
-        self.write(self.before)
-
-
-def settings() -> list[Setting]:
-    cores = len(os.sched_getaffinity(0))
-    return [
-        Setting(
-            "anomaly",
-            torch.is_anomaly_enabled,
-            torch.autograd.set_detect_anomaly,
-            lambda now: False,
-        ),
-        Setting(
-            "threads",
-            torch.get_num_threads,
-            torch.set_num_threads,
-            lambda now: max(now, cores),
-        ),
-        Setting(
-            "deterministic",
-            torch.are_deterministic_algorithms_enabled,
-            torch.use_deterministic_algorithms,
-            lambda now: False,
-        ),
-    ]
-
-
 class NoAttentionWeights(Switch):
     """nn.MultiheadAttention without the weights, so that it can take a fused kernel."""
 
@@ -271,79 +220,6 @@ def _trim(batch: Any, length: int, columns: int) -> Any:
     return batch
 
 
-class Float32(Switch):
-    """float32 in place of float64, for the model, its optimizer and its batches."""
-
-    name = "dtype"
-    alone = True
-
-    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
-        params = [
-            p for o in loop.optimizers for g in o.param_groups for p in g["params"]
-        ]
-        return any(p.dtype == torch.float64 for p in params)
-
-    def enter(self, loop: Loop) -> None:
-        self.double, self.default = torch.Tensor.double, torch.get_default_dtype()
-        torch.Tensor.double = torch.Tensor.float  # type: ignore[method-assign]
-        self._convert(loop, torch.float32)
-        self.hooks = []
-        if loop.model is not None:  # for data that comes from no loader
-            cast = loop.model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-            self.hooks = [cast]
-
-    def leave(self, loop: Loop) -> None:
-        torch.Tensor.double = self.double  # type: ignore[method-assign]
-        for hook in self.hooks:
-            hook.remove()
-        self._convert(loop, torch.float64)
-        torch.set_default_dtype(self.default)
-
-    def _convert(self, loop: Loop, dtype: torch.dtype) -> None:
-        torch.set_default_dtype(dtype)
-        buffers = list(loop.model.buffers()) if loop.model is not None else []
-        params = [
-            p for o in loop.optimizers for g in o.param_groups for p in g["params"]
-        ]
-        for tensor in (*params, *buffers):
-            if tensor.is_floating_point():
-                tensor.grad = None
-                tensor.data = tensor.data.to(dtype)
-        for optimizer in loop.optimizers:
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    if (
-                        torch.is_tensor(value)
-                        and value.is_floating_point()
-                        and value.dim()
-                    ):
-                        state[key] = value.to(dtype)
-
-    def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
-        return _cast(original(iterator))
-
-
-def _cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
-    return _cast(args), _cast(kwargs)
-
-
-def _cast(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.float() if batch.dtype == torch.float64 else batch
-    if hasattr(batch, "to_dict") and hasattr(batch, "apply"):  # a PyG batch
-        return batch.apply(_cast)
-    if isinstance(batch, MutableMapping):
-        cast = copy.copy(batch)
-        for key in batch:
-            cast[key] = _cast(batch[key])
-        return cast
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_cast, batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map(_cast, batch))
-    return batch
-
-
 class DoubledBatch(Switch):
     """Each batch twice in one: what of a step does not grow with the batch?"""
 
@@ -389,35 +265,3 @@ def _double(batch: Any, rows: int) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(_double(x, rows) for x in batch)
     return batch
-
-
-class Bfloat16(Switch):
-    """torch.autocast to bfloat16 around the model's forward."""
-
-    name = "bfloat16"
-    alone = True
-
-    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
-        if loop.model is None or torch.is_autocast_enabled("cpu"):
-            return False
-        return all(p.dtype == torch.float32 for p in loop.model.parameters())
-
-    def enter(self, loop: Loop) -> None:
-        assert loop.model is not None
-        device = next(loop.model.parameters()).device.type
-
-        def before(module: Any, args: Any) -> None:
-            self.autocast = torch.autocast(device, dtype=torch.bfloat16)
-            self.autocast.__enter__()
-
-        def after(module: Any, args: Any, out: Any) -> None:
-            self.autocast.__exit__(None, None, None)
-
-        self.hooks = [
-            loop.model.register_forward_pre_hook(before),
-            loop.model.register_forward_hook(after, always_call=True),
-        ]
-
-    def leave(self, loop: Loop) -> None:
-        for hook in self.hooks:
-            hook.remove()
