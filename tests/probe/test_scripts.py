@@ -20,6 +20,17 @@ pytestmark = [
     ),
 ]
 
+COMPUTE_BOUND = """\
+import torch
+model = torch.nn.Linear(1024, 1024, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x = torch.randn(512, 1024)
+for step in range(3000):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
 SCRIPT = """\
 import os, sys, time
 import torch
@@ -116,10 +127,26 @@ def test_saving_is_found_and_nothing_is_saved(kind, script, tmp_path, monkeypatc
 
 
 def test_clean_script_has_no_finding(script):
-    found = diagnose(script(step=0.01)).findings
-    if found and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+    report = diagnose(script(step=0.01))
+    if report.findings and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
         pytest.skip("other programs use this machine: the probe is not sure")
-    assert found == []
+    assert report.findings == []
+    assert 0 < report.facts["mfu"] < 0.5
+    assert any("matrix-product rate" in note for note in report.notes)
+    assert not any("compute-bound" in note for note in report.notes)
+
+
+def test_product_of_large_matrices_is_compute_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SECONDS", 3.0)
+    path = tmp_path / "train.py"
+    path.write_text(COMPUTE_BOUND)
+    report = diagnose(str(path))
+    # Of x, W and the gradient of W: the input needs no gradient.
+    assert report.facts["flops"] == 2 * 2 * 512 * 1024 * 1024
+    if report.findings or os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+        pytest.skip("other programs use this machine: the probe is not sure")
+    assert report.facts["mfu"] > 0.5
+    assert any("compute-bound" in note for note in report.notes)
 
 
 def test_script_that_ends_soon_runs_again(script):

@@ -8,9 +8,11 @@ from trainfast.probe import run
 from trainfast.probe.findings import LEAST, Finding, Row, findings, rows
 from trainfast.probe.gains import Process, Result, noise
 from trainfast.report import Report, Table
+from trainfast.tools.roof import roof
 
 _LADDER = ("workers 0", "workers 1", "workers 2", "workers 4")
 _NOISY = 1.3  # base blocks that vary by more than this allow no verdict
+_COMPUTE_BOUND = 0.5  # of the matrix-product rate: what is left is arithmetic
 _OPEN = 1.10  # a gain from which on a row needs a second process
 
 
@@ -126,9 +128,11 @@ def diagnose(
     results.append(run.child(script, arguments, seed=1, **places))
     not_tried: dict[str, str] = {}
 
-    def more(names: list[str], stage: str, statements: bool = False) -> None:
+    def more(
+        names: list[str], stage: str, statements: bool = False, **extra: Any
+    ) -> None:
         progress(stage)
-        extra: dict[str, Any] = {"switches": names, "seconds": run.SECONDS / 2}
+        extra |= {"switches": names, "seconds": run.SECONDS / 2}
         if statements:
             extra |= places
         try:
@@ -144,7 +148,7 @@ def diagnose(
     if first.get("dtype") == "float64":
         more(["dtype"], "float32")
     if deep or not findings(rows(results), results, script):
-        more(["data", "batch"], "a doubled batch")
+        more(["data", "batch"], "a doubled batch", flops=True)
     if deep or first.get("device", "cpu") != "cpu":
         more(["bfloat16", "float16"], "half precision")
     if deep:
@@ -157,13 +161,14 @@ def diagnose(
         not_tried |= result["failed"]
     tried = rows(results)
     found = findings(tried, results, script)
+    facts = _facts(results)
     return Diagnosis(
         script,
         found,
         tried,
-        _facts(first),
+        facts,
         not_tried,
-        _notes(results),
+        _notes(results, facts, bool(found)),
         time.perf_counter() - began,
     )
 
@@ -180,13 +185,28 @@ def _undecided(results: list[Result]) -> list[str]:
     return open_ones
 
 
-def _facts(result: Result) -> dict[str, Any]:
+def _facts(results: list[Result]) -> dict[str, Any]:
     names = ["step_seconds", "device", "dtype", "optimizer", "tensors", "parameters"]
     names += ["workers", "batch_size", "dataset", "threads"]
-    return {name: result[name] for name in names if name in result}
+    facts = {name: results[0][name] for name in names if name in results[0]}
+    counted = next((r for r in results if r.get("flops")), None)
+    if counted is not None:
+        facts |= _use_of_roof(counted)
+    return facts
 
 
-def _notes(results: list[Result]) -> list[str]:
+def _use_of_roof(result: Result) -> dict[str, Any]:
+    """What part of the device's measured matrix-product rate a step reaches (MFU)."""
+    device, dtype = result.get("device", "cpu"), result.get("dtype", "float32")
+    try:
+        rate = roof(device).matmul[dtype]
+    except (KeyError, ValueError, RuntimeError):  # no such rate on this device
+        return {}
+    reached = result["flops"] / result["step_seconds"] / 1e12
+    return {"flops": result["flops"], "roof_tflops": rate, "mfu": reached / rate}
+
+
+def _notes(results: list[Result], facts: dict[str, Any], found: bool) -> list[str]:
     notes = []
     spread = noise([Process.of(result) for result in results])
     if spread > _NOISY:
@@ -194,4 +214,16 @@ def _notes(results: list[Result]) -> list[str]:
             f"steps without a change vary by {100 * (spread - 1):.0f} %: another "
             "program may be using the machine"
         )
+    if "mfu" in facts and not found:
+        flops, roof_rate = facts["flops"] / 1e9, facts["roof_tflops"]
+        reached = (
+            f"a step does {flops:.3g} GFLOP, at {facts['mfu']:.0%} of the matrix-"
+            f"product rate that was measured here ({roof_rate:.3g} TFLOP/s)"
+        )
+        if facts["mfu"] >= _COMPUTE_BOUND:
+            reached += (
+                ": it is compute-bound, and only less arithmetic helps, as a smaller "
+                "model, half precision on a GPU, or a faster device"
+            )
+        notes.append(reached)
     return notes

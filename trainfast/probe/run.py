@@ -63,6 +63,7 @@ def child(
     switches: list[str] | None = None,
     stack: list[int] | None = None,
     work: Sequence[int] = (),
+    flops: bool = False,
     rounds: int = 9,
     seconds: float = SECONDS,
     seed: int = 0,
@@ -75,6 +76,7 @@ def child(
         switches: names of switches to try; None: the cheap ones.
         stack, work: lines that lead to the optimizer's step, and lines of the step
             itself; with them the statements around the step are timed.
+        flops: also count the operations of a step.
         rounds: blocks of each switch.
         seconds: how long blocks may take; three rounds are run in any case.
         seed: of the order of the blocks.
@@ -94,6 +96,7 @@ def child(
         "switches": switches,
         "stack": stack,
         "work": list(work),
+        "flops": flops,
         "rounds": rounds,
         "seconds": seconds,
         "seed": seed,

@@ -19,6 +19,7 @@ import types
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
@@ -67,7 +68,8 @@ class Child:
         self.loop = Loop(self.script)
         self.began = clock()
         self.runs: list[tuple[int, int, bool]] = []  # first step, last step, whole
-        self.possible: list[str] = []
+        self.flops: int | None = None  # of one optimizer step
+        self.counter: FlopCounterMode | None = None
         with open(self.script, "rb") as file:
             self.tree = ast.parse(file.read(), self.script)
         self.statements: Statements | None = None
@@ -86,7 +88,7 @@ class Child:
         )
 
     def run(self) -> None:
-        hooks.install(self.loop, self.schedule.step_ended)
+        hooks.install(self.loop, self.step_ended)
         for number in range(_MOST_RUNS):
             first = self.loop.steps
             self.begin_run(first)
@@ -103,6 +105,17 @@ class Child:
                     self.finish(None if again else error, cut=True)
                 self.runs.append((first, self.loop.steps, False))
         self.finish()
+
+    def step_ended(self) -> None:
+        """Counts the second step's operations, if the job asks, then hands over."""
+        if self.job.get("flops") and self.loop.steps == 1:
+            self.counter = FlopCounterMode(display=False)
+            self.counter.__enter__()
+            return
+        if self.counter is not None:
+            self.counter.__exit__(None, None, None)
+            self.flops, self.counter = self.counter.get_total_flops(), None
+        self.schedule.step_ended()
 
     def begin_run(self, first: int) -> None:
         if first:
@@ -169,6 +182,7 @@ class Child:
             "steps": loop.steps,
             "steps_under": loop.steps_under,
             "once": loop.once,
+            "flops": self.flops,
             "lines": {phase: sorted(lines) for phase, lines in loop.lines.items()},
             "work": sorted(loop.work),
             "stack": loop.stack,
