@@ -22,8 +22,7 @@ from tests.cublas_stub import (
     seen,
     shared_stub,
 )
-from trainfast import _core
-from trainfast.tools import roof
+from trainfast import _core, roof
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}

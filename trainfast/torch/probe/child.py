@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
@@ -160,34 +161,19 @@ class Child:
             skips = [SkipStatement(number) for number in costly]
             self.schedule.offered = [*self.schedule.offered, *skips]
 
-    # ---- The result ------------------------------------------------------------------
-
     def finish(
         self, error: str | None = None, backwards: int = 0, cut: bool = False
     ) -> None:
-        schedule, loop = self.schedule, self.loop
-        if not self.runs or self.runs[-1][1] != loop.steps:
+        """Writes the result and ends the process."""
+        if not self.runs or self.runs[-1][1] != self.loop.steps:
             first = self.runs[-1][1] if self.runs else 0
-            self.runs.append((first, loop.steps, False))
+            self.runs.append((first, self.loop.steps, False))
         result = {
+            **measured(self.loop, self.schedule, self.runs),
             "error": error,
             "backwards": backwards,
-            "blocks": schedule.blocks,
-            "shares": schedule.shares,
-            "failed": schedule.failed,
-            "step_seconds": schedule.step_seconds,
-            "block_steps": getattr(schedule, "steps", 0),
-            "events": loop.events,
-            "runs": self.runs,
-            "steps": loop.steps,
-            "steps_under": loop.steps_under,
-            "once": loop.once,
             "flops": self.flops,
-            "lines": {phase: sorted(lines) for phase, lines in loop.lines.items()},
-            "work": sorted(loop.work),
-            "stack": loop.stack,
             "seconds": clock() - self.began,
-            **self.facts(),
         }
         if self.statements is not None:
             result["statements"] = [
@@ -200,70 +186,8 @@ class Child:
                 }
                 for number, line, _, text in self.statements.found
             ]
-        data = json.dumps(result).encode()
-        os.pwrite(self.job["result"], data, 0)
+        os.pwrite(self.job["result"], json.dumps(result).encode(), 0)
         os._exit(0)
-
-    def facts(self) -> dict[str, Any]:
-        """What the report says of the loop."""
-        loop = self.loop
-        found: dict[str, Any] = {}
-        if loop.optimizers:
-            optimizer = loop.optimizers[0]
-            params = [p for g in optimizer.param_groups for p in g["params"]]
-            found["optimizer"] = type(optimizer).__name__
-            found["tensors"] = len(params)
-            found["parameters"] = sum(p.numel() for p in params)
-            found["device"] = str(params[0].device) if params else "cpu"
-            found["dtype"] = (
-                str(params[0].dtype).removeprefix("torch.") if params else ""
-            )
-        if loop.loader is not None:
-            found["workers"] = loop.loader.num_workers
-            found["period"] = loop.period()
-            found["dataset"] = _place_of(loop.loader.dataset)
-            found["batch_size"] = loop.loader.batch_size
-        found["threads"] = torch.get_num_threads()
-        found["dense_embeddings"] = self.dense_embeddings()
-        known = (
-            "torch",
-            "trainfast",
-            "apex",
-            "bitsandbytes",
-            "deepspeed",
-            "transformers",
-        )
-        found["own_optimizer"] = any(
-            type(optimizer).__module__.partition(".")[0] not in known
-            for optimizer in loop.optimizers
-        )
-        return found
-
-    def dense_embeddings(self) -> float:
-        """The share of the parameters that lie in embeddings with dense gradients."""
-        if self.loop.model is None:
-            return 0.0
-        total = sum(p.numel() for p in self.loop.model.parameters())
-        embeddings = sum(
-            m.weight.numel()
-            for m in self.loop.model.modules()
-            if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)
-            and not m.sparse
-        )
-        return embeddings / max(1, total)
-
-
-def _place_of(dataset: Any) -> dict[str, Any]:
-    """The class of a data set, and where its __getitem__ or __iter__ is written."""
-    while hasattr(dataset, "dataset"):  # a Subset, or another wrapper
-        dataset = dataset.dataset
-    found = {"name": type(dataset).__name__}
-    for method in ("__getitem__", "get", "__iter__"):
-        code = getattr(getattr(type(dataset), method, None), "__code__", None)
-        if code is not None:
-            found |= {"file": code.co_filename, "line": code.co_firstlineno}
-            break
-    return found
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ def _hook_loaders(loop: Loop) -> None:
             batch = loop.switch.next_batch(loop, iterator, next_batch)
         iterator._probe_left -= 1
         if loop.switch.name == "base":
-            _keep(loop, batch)
+            keep_batch(loop, batch)
         loop.arrived = clock()
         return batch
 
@@ -200,7 +200,7 @@ def _alike(one: Any, other: Any) -> bool:
     return other is not None and type(one.dataset) is type(other.dataset)
 
 
-def _keep(loop: Loop, batch: Any) -> None:
+def keep_batch(loop: Loop, batch: Any) -> None:
     """Keeps copies of the last few batches."""
     if len(loop.batches) >= _MOST_BATCHES:
         return
