@@ -63,7 +63,8 @@ def test_ranks_of_torch_distributed_are_the_default(cache, tmp_path):
         )
         for rank in range(2)
     ]
-    shares = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    shares = [json.loads(text.splitlines()[-1]) for text in printed]  # after gloo's own
     whole = epoch(gc.Loader(cache, 4))
     for rank, share in enumerate(shares):
         before, default, sampled, alone, given, undivided = share

@@ -162,6 +162,8 @@ def attention_forward(
         "dropout_p": dropout,
     }
     query, key, value = _of_one_batch(query, key, value)
+    if attention_mask is not None:  # transformers 4 may make it longer than the keys
+        attention_mask = attention_mask[..., : key.shape[2]]
     mask = _with_picked_keys(attention_mask, module, query, key, kwargs)
     plain = mask is position_bias is sinks is None
     if plain and _is_packed(query, key, kwargs):
