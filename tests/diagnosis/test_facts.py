@@ -9,7 +9,7 @@ import pytest
 
 from trainfast.diagnosis import facts
 from trainfast.diagnosis.process import fast_math_libraries
-from trainfast.tools import env
+from trainfast.machine import versions
 
 # nvidia-smi of one GPU. A driver before 535 refuses the names of event reasons.
 NVIDIA_SMI = """#!/bin/sh
@@ -63,7 +63,7 @@ def test_gpus_are_read_from_nvidia_smi(nvidia_smi, event, slowdowns):
 
 def test_gather_agrees_with_env():
     machine = facts.gather()
-    assert machine.torch == env.versions()["torch"]
+    assert machine.torch == versions()["torch"]
     assert machine.cores == os.cpu_count()
     assert 1 <= machine.usable_cores <= machine.affinity
     assert machine.memory > 0 and machine.disk > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import trainfast
-from trainfast import cli
+from trainfast import cli, machine
 from trainfast.tools import env, selftest
 
 
@@ -91,20 +91,20 @@ def test_env_is_a_report_for_notebooks():
 
 def test_env_reads_the_processor():
     text = "processor : 0\nmodel name\t: Fast CPU @ 3 GHz\nflags\t\t: sse4_2 fma hle\n"
-    assert env.cpu_model(text) == ("Fast CPU @ 3 GHz", ["sse4_2", "fma"])
-    assert env.cpu_model("Features : fp asimd sve\n")[1] == ["asimd", "sve"]
-    assert env.cpu_model("")[1] == []
+    assert machine.cpu_model(text) == ("Fast CPU @ 3 GHz", ["sse4_2", "fma"])
+    assert machine.cpu_model("Features : fp asimd sve\n")[1] == ["asimd", "sve"]
+    assert machine.cpu_model("")[1] == []
 
 
 def test_env_reads_the_gpus():
     text = "NVIDIA H200, 9.0, 143771 MiB, 580.65.06\nTesla T4, 7.5, 15360 MiB, 580.1\n"
-    assert env.parse_gpus(text)[1] == {
+    assert machine.parse_gpus(text)[1] == {
         "name": "Tesla T4",
         "capability": "7.5",
         "memory": "15360 MiB",
         "driver": "580.1",
     }
-    assert env.parse_gpus("No devices were found\n") == []
+    assert machine.parse_gpus("No devices were found\n") == []
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_env_reads_the_cgroup_quota(tmp_path, own, files, quota):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert env.cgroup_quota(tmp_path, own) == quota
+    assert machine.cgroup_quota(tmp_path, own) == quota
 
 
 # ---- selftest ------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 
 import trainfast
 from trainfast.diagnosis import process
-from trainfast.tools import env
+from trainfast.machine import cgroup_quota, cpu_model, read, versions
+from trainfast.machine import gpus as listed_gpus
 
 # What rules read beside the variables that start with TRAINFAST_.
 VARIABLES = (
@@ -120,18 +121,17 @@ def gather(folder: str | Path = ".") -> Machine:
     Args:
         folder: where training reads its data and writes its cache.
     """
-    name, _ = env.cpu_model(_read("/proc/cpuinfo"))
-    versions = env.versions()
+    name, _ = cpu_model(read("/proc/cpuinfo"))
     return Machine(
         system=platform.system(),
         python=platform.python_version(),
         processor=name,
-        torch=versions["torch"],
+        torch=versions()["torch"],
         torch_cuda=_torch_cuda(),
         gpus=tuple(gpus()),
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
-        quota=env.cgroup_quota(),
+        quota=cgroup_quota(),
         memory=memory(),
         disk=_free(folder),
         rotating=rotating(folder),
@@ -151,7 +151,7 @@ def version(text: str | None) -> tuple[int, int] | None:
 
 def gpus() -> list[Gpu]:
     """The NVIDIA GPUs, by nvidia-smi."""
-    listed = env.gpus()
+    listed = listed_gpus()
     states = _query(_STATE) if listed else []
     # The names of driver 535 and later; earlier drivers know only the second.
     slow: list[list[str]] = []
@@ -205,10 +205,10 @@ def memory(meminfo: str = "", groups: Path = Path("/sys/fs/cgroup")) -> int | No
         meminfo: /proc/meminfo's text, for tests.
         groups: where the control groups are mounted, for tests.
     """
-    match = re.search(r"MemTotal:\s*(\d+) kB", meminfo or _read("/proc/meminfo"))
+    match = re.search(r"MemTotal:\s*(\d+) kB", meminfo or read("/proc/meminfo"))
     sizes = [int(match[1]) << 10] if match else []
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = _read(groups / name).strip()
+        limit = read(groups / name).strip()
         sizes += [int(limit)] if limit.isdigit() else []
     return min(sizes) >> 20 if sizes else None
 
@@ -230,14 +230,14 @@ def rotating(folder: str | Path, root: Path = Path("/sys")) -> bool | None:
         return None
     block = root / f"dev/block/{os.major(device)}:{os.minor(device)}"
     for place in (block, block / ".."):  # a partition has its disk's queue
-        text = _read(place / "queue/rotational").strip()
+        text = read(place / "queue/rotational").strip()
         if text in ("0", "1"):
             return text == "1"
     return None
 
 
 def _on_virtual_machine() -> bool:
-    flags = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    flags = re.search(r"^flags\s*:(.*)$", read("/proc/cpuinfo"), re.MULTILINE)
     return flags is not None and "hypervisor" in flags[1].split()
 
 
@@ -249,7 +249,7 @@ def _torch_cuda() -> str | None:
         return None
     if spec is None or not spec.origin:
         return None
-    text = _read(Path(spec.origin).with_name("version.py"))
+    text = read(Path(spec.origin).with_name("version.py"))
     match = re.search(r"^(?:cuda|hip)\b[^=]*= *'([\d.]+)", text, re.MULTILINE)
     return match[1] if match else None
 
@@ -271,10 +271,3 @@ def _size(folder: str) -> int | None:
 def _number(text: str) -> int | None:
     match = re.match(r"\d+", text)
     return int(match[0]) if match else None
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
