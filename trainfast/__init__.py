@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
 from trainfast import adapters as _adapters
 from trainfast._core import use_backend
 from trainfast._core import version as __version__
+from trainfast.config import load_config
 from trainfast.patching import PatchReport, is_patched, patch, unpatch
 from trainfast.stats import reset_stats, stats
 
@@ -53,6 +54,7 @@ __all__ = [
     "env",
     "graph_cache",
     "is_patched",
+    "load_config",
     "patch",
     "reset_stats",
     "selftest",
