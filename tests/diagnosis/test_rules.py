@@ -7,7 +7,8 @@ import pytest
 from tests.diagnosis.machines import HEALTHY, KAGGLE, RTX_3050, T4, with_gpu
 from trainfast.diagnosis.facts import Gpu, Machine
 from trainfast.diagnosis.process import Running
-from trainfast.diagnosis.rules import RULES, Case, findings
+from trainfast.diagnosis.rules import RULES
+from trainfast.diagnosis.rules.rule import Case, findings
 from trainfast.diagnosis.scripts import Script
 from trainfast.diagnosis.settings import Settings
 
@@ -47,8 +48,8 @@ def running(**state):
     return on(running=Running(**state))
 
 
-def reading(**parts):
-    return Case(HEALTHY, scripts=(Script("train.py", **parts),))
+def reading(machine=HEALTHY, **parts):
+    return Case(machine, scripts=(Script("train.py", **parts),))
 
 
 MIXED_TF32 = {
@@ -129,6 +130,11 @@ PLANTED = [
     ),
     ("bfloat16-emulated", on(KAGGLE, {"precision": "bf16-mixed"}), "Tesla T4"),
     ("bfloat16-emulated", on(KAGGLE, {"bf16": True}), "bf16: True"),
+    (
+        "bfloat16-emulated",
+        reading(KAGGLE, names={"torch.cuda.is_bf16_supported()": 4}),
+        "train.py:4: torch.cuda.is_bf16_supported() is true, and Tesla T4",
+    ),
     ("tf32-unavailable", on(KAGGLE, {"tf32": True}), "has no TF32"),
     ("tf32-unavailable", on(KAGGLE, {"matmul_precision": "high"}), "has no TF32"),
     ("mixed-precision-off", on(config={"precision": 32}), "precision: 32"),

@@ -85,6 +85,7 @@ os.environ[name] = value
 torch.backends.cuda.matmul.allow_tf32 = True
 with amp.autocast(), torch.cpu.amp.autocast():
     f().shape
+torch.cuda.is_bf16_supported(including_emulation=False)
 raise RuntimeError("a script that is read does not run")
 """
 
@@ -97,6 +98,8 @@ def test_script_is_read_and_not_run(tmp_path):
     assert script.names["torch.cuda.amp.GradScaler"] == 5
     assert script.names["torch.cuda.amp.autocast"] == 10
     assert script.names["torch.cpu.amp.autocast"] == 10
+    assert script.names["torch.cuda.amp.autocast()"] == 10
+    assert "torch.cuda.is_bf16_supported()" not in script.names
     assert script.assigned == {"torch.backends.cuda.matmul.allow_tf32": 9}
     found = {"TORCH_CUDNN_BENCHMARK": "1", "OMP_NUM_THREADS": "4"}
     assert script.variables == found

@@ -136,7 +136,7 @@ def gather(folder: str | Path = ".") -> Machine:
         disk=_free(folder),
         rotating=rotating(folder),
         shm=_size("/dev/shm"),
-        compiler=any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))),
+        compiler=_has_compiler(),
         variables={k: os.environ[k] for k in VARIABLES if k in os.environ},
         backends=tuple(trainfast.backends()),
         running=process.look(),
@@ -234,6 +234,12 @@ def rotating(folder: str | Path, root: Path = Path("/sys")) -> bool | None:
         if text in ("0", "1"):
             return text == "1"
     return None
+
+
+def _has_compiler() -> bool:
+    """Whether Triton finds a C compiler: CC, or else gcc or clang."""
+    chosen = os.environ.get("CC")
+    return any(map(shutil.which, [chosen] if chosen else ["gcc", "clang"]))
 
 
 def _on_virtual_machine() -> bool:

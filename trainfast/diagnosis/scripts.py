@@ -14,7 +14,7 @@ class Script:
     Attributes:
         path: the file.
         names: dotted names that the source uses, as "torch.cuda.amp.autocast", and the
-            first line of each.
+            first line of each; a call without arguments is also there with "()".
         assigned: those that it assigns to.
         variables: environment variables that it sets to constants.
     """
@@ -47,7 +47,9 @@ def read(path: str | os.PathLike[str]) -> Script:
             name = _dotted(node, imported)
             table = script.assigned if isinstance(node.ctx, ast.Store) else script.names
             table.setdefault(name, node.lineno)
-        elif isinstance(node, ast.Assign | ast.Call):
+        if isinstance(node, ast.Call) and not node.args and not node.keywords:
+            script.names.setdefault(f"{_dotted(node.func, imported)}()", node.lineno)
+        if isinstance(node, ast.Assign | ast.Call):
             script.variables.update(_variables(node, imported))
     return script
 

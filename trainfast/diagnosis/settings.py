@@ -1,5 +1,6 @@
 """What a configuration asks for, under the names that the guides and frameworks use."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ _KEYS = {
 }
 _PRECISIONS = ("precision", "mixed_precision", "amp_dtype", "dtype", "torch_dtype")
 _SWITCHES = ("use_mixed_precision", "use_amp", "amp", "mixed_precision")
+_DEPTH = 8  # of nested tables; an alias of YAML can make a table hold itself
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none")
 
 
@@ -135,6 +137,22 @@ class Settings:
         return None
 
 
+def of_file(path: str | os.PathLike[str]) -> Settings:
+    """Reads a YAML configuration.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ImportError: PyYAML is not installed.
+        OSError: the file cannot be read.
+        ValueError: the file is not YAML, or not a table of settings.
+    """
+    from trainfast.config import load_config
+
+    return Settings(load_config(path), Path(path).parent)
+
+
 def _entries(
     table: dict[str, Any], place: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -142,7 +160,7 @@ def _entries(
     for key, value in table.items():
         yield (*place, str(key)), value
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(place) < _DEPTH:
             yield from _entries(value, (*place, str(key)))
 
 

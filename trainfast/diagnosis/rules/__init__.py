@@ -1,7 +1,7 @@
 """The table of rules about what slows training."""
 
 from trainfast.diagnosis.rules import configuration, environment, machine, training
-from trainfast.diagnosis.rules.rule import Case, Finding, Rule, findings
+from trainfast.diagnosis.rules.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     *machine.RULES,
@@ -9,5 +9,3 @@ RULES: tuple[Rule, ...] = (
     *configuration.RULES,
     *training.RULES,
 )
-
-__all__ = ["RULES", "Case", "Finding", "Rule", "findings"]

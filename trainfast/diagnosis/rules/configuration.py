@@ -2,7 +2,7 @@
 
 from trainfast.diagnosis.rules.rule import Case, Rule
 
-_CUDA_DOCS = "docs.nvidia.com/cuda: arithmetic instructions by compute capability"
+_CUDA_DOCS = "docs.nvidia.com/cuda/ampere-tuning-guide"
 
 
 def _on_cpu(case: Case) -> str | None:
@@ -21,6 +21,11 @@ def _emulated_bfloat16(case: Case) -> str | None:
     precision, gpu = case.settings.precision(), case.older_than(8)
     if gpu and precision and precision[0] == "bfloat16":
         return f"{precision[1]}, and {gpu} emulates bfloat16"
+    asks = "torch.cuda.is_bf16_supported()"
+    for script in case.scripts if gpu else ():
+        if asks in script.names:
+            place = f"{script.path}:{script.names[asks]}"
+            return f"{place}: {asks} is true, and {gpu} emulates bfloat16"
     return None
 
 
@@ -101,8 +106,8 @@ RULES = (
     Rule(
         "bfloat16-emulated",
         _emulated_bfloat16,
-        "use float16 with trainfast.GradScaler; do not ask is_bf16_supported(), which "
-        "is true for emulation",
+        "use float16 with trainfast.GradScaler; ask "
+        "is_bf16_supported(including_emulation=False)",
         "1.7 2.3",
         "torch/cuda/__init__.py, is_bf16_supported(including_emulation=True)",
     ),

@@ -191,7 +191,8 @@ RULES = (
         _gpu_too_old,
         "take another GPU (on Kaggle: T4 x2), or install torch for CUDA 12.6",
         "3.21",
-        "github.com/Kaggle/docker-python/issues/1546; CUDA 13.0 release notes",
+        "github.com/Kaggle/docker-python/issues/1546; "
+        "github.com/NVIDIA/cuDecomp/pull/97",
     ),
     Rule(
         "torch-too-old",
@@ -203,8 +204,8 @@ RULES = (
     Rule(
         "cores-limited",
         _cores_limited,
-        "size workers and threads by the smaller number; torch.set_num_threads() and "
-        "os.cpu_count() - 1 workers take the larger one",
+        "size by the smaller number: num_workers, torch.set_num_threads, "
+        "OMP_NUM_THREADS",
         "1.17 2.11",
         "torch/utils/data/dataloader.py counts the affinity and no quota",
     ),
