@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast import graph_cache as graph_cache
     from trainfast import numpy as numpy
     from trainfast import torch as torch
+    from trainfast.diagnosis.report import diagnose as diagnose
     from trainfast.tools.env import env as env
     from trainfast.tools.selftest import selftest as selftest
     from trainfast.torch import Accumulator as Accumulator
@@ -51,6 +52,7 @@ __all__ = [
     "PatchReport",
     "__version__",
     "backends",
+    "diagnose",
     "env",
     "graph_cache",
     "is_patched",
@@ -64,7 +66,11 @@ __all__ = [
 ]
 
 _PACKAGES = ("graph_cache", "numpy", "torch")
-_TOOLS = ("env", "selftest")
+_TOOLS = {
+    "diagnose": "diagnosis.report",
+    "env": "tools.env",
+    "selftest": "tools.selftest",
+}
 _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
@@ -92,7 +98,7 @@ def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f"trainfast.{name}")
     if name in _TOOLS:
-        return getattr(import_module(f"trainfast.tools.{name}"), name)
+        return getattr(import_module(f"trainfast.{_TOOLS[name]}"), name)
     if name in _TORCHS:
         return _of_torch(name)
     error = f"module 'trainfast' has no attribute {name!r}"

@@ -4,6 +4,7 @@
 of objects that have settings.
 """
 
+from collections.abc import Iterable
 from os import PathLike, fspath
 from typing import Any
 
@@ -68,6 +69,20 @@ class Table:
             f"<tr>{line('th', self.columns)}</tr>{rows}</table>"
         )
 
+    def markdown(self) -> str:
+        if not self.rows:
+            return f"**{self.title}**: {self.empty}"
+
+        def line(cells: Iterable[str]) -> str:
+            return f"| {' | '.join(cells)} |"
+
+        def cell(value: Any) -> str:
+            return " ".join(_text(value).split()).replace("|", "\\|")
+
+        rule = ("--:" if self._right(i) else "---" for i in range(len(self.columns)))
+        rows = [line(map(cell, row)) for row in self.rows]
+        return "\n".join([f"**{self.title}**\n", line(self.columns), line(rule), *rows])
+
     def _right(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column] not in (None, "")]
         return bool(cells) and all(type(cell) in (int, float) for cell in cells)
@@ -90,6 +105,10 @@ class Report:
         import json
 
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_markdown(self) -> str:
+        """The tables for an issue or a page on GitHub."""
+        return "\n\n".join(table.markdown() for table in self.tables())
 
     def __str__(self) -> str:
         return "\n\n".join(str(table) for table in self.tables())

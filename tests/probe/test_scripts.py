@@ -198,7 +198,7 @@ def test_switch_that_breaks_the_script_is_listed(script):
 
 
 def test_command_line_without_a_script_says_what_it_needs(capsys):
-    for words in ([], ["train.py"], ["--probe"]):
+    for words in (["train.py"], ["--probe"], ["--deep"]):
         with pytest.raises(SystemExit) as end:
             main(["diagnose", *words])
         assert end.value.code == 2

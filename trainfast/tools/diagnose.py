@@ -1,7 +1,9 @@
-"""Runs a training script with one thing changed at a time and says what each gives.
+"""Says what slows training: this machine and a configuration, or with --probe a script.
 
-The script runs unchanged in child processes, in a sandbox: whatever it writes or
-deletes is gone when the probe ends, and it has no network.
+Without --probe nothing is run: the machine and the configuration are compared with what
+is known to slow training. With it the script runs unchanged in child processes with one
+thing changed at a time, in a sandbox: whatever it writes or deletes is gone when the
+probe ends, and it has no network.
 """
 
 import argparse
@@ -9,6 +11,20 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a YAML configuration")
+    parser.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a script to read for deprecated calls; it does not run (may be repeated)",
+    )
+    parser.add_argument(
+        "--checklist", action="store_true", help="add the guides' checklists"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print Markdown, for a bug report"
+    )
     parser.add_argument("--probe", action="store_true", help="run the script")
     parser.add_argument("--deep", action="store_true", help="try more, for minutes")
     parser.add_argument("script", nargs="?", help="the training script")
@@ -19,8 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (args.probe and args.script):
-        args.error("pass --probe and a training script")
+    static = args.config or args.source or args.checklist or args.markdown
+    if args.probe or args.script or args.deep:
+        if not (args.probe and args.script):
+            args.error("pass --probe and a training script")
+        if static:
+            args.error("pass --config, --source, --checklist, --markdown or --probe")
+        return _probe(args)
+    if args.json and args.markdown:
+        args.error("pass --json or --markdown")
+    from trainfast.diagnosis.report import diagnose
+
+    try:
+        report = diagnose(args.config, sources=args.source, checklist=args.checklist)
+    except (ImportError, OSError, RecursionError, SyntaxError, ValueError) as error:
+        line = " ".join(str(error).split())
+        print(f"trainfast diagnose: {line}", file=sys.stderr)
+        return 1
+    if args.markdown:
+        print(report.to_markdown())
+    else:
+        print(report.to_json() if args.json else report)
+    return 1 if report.findings else 0
+
+
+def _probe(args: argparse.Namespace) -> int:
     from trainfast.probe.diagnosis import diagnose
     from trainfast.probe.run import ProbeError
 
