@@ -200,12 +200,12 @@ def test_mixed_tf32_interfaces_of_torch_are_found():
         import torch
         from trainfast.diagnosis.process import look
         torch.backends.cuda.matmul.allow_tf32 = True
-        print(look().tf32_error)
+        print(look().tf32_mixed)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        print(look().tf32_error)
+        print(look().tf32_mixed)
     """)
     assert before == "None"
-    assert "legacy and new APIs" in after
+    assert after == "torch.backends.cuda.matmul.allow_tf32"
 
 
 def test_deprecated_names_of_the_main_module_are_found():

@@ -114,7 +114,7 @@ PLANTED = [
         running(flush_to_zero=True, fast_math=("/x/fast.so",)),
         "switched by /x/fast.so",
     ),
-    ("tf32-mixed", running(tf32_error="mix of the legacy and new APIs"), "legacy"),
+    ("tf32-mixed", running(tf32_mixed="torch.backends.cudnn.allow_tf32"), "cudnn"),
     ("tf32-mixed", reading(assigned=MIXED_TF32), "train.py, lines 3 and 9"),
     ("deprecated-amp", running(deprecated=("torch.cuda.amp.GradScaler",)), "process"),
     (
@@ -230,7 +230,7 @@ def test_machine_of_which_nothing_is_known_has_no_finding():
         ({"num_workers": 0, "cache_dir": "graphs"}, "a cache needs no workers"),
         ({"precision": "bf16"}, "Ampere and later have bfloat16"),
         ({"batch_size": 32, "image_size": 224}, "no row for this card"),
-        ({"device": "cpu"}, "the CPU is meant"),
+        ({"device": "cpu", "precision": 32}, "the CPU is meant"),
         ({"compile": False}, "off"),
         ({"num_workers": "auto", "batch_size": None}, "no numbers"),
     ],
@@ -242,6 +242,47 @@ def test_near_misses_are_no_findings(config, case):
 def test_small_shm_does_not_matter_without_workers():
     config = {"num_workers": 0, "cache_dir": "graphs"}
     assert findings(RULES, on(config=config, shm=64)) == []
+
+
+def test_memory_of_this_process_is_not_taken_by_another():
+    machine = with_gpu(memory_used=9000)
+    assert findings(RULES, on(machine, running=Running(cuda=True))) == []
+
+
+# Configurations of the guide of docs/guides/reinforcement_learning.md, row 3.15.
+PRODUCTION = {
+    "device": "cuda",
+    "vectorization": "multiprocessing",
+    "trainer": {
+        "batch_size": 1048576,
+        "minibatch_size": 32768,
+        "compile": True,
+        "use_mixed_precision": True,
+        "num_workers": 8,
+    },
+    "env_vars": {
+        "OMP_NUM_THREADS": "8",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256",
+    },
+}
+DEBUG = {
+    "device": "cuda",
+    "trainer": {"batch_size": 8192, "compile": False, "use_mixed_precision": False},
+    "env_vars": {"CUDA_LAUNCH_BLOCKING": "1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "rules"),
+    [
+        (PRODUCTION, HEALTHY, []),
+        (PRODUCTION, KAGGLE, ["too-many-threads", "workers-exceed-cores"]),
+        (DEBUG, HEALTHY, ["launch-blocking", "mixed-precision-off"]),
+    ],
+    ids=["production", "production on Kaggle", "debug"],
+)
+def test_configurations_of_a_guide(config, machine, rules):
+    assert [f.id for f in findings(RULES, on(machine, config))] == rules
 
 
 def test_old_torch_reads_what_new_torch_does_not():

@@ -50,6 +50,7 @@ def test_setting_that_is_not_there_is_none():
         ({"fp16": False, "bf16": True}, "bfloat16"),
         ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
         ({"use_amp": True, "amp_dtype": "bfloat16"}, "bfloat16"),
+        ({"use_amp": True, "dtype": "float32"}, "float16"),
         ({"fp16": False}, None),
         ({"precision": "double"}, None),
     ],

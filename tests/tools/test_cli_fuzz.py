@@ -41,6 +41,7 @@ OPTIONS = [
     "--rebuild",
     "-h",
 ]
+OPTIONS += ["--config", "--source", "--checklist", "--markdown"]
 OPTIONS += ["--quiet", "--graph", "--values", "--trust", "--backend", "--"]
 NUMBERS = [
     "0",

@@ -34,13 +34,16 @@ class Running:
     Attributes:
         flush_to_zero: whether this thread's subnormal numbers become 0.
         fast_math: the loaded libraries with the code that switches this on.
-        tf32_error: what torch raises because legacy and new settings are mixed.
+        cuda: whether torch has started CUDA here.
+        tf32_mixed: the setting that torch refuses to read, because the legacy interface
+            was mixed with `fp32_precision`.
         deprecated: names of DEPRECATED that the main module holds.
     """
 
     flush_to_zero: bool = False
     fast_math: tuple[str, ...] = ()
-    tf32_error: str | None = None
+    cuda: bool = False
+    tf32_mixed: str | None = None
     deprecated: tuple[str, ...] = ()
 
 
@@ -51,7 +54,8 @@ def look() -> Running:
     return Running(
         flush_to_zero=flushed,
         fast_math=tuple(fast_math_libraries()) if flushed else (),
-        tf32_error=_tf32_error(torch),
+        cuda=hasattr(torch, "cuda") and torch.cuda.is_initialized(),
+        tf32_mixed=_tf32_mixed(torch),
         deprecated=tuple(_deprecated(torch)),
     )
 
@@ -81,18 +85,18 @@ def _is_fast_math(path: str) -> bool:
         return False
 
 
-def _tf32_error(torch: Any) -> str | None:
+def _tf32_mixed(torch: Any) -> str | None:
     if not hasattr(torch, "backends"):
         return None
+    backends = {"cuda.matmul": torch.backends.cuda.matmul}
+    backends["cudnn"] = torch.backends.cudnn
     with warnings.catch_warnings():  # newer versions warn of the legacy names
         warnings.simplefilter("ignore")
-        try:
-            _ = torch.backends.cuda.matmul.allow_tf32
-            _ = torch.backends.cudnn.allow_tf32
-        except RuntimeError as error:
-            return str(error).partition("\n")[0]
-        except AttributeError:
-            pass
+        for name, backend in backends.items():
+            try:
+                _ = backend.allow_tf32
+            except RuntimeError:
+                return f"torch.backends.{name}.allow_tf32"
     return None
 
 

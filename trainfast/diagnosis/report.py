@@ -28,7 +28,6 @@ class Diagnosis(Report):
         self.machine = case.machine
         self.findings: list[Finding] = findings(RULES, case)
         self.checklist: list[State] = states(case, self.findings) if checklist else []
-        self._case = case
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -84,7 +83,7 @@ class Diagnosis(Report):
 
     def _profiles(self) -> Table:
         rows = []
-        for name, have in resources(self._case).items():
+        for name, have in resources(Case(self.machine)).items():
             least, good = MINIMUM[name], RECOMMENDED[name]
             verdict = "recommended"
             if have is None:
@@ -105,10 +104,11 @@ class Diagnosis(Report):
             if backend["usable"] or backend["name"] == "cuda":
                 name = f"trainfast's {backend['name']} kernels"
                 rows.append((name, backend["usable"], backend["reason"] or ""))
-        gpu = self._case.gpu
+        bare = Case(self.machine)
+        gpu = bare.gpu
         for what, lowest, otherwise in _CAPABILITIES if gpu else ():
             known = gpu is not None and gpu.capability is not None
-            can = known and not self._case.older_than(*lowest)
+            can = known and not bare.older_than(*lowest)
             note = "" if can else otherwise if known else "capability not known"
             rows.append((what, can, note))
         return Table("What works here", ("what", "works", "otherwise"), rows)

@@ -97,15 +97,16 @@ class Settings:
             found = self._first((key,))
             if found and found.switch:
                 return ("bfloat16" if key == "bf16" else "float16"), found
-        for key in _PRECISIONS:
-            found = self._first((key,))
-            name = _precision(found.value) if found else None
-            if found and name:
-                return name, found
-        found = self._first(_SWITCHES)
-        if found and found.switch is not None:
-            return ("float16" if found.switch else "float32"), found
-        return None
+        named = [found for key in _PRECISIONS if (found := self._first((key,)))]
+        dtypes = [(name, x) for x in named if (name := _precision(x.value))]
+        switch = self._first(_SWITCHES)
+        if switch and switch.switch:  # autocast to the dtype that is named, if any
+            mixed = [pair for pair in dtypes if pair[0] != "float32"]
+            return mixed[0] if mixed else ("float16", switch)
+        if dtypes:
+            return dtypes[0]
+        off = switch is not None and switch.switch is False
+        return ("float32", switch) if switch and off else None
 
     def dataset(self) -> tuple[Path, int] | None:
         """The file that the configuration names as its data, and its bytes."""

@@ -62,9 +62,9 @@ def _flush_to_zero(case: Case) -> str | None:
 
 
 def _mixed_tf32(case: Case) -> str | None:
-    error = case.machine.running.tf32_error
-    if error:
-        return f"torch raises: {error[:120]}"
+    refused = case.machine.running.tf32_mixed
+    if refused:
+        return f"reading {refused} raises: fp32_precision was set beside it"
     torch = case.machine.torch_version
     for script in case.scripts if torch and torch >= (2, 9) else ():
         legacy = [name for name in script.assigned if name in _LEGACY_TF32]

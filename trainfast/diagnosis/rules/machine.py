@@ -21,7 +21,8 @@ _RUNNING = 500  # MiB in use from which on a training run is taken to be there
 
 def resources(case: Case) -> dict[str, float | None]:
     """What the profiles name, in GB and cores; None for what is not known."""
-    machine, gpu = case.machine, case.gpu
+    machine = case.machine
+    gpu = machine.gpus[0] if machine.gpus else None
     sizes = {
         "GPU memory": gpu.memory if gpu else None,
         "RAM": machine.memory,
@@ -137,7 +138,7 @@ def _usage(case: Case) -> tuple[str, int, int, int] | None:
 
 
 def _memory_taken(case: Case) -> str | None:
-    usage = _usage(case)
+    usage = None if case.machine.running.cuda else _usage(case)
     if usage and usage[3] < 5 and usage[1] > usage[2] / 4:
         name, used, total, busy = usage
         return f"{used} of {total} MiB of {name} are in use, at {busy} % utilisation"

@@ -19,8 +19,10 @@ class Case:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The first GPU, which training uses by default."""
-        return self.machine.gpus[0] if self.machine.gpus else None
+        """The GPU for training: the first, or none if the configuration wants none."""
+        device = self.settings.find("device")
+        other = device is not None and str(device.value).startswith(("cpu", "mps"))
+        return None if other or not self.machine.gpus else self.machine.gpus[0]
 
     @property
     def variables(self) -> dict[str, str]:
