@@ -40,7 +40,7 @@ def test_report_names_findings_with_evidence_cure_and_source():
     ]
     assert "bfloat16-emulated: training.precision: bf16, and Tesla T4" in text
     assert "  cure: use float16 with trainfast.GradScaler;" in text
-    assert "  source: guide row 1.7 2.3; torch/cuda/__init__.py" in text
+    assert "  source: guide rows 1.7, 2.3; torch/cuda/__init__.py" in text
     assert max(map(len, text.splitlines())) <= 100
 
 

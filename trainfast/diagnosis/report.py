@@ -163,10 +163,11 @@ def _records(table: Table) -> list[dict[str, Any]]:
 
 
 def _paragraph(finding: Finding) -> str:
-    rows = f"guide row {finding.rows}; " if finding.rows else ""
+    rows = finding.rows.split()
+    guide = f"guide row{'s' * (len(rows) > 1)} {', '.join(rows)}; " if rows else ""
     lines = (
         f"{finding.id}: {finding.evidence}",
         f"  cure: {finding.cure}",
-        f"  source: {rows}{finding.source}",
+        f"  source: {guide}{finding.source}",
     )
     return "\n".join(textwrap.fill(x, 88, subsequent_indent="    ") for x in lines)
