@@ -28,10 +28,10 @@ from trainfast.patching import PatchReport, is_patched, patch, unpatch
 from trainfast.stats import reset_stats, stats
 
 if TYPE_CHECKING:  # __getattr__ loads them
+    from trainfast import diagnose as diagnose
     from trainfast import graph_cache as graph_cache
     from trainfast import numpy as numpy
     from trainfast import torch as torch
-    from trainfast.diagnosis.report import diagnose as diagnose
     from trainfast.tools.env import env as env
     from trainfast.tools.selftest import selftest as selftest
     from trainfast.torch import Accumulator as Accumulator
@@ -65,12 +65,8 @@ __all__ = [
     "use_backend",
 ]
 
-_PACKAGES = ("graph_cache", "numpy", "torch")
-_TOOLS = {
-    "diagnose": "diagnosis.report",
-    "env": "tools.env",
-    "selftest": "tools.selftest",
-}
+_PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
+_TOOLS = ("env", "selftest")
 _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
@@ -98,7 +94,7 @@ def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f"trainfast.{name}")
     if name in _TOOLS:
-        return getattr(import_module(f"trainfast.{_TOOLS[name]}"), name)
+        return getattr(import_module(f"trainfast.tools.{name}"), name)
     if name in _TORCHS:
         return _of_torch(name)
     error = f"module 'trainfast' has no attribute {name!r}"

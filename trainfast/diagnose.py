@@ -1,4 +1,6 @@
-"""Why a training loop is slow: for loops in a notebook, which no script holds.
+"""Why training is slow: a machine and a configuration, or a loop in a notebook.
+
+`check()` runs nothing. A loop that runs is measured:
 
     from trainfast import diagnose
 
@@ -18,13 +20,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from trainfast.diagnosis.report import check
+
 if TYPE_CHECKING:
     import torch
 
     from trainfast.probe.report import Diagnosis
     from trainfast.torch.probe.watch import Watch
 
-__all__ = ["report", "step", "watch"]
+__all__ = ["check", "report", "step", "watch"]
 
 _watch: "Watch | None" = None  # of the loop that runs
 

@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
 
 def report(machine=KAGGLE, config=SLOW, **options):
-    return trainfast.diagnose(config, machine=machine, **options)
+    return trainfast.diagnose.check(config, machine=machine, **options)
 
 
 def test_report_names_findings_with_evidence_cure_and_source():
@@ -202,7 +202,7 @@ def test_configuration_is_read_from_yaml(machine, capsys, tmp_path):
         "training.precision: bf16, and Tesla T4 (capability 7.5) emulates bfloat16",
         "num_workers: 8 on 4 usable cores",
     ]
-    assert trainfast.diagnose(path, machine=KAGGLE).findings == report().findings
+    assert trainfast.diagnose.check(path, machine=KAGGLE).findings == report().findings
 
 
 @pytest.mark.parametrize("content", [None, "a: [", "- 1", "a\0"])
@@ -232,7 +232,7 @@ def test_configuration_that_holds_itself_is_read(tmp_path):
     pytest.importorskip("yaml")
     path = tmp_path / "config.yaml"
     path.write_text("a: &x\n  num_workers: 32\n  b: *x\n  c: *x\n")
-    found = trainfast.diagnose(path, machine=HEALTHY).findings
+    found = trainfast.diagnose.check(path, machine=HEALTHY).findings
     assert [finding.id for finding in found] == ["workers-exceed-cores"]
 
 

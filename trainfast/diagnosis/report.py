@@ -125,7 +125,7 @@ _CAPABILITIES = (
 )
 
 
-def diagnose(
+def check(
     config: str | os.PathLike[str] | dict[str, Any] | None = None,
     *,
     sources: Iterable[str | os.PathLike[str]] = (),

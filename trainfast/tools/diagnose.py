@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
         return _probe(args)
     if args.json and args.markdown:
         args.error("pass --json or --markdown")
-    from trainfast.diagnosis.report import diagnose
+    from trainfast.diagnosis.report import check
 
     try:
-        report = diagnose(args.config, sources=args.source, checklist=args.checklist)
+        report = check(args.config, sources=args.source, checklist=args.checklist)
     except (ImportError, OSError, RecursionError, SyntaxError, ValueError) as error:
         line = " ".join(str(error).split())
         print(f"trainfast diagnose: {line}", file=sys.stderr)
