@@ -306,6 +306,37 @@ def test_packed_sequences_do_not_see_each_other(kind):
     )
 
 
+@pytest.mark.parametrize("shape", [(4,), (1, 4, 1, 1)])
+def test_head_mask_scales_the_weights_of_each_head(shape):
+    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    factors = torch.tensor([1.0, 0.0, 0.5, 2.0]).view(shape)
+    out, _ = huggingface.attention_forward(
+        torch.nn.Module(), q, k, v, None, is_causal=False, head_mask=factors
+    )
+    weights = (q @ k.mT / 8**0.5).softmax(-1) * factors.view(4, 1, 1)
+    torch.testing.assert_close(out, (weights @ v).transpose(1, 2))
+
+
+def test_head_mask_that_differs_between_keys_is_refused():
+    q = torch.randn(2, 4, 5, 8)
+    with pytest.raises(NotImplementedError, match="one factor for each head"):
+        huggingface.attention_forward(
+            torch.nn.Module(), q, q, q, None, head_mask=torch.ones(2, 4, 5, 5)
+        )
+
+
+def test_head_mask_of_a_model_agrees_with_eager():
+    need("GPT2LMHeadModel")
+    forward = transformers.GPT2LMHeadModel.forward
+    if "head_mask" not in inspect.signature(forward).parameters:
+        pytest.skip("this transformers has no head_mask")
+    mask = torch.tensor([[1.0, 0.0, 0.5, 2.0]] * 2)
+    compare(
+        "gpt2",
+        lambda model: logits_and_gradients(model, input_ids=ids(), head_mask=mask),
+    )
+
+
 def test_lengths_of_packed_sequences_hold_where_no_mask_does():
     """With a cache transformers makes no mask for them."""
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -345,15 +376,15 @@ def test_arguments_that_change_the_result_are_all_known():
     parameters = inspect.signature(huggingface.attention_forward).parameters
     known = set(parameters) | {"query_states", "key_states", "value_states"}
     known.add("sliding_window")  # which is in the mask
+    models = [getattr(transformers, name, None) for name, _, _ in MODELS.values()]
     taken = set()
-    for kind in MODELS:
-        model_name, _, _ = MODELS[kind]
-        need(model_name, attention=False)
-        modeling = inspect.getmodule(getattr(transformers, model_name))
-        function = getattr(modeling, "eager_attention_forward", None)
+    for model in filter(None, models):  # each transformers lacks some of them
+        function = getattr(inspect.getmodule(model), "eager_attention_forward", None)
         if function is not None:
             taken |= set(inspect.signature(function).parameters)
-    assert {"softcap", "position_bias", "sinks"} <= taken <= known
+    assert {"dropout", "scaling"} <= taken <= known
+    if None not in models:
+        assert {"softcap", "position_bias", "sinks"} <= taken
 
 
 # ---- Names that models do not take ---------------------------------------------------

@@ -115,6 +115,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    head_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer; see its AttentionInterface.
@@ -129,6 +130,8 @@ def attention_forward(
         softcap: of the scores (Gemma 2).
         s_aux: [heads], sinks (gpt-oss).
         sinks: broadcasts to [batch, heads, n_q, 1]: a sink for each query (Inkling 2).
+        head_mask: [heads] or [batch, heads, 1, 1], factors of the weights of each head
+            (transformers 4).
         indices: [batch, n_q, k], the only keys that a query sees (DeepSeek V3.2).
         block_indices: the same in blocks, of which the module makes a mask (MiniMax
             M3).
@@ -139,10 +142,13 @@ def attention_forward(
         [batch, n_q, heads, dim], and None: there are no weights to return.
 
     Raises:
-        NotImplementedError: a paged cache with softcap or sinks.
+        NotImplementedError: a paged cache with softcap or sinks, or a head_mask that
+            differs between queries or keys.
     """
     if kwargs.get("output_attentions"):
         _miss_weights()
+    if head_mask is not None:
+        value = _of_masked_heads(value, head_mask)
     if query.is_cuda:
         _say_where_torch_has_flash_attention(query.device)
     for_sdpa = all(x is None for x in (softcap, s_aux, sinks))
@@ -193,6 +199,17 @@ def _attend(
         # of all weights with the sink's, those without it have this share
         out = (out * torch.sigmoid(lse[..., None] - sinks)).to(out.dtype)
     return out.transpose(1, 2).contiguous()
+
+
+def _of_masked_heads(value: Tensor, head_mask: Tensor) -> Tensor:
+    """The values times the factor of their head: the result of weights times it."""
+    factors = head_mask[:, None, None] if head_mask.dim() == 1 else head_mask
+    if factors.shape[-2:] != (1, 1):
+        raise NotImplementedError(
+            "head_mask must have one factor for each head, got shape "
+            f'{tuple(head_mask.shape)}; use attn_implementation="eager"'
+        )
+    return value * factors.to(value.dtype)
 
 
 def _of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
