@@ -1,4 +1,4 @@
-"""The report of a diagnosis that runs nothing."""
+"""The report of `check`, which runs nothing."""
 
 import os
 import textwrap
@@ -15,7 +15,7 @@ from trainfast.diagnosis.rules.rule import Case, Finding, findings
 from trainfast.report import Report, Table
 
 
-class Diagnosis(Report):
+class CheckReport(Report):
     """What is wrong with a machine and a configuration.
 
     Attributes:
@@ -131,7 +131,7 @@ def check(
     sources: Iterable[str | os.PathLike[str]] = (),
     checklist: bool = False,
     machine: facts.Machine | None = None,
-) -> Diagnosis:
+) -> CheckReport:
     """Compares this machine, and a configuration, with what slows training.
 
     Nothing is run. In a notebook the state of its own process is looked at, too.
@@ -155,7 +155,7 @@ def check(
         chosen = settings.of_file(config)
     read = tuple(scripts.read(path) for path in sources)
     described = machine or facts.gather(chosen.folder)
-    return Diagnosis(Case(described, chosen, read), checklist)
+    return CheckReport(Case(described, chosen, read), checklist)
 
 
 def _records(table: Table) -> list[dict[str, Any]]:
