@@ -115,6 +115,31 @@ HARM = {  # what a script does, and then sees
         "import tempfile; open(f'{tempfile.mkdtemp()}/x', 'w').write('x'); "
         "open('/tmp/trainfast-test', 'w').write('x'); os.remove('/tmp/trainfast-test')"
     ),
+    "replace from the temporary folder": (
+        "import tempfile; new = tempfile.NamedTemporaryFile('w', delete=False); "
+        "new.write('new'); new.close(); "
+        "try_(lambda: os.replace(new.name, f'{folder}/step1.pt')) or "
+        "shutil.move(new.name, f'{folder}/step1.pt'); "
+        "assert open(f'{folder}/step1.pt').read() == 'new'"
+    ),
+    "link from the temporary folder": (
+        "import tempfile; new = tempfile.NamedTemporaryFile('w', delete=False); "
+        "try_(lambda: os.link(new.name, f'{folder}/new.pt'))"
+    ),
+    "write through a link in the temporary folder": (
+        "import tempfile; link = tempfile.mkdtemp() + '/link'; "
+        "try_(lambda: os.link(f'{folder}/step1.pt', link)) and "
+        "open(link, 'w').write('new')"
+    ),
+    "move into the temporary folder": (
+        "import tempfile; shutil.move(f'{folder}/step1.pt', tempfile.mkdtemp()); "
+        "assert not os.path.exists(f'{folder}/step1.pt')"
+    ),
+    "open a descriptor again to write": (
+        "file = open(f'{folder}/step1.pt', 'rb'); "
+        "try_(lambda: open(f'/proc/self/fd/{file.fileno()}', 'r+b').write(b'new')); "
+        "try_(lambda: open(f'/dev/fd/{file.fileno()}', 'r+b').write(b'new'))"
+    ),
     "errors are the usual ones": (
         "import contextlib\n"
         "for kind, call in ((FileExistsError, lambda: os.mkdir(folder)), "
@@ -156,13 +181,25 @@ HARM = {  # what a script does, and then sees
 }
 
 
+PREPARE = """
+import glob, os, shutil, sqlite3, subprocess, sys
+folder = sys.argv[1]
+
+def try_(call):  # a sandbox may refuse it
+    try:
+        call()
+    except OSError:
+        return False
+    return True
+"""
+
+
 @pytest.mark.parametrize("harm", HARM)
 def test_nothing_outside_of_the_sandbox_changes(kind, harm, stage, output):
     if harm == "safetensors":
         pytest.importorskip("safetensors")
-    code = "import glob, os, shutil, sqlite3, subprocess, sys; folder = sys.argv[1]\n"
     before = snapshot(output.parent)
-    done = in_sandbox(kind, code + HARM[harm], stage, output, cwd=output)
+    done = in_sandbox(kind, PREPARE + HARM[harm], stage, output, cwd=output)
     assert done.returncode == 0, done.stderr
     assert snapshot(output.parent) == before
 
@@ -191,12 +228,11 @@ def test_files_behave_as_without_the_sandbox(kind, seed, stage, tmp_path):
 
 def test_harm_is_done_without_the_sandbox(output):
     """The cases above are no proof if they do nothing."""
-    code = "import glob, os, shutil, sqlite3, subprocess, sys; folder = sys.argv[1]\n"
     for harm in ("rmtree", "overwrite", "sqlite", "another program"):
         copy = output.parent / harm
         shutil.copytree(output, copy)
         before = snapshot(copy)
-        subprocess.run([sys.executable, "-c", code + HARM[harm], copy], check=True)
+        subprocess.run([sys.executable, "-c", PREPARE + HARM[harm], copy], check=True)
         assert snapshot(copy) != before, harm
 
 

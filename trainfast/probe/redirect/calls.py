@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,14 @@ _NO_REPLACE, _EXCHANGE = 1, 2  # of renameat2
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _NATIVE = ("/dev/", "/proc/", "/sys/")
 _READ_ONLY = ("/proc/sys/", "/sys/")
+_MEMORY = "/memfd:"  # how /proc names a file that memfd_create has made
+# Names in /dev that lead to an open file of the process.
+_OPEN_FILES = {
+    "/dev/fd/": "/proc/self/fd/",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+}
 _TEXT = 4096  # bytes of the longest path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,7 +87,7 @@ class Caller:
 
 @dataclass
 class Shape:
-    """Which arguments of a call are what."""
+    """The positions of a call's arguments."""
 
     path: int
     folder: int | None = None  # descriptor that a relative path begins at
@@ -128,13 +137,10 @@ class Calls:
 
     Attributes:
         files: what lies where.
-        stage: the folder that the scratch folder is in; what else is there is the
-            command's own and used as it is.
     """
 
-    def __init__(self, files: Files, stage: str) -> None:
+    def __init__(self, files: Files) -> None:
         self.files = files
-        self.stage = stage
         # Current folders that only the scratch folder has, by process; None: the
         # kernel's.
         self._folders: dict[int, str | None] = {}
@@ -184,7 +190,7 @@ class Calls:
         plain: dict[int, int | list[int]] = {number: number for number in self._answers}
         for number, flags in ((262, 3), (332, 2)):  # of an open file, not of a path
             plain[number] = [number, flags, _EMPTY_PATH, _EMPTY_PATH]
-        plain[44] = [44, 4, 0xFFFFFFFF, 0]  # to where the socket is connected
+        plain[44] = [44, 4, 0xFFFFFFFF, 0]  # without an address
         return list(plain.values())
 
     def answer(self, number: int, caller: Caller) -> Result:
@@ -211,9 +217,15 @@ class Calls:
                 folder = ctypes.c_int(caller.arguments[shape.folder]).value
             base, native = self._folder(caller, folder)
             text = f"{base}/{text}"
-        if text.startswith(self.files.scratch):
-            return text.removeprefix(self.files.scratch) or "/", False
-        return text, native
+        inner = self._in_scratch(text)
+        return (text, native) if inner is None else (inner, False)
+
+    def _in_scratch(self, path: str) -> str | None:
+        """The path that one in the scratch folder stands for."""
+        scratch = self.files.scratch
+        if path != scratch and not path.startswith(scratch + "/"):
+            return None
+        return path.removeprefix(scratch) or "/"
 
     def _folder(self, caller: Caller, descriptor: int) -> tuple[str, bool]:
         if descriptor == _HERE:
@@ -223,9 +235,8 @@ class Calls:
             found = os.readlink(f"/proc/{caller.thread}/cwd")
         else:
             found = os.readlink(f"/proc/{caller.thread}/fd/{descriptor}")
-        if not found.startswith(self.files.scratch):
-            return found, True
-        return found.removeprefix(self.files.scratch), False
+        inner = self._in_scratch(found)
+        return (found, True) if inner is None else (inner, False)
 
     def _current(self, caller: Caller) -> str | None:
         """The process' current folder, if it is one of the scratch folder."""
@@ -240,30 +251,56 @@ class Calls:
         """The canonical path, and whether it is what the kernel would find.
 
         Raises:
-            _Native: a path that the command has for itself, or a device.
+            _Native: a path of a device, or of the kernel.
         """
         absolute, native = self._absolute(caller, shape)
         if absolute.startswith(_NATIVE):
-            raise _Native(absolute)
+            raise _Native(_destination(absolute, caller))
         follow = shape.follows
         if shape.flags is not None:
             flags = caller.arguments[shape.flags]
             follow = bool(flags & _FOLLOW) or (follow and not flags & _NO_FOLLOW)
         path = self.files.canonical(absolute, follow=follow)
-        if path.startswith((*_NATIVE, self.stage + "/")) or path == self.stage:
+        if path.startswith(_NATIVE):
             raise _Native(path)
         return path, native and path == absolute
 
-    # Calls that look.
+    def _locate_both(
+        self, caller: Caller, old: Shape, new: Shape
+    ) -> tuple[str, str] | None:
+        """Two canonical paths; None: both are the kernel's, and so is the call."""
+        found = []
+        for shape in (old, new):
+            with suppress(_Native):
+                found.append(self._locate(caller, shape)[0])
+        if len(found) == 1:
+            raise OSError(errno.EXDEV, found[0])
+        return (found[0], found[1]) if found else None
 
-    def _look(self, number: int, shape: Shape, caller: Caller) -> Result:
+    def _leave(self, found: "_Native") -> Result:
+        """Leaves a change to the kernel, where it harms no file."""
+        allowed = found.path.startswith((*_NATIVE, _MEMORY))
+        if not (allowed or self.files.is_private(found.path)):
+            raise OSError(errno.EROFS, found.path)
+        if found.path.startswith(_READ_ONLY):
+            raise OSError(errno.EROFS, found.path)
+        return None
+
+    def _changed(self, caller: Caller, shape: Shape) -> str | None:
+        """The path, if the kernel would find something else there."""
         if not self.files.covered:
             return None
         try:
             path, native = self._locate(caller, shape)
         except _Native:
             return None
-        if native and self.files.is_machines(path):
+        return None if native and self.files.now(path) == path else path
+
+    # Calls that look.
+
+    def _look(self, number: int, shape: Shape, caller: Caller) -> Result:
+        path = self._changed(caller, shape)
+        if path is None:
             return None
         return self._do(number, shape, caller, self.files.now(path))
 
@@ -289,15 +326,9 @@ class Calls:
         return result
 
     def _attributes(self, number: int, shape: Shape, caller: Caller) -> Result:
-        if not self.files.covered:
+        if self._changed(caller, shape) is None:
             return None
-        try:
-            path, native = self._locate(caller, shape)
-        except _Native:
-            return None
-        if native and self.files.is_machines(path):
-            return None
-        raise OSError(errno.EOPNOTSUPP, path)
+        raise OSError(errno.EOPNOTSUPP, "extended attributes")
 
     def _getcwd(self, caller: Caller) -> Result:
         folder = self._current(caller)
@@ -349,9 +380,7 @@ class Calls:
         try:
             path, native = self._locate(caller, shape)
         except _Native as found:
-            if writes and found.path.startswith(_READ_ONLY):
-                raise OSError(errno.EROFS, found.path) from None
-            return None
+            return self._leave(found) if writes else None
         now = self.files.now(path)
         special = os.path.lexists(now) and not os.path.isfile(now)
         if flags & os.O_TMPFILE == os.O_TMPFILE:
@@ -386,17 +415,15 @@ class Calls:
             return self._change_open_file(caller)
         try:
             path, _ = self._locate(caller, shape)
-        except _Native:
-            return None
+        except _Native as found:
+            return self._leave(found)
         return self._do(number, shape, caller, self.files.own(path))
 
     def _change_open_file(self, caller: Caller) -> Result:
         path, native = self._folder(caller, caller.arguments[0])
         if not native or not os.path.exists(path):
             return None  # its own file, or a socket, a pipe, memory
-        if path.startswith((*_NATIVE, self.stage + "/")):
-            return None
-        raise OSError(errno.EROFS, path)
+        return self._leave(_Native(path))
 
     def _set_attributes(self, caller: Caller) -> Result:
         raise OSError(errno.EOPNOTSUPP, "extended attributes")
@@ -423,7 +450,8 @@ class Calls:
             path, _ = self._locate(
                 caller, Shape(shape.path, shape.folder, follows=False)
             )
-        except _Native:
+        except _Native as found:
+            self._leave(found)
             return None
         if os.path.lexists(self.files.now(path)):
             raise OSError(errno.EEXIST, path)
@@ -434,8 +462,8 @@ class Calls:
             path, _ = self._locate(
                 caller, Shape(shape.path, shape.folder, follows=False)
             )
-        except _Native:
-            return None
+        except _Native as found:
+            return self._leave(found)
         now = self.files.now(path)
         os.lstat(now)  # raises
         if folder != _is_folder(now):
@@ -448,11 +476,14 @@ class Calls:
         return 0
 
     def _rename(self, caller: Caller, old: Shape, new: Shape, flags: int) -> Result:
-        try:
-            source, _ = self._locate(caller, Shape(old.path, old.folder, follows=False))
-            target, _ = self._locate(caller, Shape(new.path, new.folder, follows=False))
-        except _Native:
+        ends = self._locate_both(
+            caller,
+            Shape(old.path, old.folder, follows=False),
+            Shape(new.path, new.folder, follows=False),
+        )
+        if ends is None:
             return None
+        source, target = ends
         now, replaced = self.files.now(source), self.files.now(target)
         if flags & _EXCHANGE:
             raise OSError(errno.EINVAL, target)
@@ -466,7 +497,7 @@ class Calls:
                 raise OSError(errno.EINVAL, target)
             if os.path.lexists(replaced) and not _is_folder(replaced):
                 raise OSError(errno.ENOTDIR, target)
-            if now == source or source in self.files.covered:
+            if self.files.is_machines(source) or source in self.files.covered:
                 raise OSError(errno.EXDEV, source)  # callers then copy and remove
             if _is_folder(replaced) and os.listdir(replaced):
                 raise OSError(errno.ENOTEMPTY, target)
@@ -476,14 +507,16 @@ class Calls:
         return 0
 
     def _link(self, caller: Caller, old: Shape, new: Shape) -> Result:
-        try:
-            source, _ = self._locate(caller, old)
-        except _Native:
+        with suppress(_Native):  # a missing source comes before a missing folder
+            os.lstat(self.files.now(self._locate(caller, old)[0]))
+        ends = self._locate_both(
+            caller, old, Shape(new.path, new.folder, follows=False)
+        )
+        if ends is None:
             return None
-        os.lstat(self.files.now(source))  # a missing one comes before a known target
-        target = self._new_name(caller, new)
-        if target is None:
-            return None
+        source, target = ends
+        if os.path.lexists(self.files.now(target)):
+            raise OSError(errno.EEXIST, target)
         os.link(self.files.own(source), self.files.entry(target))
         self.files.forget(target)
         return 0
@@ -509,9 +542,20 @@ class Calls:
         data = caller.read(caller.arguments[1], min(caller.arguments[2], 128))
         name = data[2:].partition(b"\0")[0]
         is_file = int.from_bytes(data[:2], "little") == 1 and name
-        if is_file and not name.startswith(os.fsencode(self.stage + "/")):
+        if is_file and not self.files.is_private(os.fsdecode(name)):
             raise OSError(errno.EACCES, os.fsdecode(name))
         return None
+
+
+def _destination(path: str, caller: Caller) -> str:
+    """Where a path in /dev or /proc leads to for its caller."""
+    for name, meant in _OPEN_FILES.items():
+        if path.startswith(name):
+            path = meant + path.removeprefix(name)
+    for name in ("/proc/self/", "/proc/thread-self/"):
+        if path.startswith(name):
+            path = f"/proc/{caller.thread}/{path.removeprefix(name)}"
+    return os.path.realpath(path)
 
 
 def _is_folder(path: str) -> bool:

@@ -1,9 +1,9 @@
 """The files as a command sees them whose changes go to a scratch folder.
 
 Before a directory's first change, the scratch folder gets a directory with the same
-names, which from then on says what is in it: a name there is either the command's own
-file or, while it is in `lower`, a placeholder for the machine's. A removed file is a
-name that is no longer there.
+names. From then on this directory says what exists: a name in it stands for the
+command's own file or, while the path is in `lower`, for the machine's file. To remove a
+file is to remove its name.
 """
 
 import errno
@@ -18,13 +18,16 @@ class Files:
     """What lies where, by canonical paths: absolute, no `..`, no links in the parents.
 
     Attributes:
-        scratch: the folder that holds changed directories under their absolute paths.
+        stage: a folder of the command alone, which is used as it is.
+        scratch: the folder in it that holds changed directories under their absolute
+            paths.
         covered: directories whose names are those in the scratch folder.
         lower: files and directories, in covered directories, that are the machine's.
     """
 
-    def __init__(self, scratch: str) -> None:
-        self.scratch = scratch
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.scratch = f"{stage}/files"
         self.covered: set[str] = set()
         self.lower: set[str] = set()
         self._parents: dict[str, str] = {}  # canonical paths of directories
@@ -49,6 +52,8 @@ class Files:
 
     def now(self, path: str) -> str:
         """Where a canonical path lies: itself, or a path in the scratch folder."""
+        if self.is_private(path):
+            return path
         if path in self.covered:
             return self.scratch + path
         inner = path
@@ -59,8 +64,13 @@ class Files:
             inner = parent
         return path
 
+    def is_private(self, path: str) -> bool:
+        """Whether a path is in the stage."""
+        return path == self.stage or path.startswith(self.stage + "/")
+
     def is_machines(self, path: str) -> bool:
-        return self.now(path) == path
+        """Whether what lies at a path must not be changed."""
+        return self.now(path) == path and not self.is_private(path)
 
     def own(self, path: str, *, keep: bool = True) -> str:
         """Copies what is at a canonical path, if it is the machine's; returns the copy.
@@ -70,7 +80,7 @@ class Files:
         """
         now = self.now(path)
         state = os.lstat(now)
-        if now != path:
+        if not self.is_machines(path):
             return now
         if stat.S_ISDIR(state.st_mode):
             return self.cover(path)
@@ -87,7 +97,9 @@ class Files:
         return copy
 
     def entry(self, path: str) -> str:
-        """Where the scratch folder has a name that may be made, removed or replaced."""
+        """Where a name lies that may be made, removed or replaced."""
+        if self.is_private(path):
+            return path
         parent = os.path.dirname(path)
         now = self.now(parent)
         if not stat.S_ISDIR(os.stat(now).st_mode):
@@ -100,7 +112,7 @@ class Files:
         """The scratch folder's directory for a canonical one, made at its first use."""
         view = self.scratch + folder.rstrip("/")
         if not self.is_machines(folder):
-            return view
+            return self.now(folder)
         with os.scandir(folder) as entries:
             names = [(entry.name, _kind(entry)) for entry in entries]
         os.makedirs(view, exist_ok=True)
@@ -120,7 +132,7 @@ class Files:
         return view
 
     def forget(self, path: str) -> None:
-        """What was the machine's at a path is so no longer."""
+        """Marks a path as the command's own, which it is after each change."""
         self.lower.discard(path)
         self.covered.discard(path)
         self._parents.clear()

@@ -29,7 +29,6 @@ from trainfast.probe.redirect.files import Files
 from trainfast.probe.sandbox import CANNOT
 
 _RECEIVE, _SEND, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40182103
-_SET_FLAGS, _SAME_CORE = 0x40082104, 1
 _CALL = struct.Struct("=QIIiIQ6Q")  # struct seccomp_notif
 _DO_IT = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
 _COLLECT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
@@ -41,7 +40,7 @@ def run(stage: str, command: list[str]) -> int:
     stage = os.path.realpath(stage)
     for name in ("files", "tmp"):
         os.mkdir(f"{stage}/{name}")
-    calls = Calls(Files(f"{stage}/files"), stage)
+    calls = Calls(Files(stage))
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         [
@@ -76,8 +75,6 @@ def _is_inheritable(descriptor: int) -> bool:
 
 
 def _answer_until_end(listener: int, end: int, calls: Calls) -> None:
-    with suppress(OSError):  # from Linux 6.6: half the time of a report
-        fcntl.ioctl(listener, _SET_FLAGS, struct.pack("=Q", _SAME_CORE))
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(end, select.POLLIN)
