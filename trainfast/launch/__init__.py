@@ -1,0 +1,1 @@
+"""Runs a training script with trainfast's kernels and torch's switches turned on."""
