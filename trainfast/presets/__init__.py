@@ -1,0 +1,1 @@
+"""Configurations to start from, chosen by the hardware."""
