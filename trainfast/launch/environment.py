@@ -7,9 +7,9 @@ from importlib import metadata
 from trainfast.launch.settings import Settings
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# glibc returns freed memory to the system, and each step then takes it back page by
-# page. Above these sizes only.
-_MALLOC = {
+# glibc gives memory back when the top of its heap is free, and takes it again a moment
+# later, page by page. With these variables it keeps what a training step needs.
+KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
@@ -41,7 +41,7 @@ def changed_variables(
     if settings.threads is not None:
         for name in _THREADS:
             asked.setdefault(name, str(settings.threads))
-    default = dict(_MALLOC) if settings.malloc else {}
+    default = dict(KEEP_MEMORY) if settings.malloc else {}
     if cores is not None:
         default["OMP_NUM_THREADS"] = str(cores)
     changed: dict[str, str | None] = {

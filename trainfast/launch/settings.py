@@ -15,7 +15,8 @@ _OF_THE_SCRIPT = (
     *("num_workers", "persistent_workers", "pin_memory", "prefetch_factor"),
     *("device", "vectorization", "profiler", "interval_epochs", "profile_dir"),
     *("d_model", "nhead", "num_layers", "dim_feedforward", "model_name"),
-    *("lr_temporal", "accumulation_steps"),
+    *("lr_temporal", "accumulation_steps", "mixed_precision_dtype", "fused"),
+    *("channels_last", "detect_anomaly", "deterministic"),
 )
 _KNOWN = sorted({*_OWN, "threads", *_OF_THE_SCRIPT, *_SECTIONS})
 

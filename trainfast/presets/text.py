@@ -1,4 +1,4 @@
-"""Presets as YAML files with a comment beside each value."""
+"""Settings as YAML files with a comment beside each value."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,19 @@ from trainfast.presets.values import Value, nested
 
 _HEAD = """\
 # @package _global_
-# Written by `trainfast optimize`. Each value is a starting point that was not measured
-# on this machine. `trainfast run --config` reads this file; its first line is hydra's.
+# Written by `trainfast optimize`. {}
+# `trainfast run --config` reads this file; its first line is hydra's.
 """
+_ORIGINS = {
+    False: "Each value is a starting point that was not measured on this machine.",
+    True: "Each value was measured on this machine, and has its gain beside it.",
+}
 
 
 def to_yaml(values: list[Value]) -> str:
     """The settings as YAML, with each value's reason."""
-    return _HEAD + "".join(line + "\n" for line in _lines(nested(values), ""))
+    head = _HEAD.format(_ORIGINS[any(value.measured for value in values)])
+    return head + "".join(line + "\n" for line in _lines(nested(values), ""))
 
 
 def _lines(section: dict[str, Any], indent: str) -> list[str]:
@@ -24,7 +29,8 @@ def _lines(section: dict[str, Any], indent: str) -> list[str]:
         if isinstance(value, Value):
             # JSON's scalars are YAML's.
             setting = f"{indent}{name}: {json.dumps(value.value)}"
-            lines.append(f"{setting:<40}  # not measured: {value.reason}")
+            origin = "measured" if value.measured else "not measured"
+            lines.append(f"{setting:<40}  # {origin}: {value.reason}")
         else:
             lines += [f"{indent}{name}:", *_lines(value, indent + "  ")]
     return lines

@@ -1,4 +1,4 @@
-"""The values of the presets, each with its reason. None of them is measured."""
+"""The values of the presets, each with its reason. None of these is measured."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ class Value(NamedTuple):
     """A setting by its dotted name, and why it has this value."""
 
     key: str
-    value: bool | int | float | str
+    value: bool | int | float | str | list[str]
     reason: str
+    measured: bool = False
 
 
 def preset(machine: Machine, profile: str | None = None) -> list[Value]:
@@ -158,7 +159,7 @@ def _production(machine: Machine) -> list[Value]:
     if large:
         reason = f"{machine.vram} GB of GPU memory, {machine.ram} GB of RAM"
         values["trainer.batch_size"] = Value("trainer.batch_size", 1 << 20, reason)
-    batch = int(values["trainer.batch_size"].value)
+    batch = int(values["trainer.batch_size"].value)  # type: ignore[arg-type]
     reason = "a slice of the batch"
     for value in (
         Value("trainer.minibatch_size", min(32768, batch), reason),

@@ -101,12 +101,12 @@ def conclude(
         not_tried |= result["failed"]
     tried = rows(results)
     found = findings(tried, results, script)
-    facts = _facts(results)
-    notes = _notes(results, facts, bool(found))
+    facts = facts_of(results)
+    notes = notes_of(results, facts, bool(found))
     return Diagnosis(script, found, tried, facts, not_tried, notes, seconds)
 
 
-def _facts(results: list[Result]) -> dict[str, Any]:
+def facts_of(results: list[Result]) -> dict[str, Any]:
     names = ["step_seconds", "device", "dtype", "optimizer", "tensors", "parameters"]
     names += ["workers", "batch_size", "dataset", "threads"]
     facts = {name: results[0][name] for name in names if name in results[0]}
@@ -127,7 +127,7 @@ def _use_of_roof(result: Result) -> dict[str, Any]:
     return {"flops": result["flops"], "roof_tflops": rate, "mfu": reached / rate}
 
 
-def _notes(results: list[Result], facts: dict[str, Any], found: bool) -> list[str]:
+def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[str]:
     notes = []
     spread = noise([Process.of(result) for result in results])
     if spread > _NOISY:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from trainfast.launch.environment import KEEP_MEMORY
 from trainfast.probe import sandbox
 
 SECONDS = 12.0  # of a child's blocks
@@ -24,13 +25,6 @@ _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_MININTERVAL": "1",
     "MPLBACKEND": "Agg",
-}
-# glibc gives memory back when the top of its heap is free, and takes it again a moment
-# later. Whether it is free depends on what lies there, which every switch changes by
-# what it allocates: the page faults would count as its gain or loss. So it is kept.
-_KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
 
 
@@ -84,15 +78,7 @@ def child(
     Raises:
         ProbeError: the script failed, or has no training loop that torch shows.
     """
-    kind = best_sandbox()
-    if kind is None:
-        raise ProbeError(
-            "no sandbox here, so the script was not run: it needs user namespaces, or "
-            "Linux 5.9 on x86-64 with seccomp"
-        )
     job = {
-        "script": os.path.abspath(script),
-        "arguments": list(arguments),
         "switches": switches,
         "stack": stack,
         "work": list(work),
@@ -101,13 +87,60 @@ def child(
         "seconds": seconds,
         "seed": seed,
     }
+    return _result("trainfast.torch.probe.child", script, arguments, job)
+
+
+def curve(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    steps: int,
+    switches: Sequence[str] = (),
+    patches: Sequence[str] = (),
+    offset: int = 0,
+) -> list[float]:
+    """The losses of a script's first optimizer steps, as the script computes them.
+
+    Args:
+        script: path of the script.
+        arguments: the script's own.
+        steps: how many; fewer if the script ends before.
+        switches: in force from the second step on.
+        patches: capabilities for `trainfast.patch`, before the script starts.
+        offset: added to each seed that the script sets.
+
+    Raises:
+        ProbeError: the script failed.
+    """
+    job = {
+        "steps": steps,
+        "switches": list(switches),
+        "patches": list(patches),
+        "offset": offset,
+    }
+    found = _result("trainfast.torch.probe.curve", script, arguments, job)
+    losses: list[float] = found["losses"]
+    return losses
+
+
+def _result(
+    module: str, script: str, arguments: Sequence[str], job: dict[str, Any]
+) -> dict[str, Any]:
+    """Runs a module of the probe in a sandbox; returns what it wrote."""
+    kind = best_sandbox()
+    if kind is None:
+        raise ProbeError(
+            "no sandbox here, so the script was not run: it needs user namespaces, or "
+            "Linux 5.9 on x86-64 with seccomp"
+        )
+    job |= {"script": os.path.abspath(script), "arguments": list(arguments)}
     with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
         job["result"] = result.fileno()
-        command = [*kind, stage, sys.executable, "-m", "trainfast.torch.probe.child"]
+        command = [*kind, stage, sys.executable, "-m", module]
         environment = (
             os.environ
             | _QUIET
-            | _KEEP_MEMORY
+            | KEEP_MEMORY  # else page faults would count as a switch's gain or loss
             | {"TRAINFAST_PROBE_JOB": json.dumps(job)}
         )
         errors = _run(command, environment, result.fileno())

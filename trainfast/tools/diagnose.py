@@ -8,6 +8,8 @@ probe ends, and it has no network.
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,19 +65,29 @@ def _probe(args: argparse.Namespace) -> int:
     from trainfast.probe.diagnosis import diagnose
     from trainfast.probe.run import ProbeError
 
-    def progress(stage: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{stage} ...", end="", file=sys.stderr, flush=True)
-
     try:
-        report = diagnose(
-            args.script, args.arguments, deep=args.deep, progress=progress
-        )
+        with show_progress() as progress:
+            report = diagnose(
+                args.script, args.arguments, deep=args.deep, progress=progress
+            )
     except (ProbeError, OSError, SyntaxError) as error:
         print(f"trainfast diagnose: {error}", file=sys.stderr)
         return 1
-    finally:
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr)
     print(report.to_json() if args.json else report)
     return 1 if report.findings else 0
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[str], None]]:
+    """Shows the stage in the terminal's last line, and clears it at the end."""
+    terminal = sys.stderr.isatty()
+
+    def progress(stage: str) -> None:
+        if terminal:
+            print(f"\r\033[K{stage} ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield progress
+    finally:
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr)

@@ -1,11 +1,11 @@
 """The probe's child process: runs a script under hooks until its plan is done.
 
-    python -m trainfast.torch.probe.child < JOB
+    python -m trainfast.torch.probe.child
 
-The job is a JSON object (see `trainfast.probe.run`). The script runs as __main__, and
-again if it ends before the plan does. The result is written to the descriptor that the
-job names; then the process ends at once, so that no `finally`, no bare `except` and no
-atexit handler of the script gets a say.
+The job is a JSON object in the environment (see `trainfast.probe.run`). The script runs
+as __main__, and again if it ends before the plan does. The result is written to the
+descriptor that the job names; then the process ends at once, so that no `finally`, no
+bare `except` and no atexit handler of the script gets a say.
 """
 
 import ast
@@ -16,25 +16,27 @@ import os
 import sys
 import traceback
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.patches import Patched
 from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.switch import Switch, Together
 
 _MOST_RUNS = 50  # of a script that ends after a few steps
 
 
 def switches(names: list[str] | None) -> list[Switch]:
-    """The switches of these names; None: the cheap ones."""
-    all_of_them: list[Switch] = [
+    """The switches of these names, "one + another" for both at once; None: the cheap
+    ones."""
+    every: list[Switch] = [
         loaders.CachedBatches() if names is None else loaders.CachedBatches(0.0),
         loaders.KeptLoader(),
         training.NoOptimizerStep(),
@@ -50,14 +52,17 @@ def switches(names: list[str] | None) -> list[Switch]:
         forward.Autocast(torch.bfloat16),
         forward.Autocast(torch.float16),
         forward.Compiled(),
+        *map(Patched, ("attention", "clip")),
         *(loaders.Workers(workers) for workers in (0, 1, 2, 4, 8)),
     ]
     if names is None:
-        named = [
-            s for s in all_of_them if not s.alone and not s.name.startswith("workers ")
-        ]
-        return named
-    return [switch for switch in all_of_them if switch.name in names]
+        return [switch for switch in every if not switch.by_name]
+    known = {switch.name: switch for switch in every}
+    found = []
+    for name in names:
+        parts = [known[part] for part in name.split(" + ")]
+        found.append(parts[0] if len(parts) == 1 else Together(parts))
+    return found
 
 
 class Child:
@@ -186,14 +191,24 @@ class Child:
                 }
                 for number, line, _, text in self.statements.found
             ]
-        os.pwrite(self.job["result"], json.dumps(result).encode(), 0)
-        os._exit(0)
+        write(self.job, result)
+
+
+def begin() -> dict[str, Any]:
+    """The job; the script's folder takes the place of ours on the path."""
+    job: dict[str, Any] = json.loads(os.environ.pop("TRAINFAST_PROBE_JOB"))
+    sys.path[0] = os.path.dirname(job["script"])
+    return job
+
+
+def write(job: dict[str, Any], result: dict[str, Any]) -> NoReturn:
+    """Writes the result where the job wants it, and ends the process."""
+    os.pwrite(job["result"], json.dumps(result).encode(), 0)
+    os._exit(0)
 
 
 def main() -> None:
-    job = json.loads(os.environ.pop("TRAINFAST_PROBE_JOB"))
-    sys.path[0] = os.path.dirname(job["script"])
-    Child(job).run()
+    Child(begin()).run()
 
 
 if __name__ == "__main__":

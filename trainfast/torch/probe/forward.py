@@ -14,7 +14,7 @@ class Float32(Switch):
     """float32 in place of float64, for the model, its optimizer and its batches."""
 
     name = "dtype"
-    alone = True
+    by_name = True
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         params = [
@@ -89,7 +89,7 @@ class Autocast(Switch):
     float16 is timed without a GradScaler, so what the model learns there is worthless.
     """
 
-    alone = True
+    by_name = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -200,7 +200,7 @@ class Compiled(Switch):
     """torch.compile of the model's forward; `loop.once` gets the compiler's seconds."""
 
     name = "compile"
-    alone = True
+    by_name = True
     warm = 3
 
     def __init__(self) -> None:

@@ -43,6 +43,8 @@ class CachedBatches(Switch):
 class Workers(Switch):
     """The loader with another number of workers, which stay alive."""
 
+    by_name = True
+
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.name = f"workers {workers}"

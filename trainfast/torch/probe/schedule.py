@@ -158,7 +158,10 @@ class Schedule:
             took = (clock() - self.start - events) / self.steps
             inner = self.loop.forward_backward / self.steps
             number, switch = self.plan.pop(0)
-            self.blocks.append((number, switch.name, took, inner))
+            if switch.used():
+                self.blocks.append((number, switch.name, took, inner))
+            else:
+                self._drop(switch)
             self._enter()
 
     def failed_under(self, error: str) -> bool:
@@ -173,10 +176,13 @@ class Schedule:
         if switch is self.base or self.plan is None:
             return False
         self.failed[switch.name] = error
-        self.plan = [entry for entry in self.plan if entry[1] is not switch]
-        self.blocks = [block for block in self.blocks if block[1] != switch.name]
+        self._drop(switch)
         self.run_ended()
         return True
+
+    def _drop(self, switch: Switch) -> None:
+        self.plan = [entry for entry in self.plan or () if entry[1] is not switch]
+        self.blocks = [block for block in self.blocks if block[1] != switch.name]
 
     def run_ended(self) -> None:
         """The script has ended: its objects go, so the switch in force is left."""

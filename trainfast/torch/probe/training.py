@@ -224,7 +224,7 @@ class DoubledBatch(Switch):
     """Each batch twice in one: what of a step does not grow with the batch?"""
 
     name = "batch"
-    alone = True
+    by_name = True
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         try:
