@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.graph_samples import graph, quiet
 from trainfast import cli
+from trainfast.launch import launcher
+from trainfast.probe import optimize
 from trainfast.tools import selftest
 
 SCRIPT = """
@@ -41,7 +43,8 @@ OPTIONS = [
     "--rebuild",
     "-h",
 ]
-OPTIONS += ["--config", "--source", "--checklist", "--markdown"]
+OPTIONS += ["--config", "--source", "--checklist", "--markdown", "-m"]
+OPTIONS += ["--output", "--force", "--allow", "--plot", "--profile", "--progressive"]
 OPTIONS += ["--quiet", "--graph", "--values", "--trust", "--backend", "--"]
 NUMBERS = [
     "0",
@@ -65,7 +68,9 @@ LIKELY = st.builds(
     st.lists(st.sampled_from(PLACES + OBJECTS), min_size=1, max_size=2),
     st.lists(WORDS, max_size=4),
 )
-VERBS = st.sampled_from(["cache", "env", "selftest", "diagnose", "--version"])
+VERBS = st.sampled_from(
+    ["cache", "env", "selftest", "diagnose", "run", "optimize", "--version"]
+)
 ANY = st.builds(lambda verb, words: [verb, *words], VERBS, st.lists(WORDS, max_size=5))
 
 
@@ -93,8 +98,15 @@ def folder(tmp_path_factory):
         # Checked elsewhere, and slow.
         nothing = selftest.SelftestReport([])
         patch.setattr(selftest, "selftest", lambda backends=None: nothing)
+        # These would run what they are given.
+        patch.setattr(launcher, "launch", refuse)
+        patch.setattr(optimize, "optimize", refuse)
         yield folder
     sys.modules.pop("fuzzed_script", None)
+
+
+def refuse(*args, **kwargs):
+    raise OSError("the test runs nothing")
 
 
 def run(arguments):

@@ -153,8 +153,8 @@ class Ablation(Report):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.add_subplot()
         for name, losses in self.curves.items():
-            width = 2.0 if name == "settings" else 1.0
-            axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=width)
+            style = "--" if name == "settings" else "-"  # lies upon that of seed 0
+            axes.plot(range(1, len(losses) + 1), losses, style, label=name)
         axes.set(xlabel="optimizer step", ylabel="loss", title=self.script)
         axes.legend()
         figure.savefig(path, dpi=120)

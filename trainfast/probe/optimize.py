@@ -166,8 +166,8 @@ class Optimizer:
         while len(kept) > 1:
             names = _prefix_names(kept)
             if not self._processes(names[-1]):
-                self._child(names[1:], "together")
-                self._child(names[1:], "together, a second process")
+                self._child(names, "together")
+                self._child(names, "together, a second process")
             useless = [
                 candidate
                 for candidate, name, before in zip(kept[1:], names[1:], names)
