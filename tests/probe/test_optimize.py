@@ -20,6 +20,9 @@ from trainfast.probe.optimize import optimize, stays_inside
 from trainfast.torch.probe.child import switches
 from trainfast.torch.probe.switch import Switch, Together
 
+needs_sandbox = pytest.mark.skipif(
+    run.best_sandbox() is None, reason="no sandbox works on this machine"
+)
 LOSSES = [2.0 / (1 + step) for step in range(50)]
 SCRIPT = """\
 import torch
@@ -229,12 +232,14 @@ def test_switches_together_nest_and_leave_in_reverse():
     assert seen == ["enter a", "enter b", "leave b", "leave a"]
 
 
+@needs_sandbox
 def test_patch_that_no_step_uses_has_no_blocks(script):
     names = ["trainfast attention", "trainfast clip"]
     found = run.child(script, switches=names, seconds=1)
     assert {block[1] for block in found["blocks"]} == {"base"}
 
 
+@needs_sandbox
 def test_losses_are_those_of_the_script_under_each_seed(script):
     first = run.curve(script, steps=5)
     assert len(first) == 5 and first == run.curve(script, steps=5)
@@ -250,6 +255,8 @@ def script(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
+@needs_sandbox
 def test_setting_that_slows_a_script_is_found(script, tmp_path, monkeypatch, capsys):
     some = [c for c in candidates() if c.name in ("anomaly", "trainfast attention")]
     monkeypatch.setattr(module, "candidates", lambda: some)

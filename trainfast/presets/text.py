@@ -12,8 +12,8 @@ _HEAD = """\
 # `trainfast run --config` reads this file; its first line is hydra's.
 """
 _ORIGINS = {
-    False: "Each value is a starting point that was not measured on this machine.",
-    True: "Each value was measured on this machine, and has its gain beside it.",
+    False: "Each value is a starting point, not measured.",
+    True: "Each value was measured on this machine.",
 }
 
 

@@ -10,6 +10,12 @@ from trainfast.probe.gains import Process, Result
 from trainfast.probe.report import Diagnosis, conclude
 
 _LADDER = ("workers 0", "workers 1", "workers 2", "workers 4")
+# None of these changes which collectives a step enters.
+RANK_SAFE = (
+    *("data", "worker-restart", "no optimizer step", "fused optimizer"),
+    *("trainfast optimizer", "padding", "attention", "channels-last"),
+    *("anomaly", "threads", "deterministic", "cudnn benchmark", "tf32"),
+)
 _OPEN = 1.10  # a gain from which on a row needs a second process
 
 
@@ -18,6 +24,7 @@ def diagnose(
     arguments: Sequence[str] = (),
     *,
     deep: bool = False,
+    ranks: int | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Diagnosis:
     """Runs a training script with one thing changed at a time, and names what it gains.
@@ -29,12 +36,16 @@ def diagnose(
         script: path of the script.
         arguments: the script's own.
         deep: also try what takes minutes.
+        ranks: start that many processes of the script, as `torchrun
+            --nproc-per-node` does, and try what changes no collective.
         progress: called with the name of each stage.
 
     Raises:
         ProbeError: the script failed, or shows no training loop.
     """
     began = time.perf_counter()
+    if ranks is not None:
+        return _diagnose_ranks(script, arguments, ranks, progress)
     progress("first process")
     first = run.child(script, arguments, seed=0)
     places = {"stack": first["stack"], "work": first["work"]}
@@ -73,6 +84,25 @@ def diagnose(
         plain = [n for n in again if not n.startswith("statement ")]
         more(plain, "once more, what is undecided", statements=plain != again)
     return conclude(script, results, not_tried, time.perf_counter() - began)
+
+
+def _diagnose_ranks(
+    script: str,
+    arguments: Sequence[str],
+    ranks: int,
+    progress: Callable[[str], None],
+) -> Diagnosis:
+    began = time.perf_counter()
+    results = []
+    for number in range(2):
+        progress(f"{ranks} ranks, {'second' if number else 'first'} run")
+        results.append(
+            run.child(
+                script, arguments, ranks=ranks, switches=list(RANK_SAFE), seed=number
+            )
+        )
+    left_out = dict.fromkeys(("statements", "batch"), "they may hold collectives")
+    return conclude(script, results, left_out, time.perf_counter() - began)
 
 
 def _undecided(results: list[Result]) -> list[str]:

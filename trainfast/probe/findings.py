@@ -1,5 +1,6 @@
 """What the gains mean: findings, best first, each with a place and a cure."""
 
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -135,7 +136,7 @@ def rows(results: list[Result]) -> list[Row]:
     """What each switch and each kind of event gains, best first."""
     processes = [Process.of(result) for result in results]
     switches = {block[1] for result in results for block in result["blocks"]} - {"base"}
-    events = {event[0] for result in results for event in result["events"]}
+    events = {e[0] for r in results if r["blocks"] for e in r["events"]}
     found = []
     for name in sorted(switches):
         have = [p for p in processes if any(name in r for r in p.rounds)]
@@ -191,6 +192,46 @@ def findings(rows: list[Row], results: list[Result], script: str) -> list[Findin
             continue
         made.append(finding)
     return _one_a_cause(made)
+
+
+def idle_gpus(results: list[Result], script: str) -> list[Finding]:
+    """GPUs that a second process could train on."""
+    idle = results[0].get("idle_gpus", 0)
+    if not idle:
+        return []
+    gain = 1.0 + idle
+    fix = (
+        f"{idle} more GPUs are here and idle: wrap the model in "
+        "DistributedDataParallel and start the script with torchrun --nproc-per-node "
+        f"{1 + idle}"
+    )
+    how = "counted, not tried"
+    return [Finding("idle-gpu", script, None, gain, 1.0, gain, BOUND, True, fix, how)]
+
+
+def slow_rank(results: list[Result], script: str) -> list[Finding]:
+    """The rank that the others wait for, if a balanced load gained enough."""
+    worst, gains = set(), []
+    for result in results:
+        own = result.get("ranks", [])
+        step = result["whole_seconds"] if own else 0
+        if not step:
+            return []
+        rank = max(range(len(own)), key=own.__getitem__)
+        others = statistics.median(own[:rank] + own[rank + 1 :])
+        worst.add(rank)
+        gains.append(step / (step - min(own[rank] - others, 0.9 * step)))
+    if len(worst) > 1 or min(gains) < LEAST_BOUND:
+        return []
+    (rank,) = worst
+    fix = (
+        f"rank {rank} reaches its backward pass last, and the others wait for it: give "
+        "it the same batches, data and device as them"
+    )
+    gain = statistics.mean(gains)
+    bounds = min(gains), max(gains)
+    how = "its time from a step's start to the backward pass, against the others'"
+    return [Finding("slow-rank", script, None, gain, *bounds, BOUND, False, fix, how)]
 
 
 def _is_sure(finding: Finding) -> bool:

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from trainfast.probe.findings import LEAST, Finding, Row, findings, rows
+from trainfast.probe.findings import (
+    LEAST,
+    Finding,
+    Row,
+    findings,
+    idle_gpus,
+    rows,
+    slow_rank,
+)
 from trainfast.probe.gains import Process, Result, noise
 from trainfast.report import Report, Table
 from trainfast.roof import roof
@@ -100,7 +108,12 @@ def conclude(
     for result in results:
         not_tried |= result["failed"]
     tried = rows(results)
-    found = findings(tried, results, script)
+    found = [
+        *findings(tried, results, script),
+        *slow_rank(results, script),
+        *idle_gpus(results, script),
+    ]
+    found.sort(key=lambda finding: -finding.gain)
     facts = facts_of(results)
     notes = notes_of(results, facts, bool(found))
     return Diagnosis(script, found, tried, facts, not_tried, notes, seconds)
@@ -129,6 +142,11 @@ def _use_of_roof(result: Result) -> dict[str, Any]:
 
 def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[str]:
     notes = []
+    if not any(result["blocks"] for result in results):
+        notes.append(
+            f"the script ended after {results[0]['steps']} steps, before anything "
+            "could be compared: let it train longer"
+        )
     spread = noise([Process.of(result) for result in results])
     if spread > _NOISY:
         notes.append(

@@ -58,6 +58,7 @@ def child(
     stack: list[int] | None = None,
     work: Sequence[int] = (),
     flops: bool = False,
+    ranks: int | None = None,
     rounds: int = 9,
     seconds: float = SECONDS,
     seed: int = 0,
@@ -71,6 +72,7 @@ def child(
         stack, work: lines that lead to the optimizer's step, and lines of the step
             itself; with them the statements around the step are timed.
         flops: also count the operations of a step.
+        ranks: processes of distributed training; None: the script starts none.
         rounds: blocks of each switch.
         seconds: how long blocks may take; three rounds are run in any case.
         seed: of the order of the blocks.
@@ -83,11 +85,13 @@ def child(
         "stack": stack,
         "work": list(work),
         "flops": flops,
+        "ranks": ranks,
         "rounds": rounds,
         "seconds": seconds,
         "seed": seed,
     }
-    return _result("trainfast.torch.probe.child", script, arguments, job)
+    module = "ranks" if ranks else "child"
+    return _result(f"trainfast.torch.probe.{module}", script, arguments, job)
 
 
 def curve(

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--probe", action="store_true", help="run the script")
     parser.add_argument("--deep", action="store_true", help="try more, for minutes")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="run the script in N processes, as torchrun --nproc-per-node does",
+    )
     parser.add_argument("script", nargs="?", help="the training script")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
@@ -38,9 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     static = args.config or args.source or args.checklist or args.markdown
-    if args.probe or args.script or args.deep:
+    if args.probe or args.script or args.deep or args.ranks:
         if not (args.probe and args.script):
             args.error("pass --probe and a training script")
+        if args.ranks is not None and args.ranks < 2:
+            args.error(f"--ranks must be 2 or more, got {args.ranks}")
         if static:
             args.error("pass --config, --source, --checklist, --markdown or --probe")
         return _probe(args)
@@ -68,7 +76,11 @@ def _probe(args: argparse.Namespace) -> int:
     try:
         with show_progress() as progress:
             report = diagnose(
-                args.script, args.arguments, deep=args.deep, progress=progress
+                args.script,
+                args.arguments,
+                deep=args.deep,
+                ranks=args.ranks,
+                progress=progress,
             )
     except (ProbeError, OSError, SyntaxError) as error:
         print(f"trainfast diagnose: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
 from trainfast.torch.probe.patches import Patched
+from trainfast.torch.probe.ranks import RankSchedule
 from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
@@ -83,7 +84,8 @@ class Child:
             self.statements = Statements(self.loop, job["stack"], set(job["work"]))
             self.statements.instrument(self.tree)
         self.code = compile(self.tree, self.script, "exec")
-        self.schedule = Schedule(
+        kind = RankSchedule if job.get("ranks") else Schedule
+        self.schedule = kind(
             self.loop,
             switches(job.get("switches")),
             job["rounds"],
@@ -105,6 +107,8 @@ class Child:
                 self.schedule.run_ended()
                 if self.loop.steps == first:
                     self.finish("ended without an optimizer step", self.loop.backwards)
+                if self.job.get("ranks"):
+                    break  # the process group was the script's
             else:
                 if not self.schedule.failed_under(error.splitlines()[-1]):
                     again = number > 0 and self.schedule.blocks
@@ -179,6 +183,7 @@ class Child:
             "backwards": backwards,
             "flops": self.flops,
             "seconds": clock() - self.began,
+            "ended": clock(),
         }
         if self.statements is not None:
             result["statements"] = [
@@ -204,7 +209,7 @@ def begin() -> dict[str, Any]:
 def write(job: dict[str, Any], result: dict[str, Any]) -> NoReturn:
     """Writes the result where the job wants it, and ends the process."""
     os.pwrite(job["result"], json.dumps(result).encode(), 0)
-    os._exit(0)
+    os._exit(1 if result["error"] else 0)
 
 
 def main() -> None:

@@ -122,6 +122,8 @@ def _hook_backward(loop: Loop, step_ended: Callable[[], None]) -> None:
         loop.evaluation_ends()
         loop.note("backward")
         loop.order.append(None)
+        if loop.backward_began is None:
+            loop.backward_began = clock()
         with loop.phase("backward"):
             loop.switch.backward(loop, torchs, args, kwargs)
         if loop.arrived is not None:
@@ -139,7 +141,11 @@ def _hook_backward(loop: Loop, step_ended: Callable[[], None]) -> None:
 def _count_step(loop: Loop, step_ended: Callable[[], None]) -> None:
     loop.steps += 1
     loop.steps_under[loop.switch.name] += 1
+    began, loop.backward_began = loop.backward_began, None
+    if began is not None and loop.stepped is not None and loop.switch.name == "base":
+        loop.own.append((began - loop.stepped, clock() - loop.stepped))
     step_ended()
+    loop.stepped = clock()
 
 
 # ---- Batches -------------------------------------------------------------------------

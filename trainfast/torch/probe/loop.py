@@ -56,6 +56,10 @@ class Loop:
         self.stack: list[int] = []  # lines at the first optimizer step, innermost first
         self.restarts: list[int] = []
         self.forward_backward = 0.0  # seconds from a batch's arrival to its gradients
+        self.stepped: float | None = None  # when the last step ended
+        # Seconds from a step's start to its backward pass, and of the whole step.
+        self.own: list[tuple[float, float]] = []
+        self.backward_began: float | None = None
 
     def reset(self) -> None:
         """Forgets the objects of a run of the script that has ended."""

@@ -1,5 +1,7 @@
 """What was measured, as the plain data that gains and findings are made of."""
 
+import os
+import statistics
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ def measured(
         "steps": loop.steps,
         "steps_under": loop.steps_under,
         "once": loop.once,
+        "own_seconds": statistics.median([own for own, _ in loop.own] or [0]),
+        "whole_seconds": statistics.median([whole for _, whole in loop.own] or [0]),
         "lines": {phase: sorted(lines) for phase, lines in loop.lines.items()},
         "work": sorted(loop.work),
         "stack": loop.stack,
@@ -49,6 +53,7 @@ def _facts(loop: Loop) -> dict[str, Any]:
         found["period"] = loop.period()
         found["dataset"] = _place_of(loop.loader.dataset)
         found["batch_size"] = loop.loader.batch_size
+    found["idle_gpus"] = _idle_gpus(found.get("device", "cpu"), loop.model)
     found["threads"] = torch.get_num_threads()
     found["dense_embeddings"] = _dense_embeddings(loop)
     found["own_optimizer"] = any(
@@ -56,6 +61,15 @@ def _facts(loop: Loop) -> dict[str, Any]:
         for optimizer in loop.optimizers
     )
     return found
+
+
+def _idle_gpus(device: str, model: torch.nn.Module | None) -> int:
+    """GPUs of which a script that trains on one of them, in one process, uses none."""
+    distributed = "WORLD_SIZE" in os.environ or isinstance(model, torch.nn.DataParallel)
+    if not device.startswith("cuda") or distributed:
+        return 0
+    used = {p.device for p in model.parameters()} if model is not None else {device}
+    return max(0, torch.cuda.device_count() - len(used))
 
 
 def _dense_embeddings(loop: Loop) -> float:
