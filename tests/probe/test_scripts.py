@@ -126,6 +126,21 @@ def test_saving_is_found_and_nothing_is_saved(kind, script, tmp_path, monkeypatc
     assert snapshot(tmp_path) == before
 
 
+def test_workers_that_start_anew_in_long_epochs_are_found(script):
+    path = script(step=0.004)
+    with open(path) as file:
+        text = file.read()
+    slow_start = "num_workers=1, worker_init_fn=lambda worker: time.sleep(0.5)"
+    text = text.replace("return 64", "return 560").replace(
+        "batch_size=8", f"batch_size=8, {slow_start}"
+    )
+    with open(path, "w") as file:
+        file.write(text)
+    found = first(diagnose(path))
+    assert (found.id, found.exact) == ("worker-restart", False)
+    assert "persistent_workers" in found.fix and found.gain > 1.3
+
+
 def test_clean_script_has_no_finding(script):
     report = diagnose(script(step=0.01))
     if report.findings and os.getloadavg()[0] > len(os.sched_getaffinity(0)):

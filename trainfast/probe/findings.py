@@ -14,7 +14,10 @@ _LEAST_SLOPE = 1.5  # a doubled batch that costs less than this has a fixed cost
 EXACT = True
 BOUND = False
 # Phases whose lines are the place of a switch, where its name is another.
-_PHASES = {"workers": "data", "worker-restart": "data", "needed": "backward"}
+_PHASES = {
+    **dict.fromkeys(("workers", "worker-restart", "worker-start"), "data"),
+    "needed": "backward",
+}
 _DATA = {("data", None)}
 
 # By switch or event: the finding's id, whether its gain is exact or a bound, whether it
@@ -25,6 +28,10 @@ CURES: dict[str, tuple[str, bool, bool, str]] = {
         *("worker-restart", EXACT, False),
         "create the DataLoader once, with persistent_workers=True, and iterate it to "
         "its end",
+    ),
+    "worker-start": (
+        *("worker-restart", BOUND, False),
+        "keep the workers: DataLoader(persistent_workers=True)",
     ),
     "no optimizer step": (
         *("optimizer", BOUND, False),

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainfast.torch.private import LoaderIterator
-from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, clock
+from trainfast.torch.probe.switch import Switch
 
 _MOST_BATCHES = 8  # copies of batches that stand in for the loader's
 _MOST_BYTES = 1 << 30  # of all copies together
@@ -166,9 +167,10 @@ def _hook_loaders(loop: Loop) -> None:
             if not loop.restarts or loop.restarts[-1] != loop.steps:
                 loop.restarts.append(loop.steps)
             loop.note("data")
-            with loop.phase("data"):
+            starts = _starts_workers(loop, loader)
+            with loop.phase("worker-start" if starts else "data"):
                 iterator = loop.switch.iterate(loop, loader, iterate)
-            _mark(iterator, loader)
+            _mark(iterator, loader, starts)
             return iterator
         return iterate(loader)
 
@@ -179,7 +181,8 @@ def _hook_loaders(loop: Loop) -> None:
         loop.evaluation_ends()
         if iterator._probe_left == 0:  # an epoch keeps its length under every switch
             raise StopIteration
-        with loop.phase("data"):
+        starts, iterator._probe_starts = iterator._probe_starts, False
+        with loop.phase("worker-start" if starts else "data"):
             batch = loop.switch.next_batch(loop, iterator, next_batch)
         iterator._probe_left -= 1
         if loop.switch.name == "base":
@@ -192,9 +195,18 @@ def _hook_loaders(loop: Loop) -> None:
     LoaderIterator.__next__ = loader_next
 
 
-def _mark(iterator: Any, loader: Any) -> None:
+def _starts_workers(loop: Loop, loader: Any) -> bool:
+    """Whether this epoch starts its own workers, in an epoch that no block holds."""
+    if not loader.num_workers or loader.persistent_workers:
+        return False
+    takes_batches = type(loop.switch).next_batch is Switch.next_batch
+    return takes_batches and not 0 < loop.period() <= LONGEST_PERIOD
+
+
+def _mark(iterator: Any, loader: Any, starts: bool) -> None:
     try:
         iterator._probe_loader = loader
+        iterator._probe_starts = starts  # until the first batch is there
         sized = isinstance(loader.dataset, Sized)
         iterator._probe_left = len(loader) if sized else -1
     except AttributeError:  # a generator of a subclass: its inner iterator has no mark

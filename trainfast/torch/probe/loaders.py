@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainfast.torch.probe.hooks import tensors
-from trainfast.torch.probe.loop import Loop
+from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop
 from trainfast.torch.probe.switch import Switch
 
 _LEAST_SHARE = 0.05  # of waiting for data that could be worth a finding
@@ -75,7 +75,11 @@ class KeptLoader(Switch):
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         period = loop.period()
         loader = loop.loader
-        if loader is None or not 0 < period <= 64 or loader.persistent_workers:
+        if (
+            loader is None
+            or not 0 < period <= LONGEST_PERIOD
+            or loader.persistent_workers
+        ):
             return False
         self.warm = max(1, period)
         return loader.num_workers > 0 or period == 1

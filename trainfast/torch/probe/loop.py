@@ -15,7 +15,8 @@ clock = time.perf_counter
 
 # Phases that can happen rarely. Their time is kept out of blocks, and their cost a step
 # is their mean time multiplied by how often they happen.
-EVENTS = ("save", "evaluation", "logging")
+EVENTS = ("save", "evaluation", "logging", "worker-start")
+LONGEST_PERIOD = 64  # steps of an epoch that a block may hold whole
 STEP = ("forward", "backward", "optimizer")  # phases that are the step itself
 _MOST_NOTES = 20  # of the lines of a phase
 

@@ -4,13 +4,12 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from trainfast.torch.probe.loop import EVENTS, Loop, clock
+from trainfast.torch.probe.loop import EVENTS, LONGEST_PERIOD, Loop, clock
 from trainfast.torch.probe.switch import Switch
 
 WARM_STEPS, WARM_SECONDS = 6, 0.7  # before the first block, both
 LONGEST_WARM = 6.0  # seconds; with long steps fewer of them warm up
 BLOCK_SECONDS, MOST_STEPS = 0.12, 40  # of a block
-LONGEST_PERIOD = 64  # steps of an epoch that a block may hold whole
 LEAST_ROUNDS = 3
 
 
