@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast import graph_cache as graph_cache
     from trainfast import numpy as numpy
     from trainfast import torch as torch
+    from trainfast.parallel import parallel_map as parallel_map
     from trainfast.tools.env import env as env
     from trainfast.tools.selftest import selftest as selftest
     from trainfast.torch import Accumulator as Accumulator
@@ -39,8 +40,11 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import AdamW as AdamW
     from trainfast.torch import GradScaler as GradScaler
     from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
+    from trainfast.torch import benchmark_dataloader as benchmark_dataloader
     from trainfast.torch import clip_grad_norm_ as clip_grad_norm_
     from trainfast.torch import clip_grad_value_ as clip_grad_value_
+    from trainfast.torch import find_workers as find_workers
+    from trainfast.torch import loader_kwargs as loader_kwargs
     from trainfast.torch import scaled_dot_product_attention as _sdpa
     from trainfast.torch.attention.functional import attention as attention
 
@@ -57,6 +61,7 @@ __all__ = [
     "graph_cache",
     "is_patched",
     "load_config",
+    "parallel_map",
     "patch",
     "reset_stats",
     "selftest",
@@ -70,6 +75,7 @@ _TOOLS = ("env", "selftest")
 _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
+    *("benchmark_dataloader", "find_workers", "loader_kwargs"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 
@@ -95,6 +101,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"trainfast.{name}")
     if name in _TOOLS:
         return getattr(import_module(f"trainfast.tools.{name}"), name)
+    if name == "parallel_map":
+        return import_module("trainfast.parallel").parallel_map
     if name in _TORCHS:
         return _of_torch(name)
     error = f"module 'trainfast' has no attribute {name!r}"
@@ -122,7 +130,7 @@ def _of_torch(name: str) -> object:
 def __dir__() -> list[str]:
     from importlib.util import find_spec
 
-    names = {*globals(), *_PACKAGES, *_TOOLS, *_TORCHS}
+    names = {*globals(), "parallel_map", *_PACKAGES, *_TOOLS, *_TORCHS}
     if find_spec("torch") is None:  # help() would stop at the ImportErrors
         names -= {"torch", *_TORCHS}
     return sorted(names)

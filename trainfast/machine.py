@@ -1,6 +1,8 @@
 """What a machine is, as files and nvidia-smi describe it: CUDA and torch stay as they
 are."""
 
+import math
+import os
 import platform
 import re
 import subprocess
@@ -71,6 +73,16 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), own: str = "") -> float | 
             if len(words) == 2 and all(word.isdigit() for word in words):
                 quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity and its groups' quota, at least 1.
+
+    A part of a core counts as a whole one.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def gpus() -> list[dict[str, str]]:

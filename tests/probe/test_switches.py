@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainfast.torch.data.batches import tensors
 from trainfast.torch.probe import forward, loaders, training
-from trainfast.torch.probe.hooks import tensors
 from trainfast.torch.probe.loop import Loop
 from trainfast.torch.probe.settings import settings
 

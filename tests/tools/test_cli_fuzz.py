@@ -69,7 +69,16 @@ LIKELY = st.builds(
     st.lists(WORDS, max_size=4),
 )
 VERBS = st.sampled_from(
-    ["cache", "env", "selftest", "diagnose", "run", "optimize", "--version"]
+    [
+        "cache",
+        "env",
+        "selftest",
+        "diagnose",
+        "run",
+        "optimize",
+        "find-workers",
+        "--version",
+    ]
 )
 ANY = st.builds(lambda verb, words: [verb, *words], VERBS, st.lists(WORDS, max_size=5))
 

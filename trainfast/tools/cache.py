@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from trainfast.graph_cache.schema import Schema
 from trainfast.graph_cache.writer import REFUSED
 from trainfast.report import Report, Table
 from trainfast.tools import _cache_export, _cache_import
+from trainfast.tools._objects import object_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +73,12 @@ def _show(args: argparse.Namespace, report: Report) -> None:
 
 def _build(args: argparse.Namespace) -> int:
     """Builds a cache from a function of a Python module, or goes on building it."""
-    inputs = _object(args.inputs)
+    inputs = object_of(args.inputs)
     report = build(
         args.path,
         inputs() if callable(inputs) else inputs,
-        _object(args.make) if args.make else None,
-        key=_object(args.key) if args.key else None,
+        object_of(args.make) if args.make else None,
+        key=object_of(args.key) if args.key else None,
         transform_id=args.transform_id,
         workers=args.workers,
         progress=not args.quiet,
@@ -104,22 +104,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     action = argparse.BooleanOptionalAction
     parser.add_argument("--rebuild", action=action, default=None, help=text)
     _add_quiet(parser)
-
-
-def _object(name: str) -> Any:
-    """What "module:name" names; modules of the working directory are found, too."""
-    module, colon, inside = name.partition(":")
-    if not colon or not inside:
-        raise ValueError(f"a function must be given as module:name, got {name!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = import_module(module)
-        for part in inside.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} must be importable: {error}") from error
-    return found
 
 
 # ---- inspect and stat ----------------------------------------------------------------

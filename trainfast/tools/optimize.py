@@ -7,13 +7,12 @@ nothing is measured: the configuration is one to start from, chosen by the hardw
 
 import argparse
 import json
-import math
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainfast.machine import cgroup_quota, gpus
+from trainfast.machine import gpus, usable_cores
 from trainfast.presets.machine import DEVICES, machine_of
 from trainfast.presets.text import to_yaml, write_new
 from trainfast.presets.values import PROFILES, Value, preset, progressive
@@ -99,12 +98,8 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _write_preset(args: argparse.Namespace) -> int:
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_quota()
-    if quota is not None:
-        cores = max(1, min(cores, math.ceil(quota)))
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = machine_of(gpus(), ram, cores, args.device)
+    machine = machine_of(gpus(), ram, usable_cores(), args.device)
     try:
         if args.progressive:
             configs = progressive(machine)

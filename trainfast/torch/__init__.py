@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import pyg as pyg
     from trainfast.torch.amp import Accumulator, GradScaler, SkipAwareScheduler
     from trainfast.torch.attention import attention, scaled_dot_product_attention
+    from trainfast.torch.data import benchmark_dataloader, find_workers, loader_kwargs
     from trainfast.torch.optim import (
         Adam,
         AdamW,
@@ -28,13 +29,14 @@ if TYPE_CHECKING:  # __getattr__ loads them
 _PACKAGES = {
     "amp": ("Accumulator", "GradScaler", "SkipAwareScheduler"),
     "attention": ("attention", "scaled_dot_product_attention"),
+    "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
     "optim": (
         *("Adam", "AdamW"),
         *("clip_grad_norm_", "clip_grad_value_", "get_total_norm"),
     ),
 }
 _HOMES = {name: package for package, names in _PACKAGES.items() for name in names}
-_MODULES = ("amp", "flash_attn", "graphs", "huggingface", "optim", "pyg")
+_MODULES = ("amp", "data", "flash_attn", "graphs", "huggingface", "optim", "pyg")
 
 __all__ = [
     "Accumulator",
@@ -43,11 +45,14 @@ __all__ = [
     "GradScaler",
     "SkipAwareScheduler",
     "attention",
+    "benchmark_dataloader",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "find_workers",
     "flash_attn",
     "get_total_norm",
     "huggingface",
+    "loader_kwargs",
     "scaled_dot_product_attention",
 ]
 

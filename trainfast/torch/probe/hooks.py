@@ -8,13 +8,14 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable, MutableMapping, Sized
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from trainfast.torch.data.batches import tensors
 from trainfast.torch.private import LoaderIterator
 from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, clock
 from trainfast.torch.probe.switch import Switch
@@ -232,19 +233,6 @@ def keep_batch(loop: Loop, batch: Any) -> None:
 def _bytes(batch: Any) -> int:
     leaves = tensors(batch)
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-
-
-def tensors(batch: Any) -> list[torch.Tensor]:
-    """The tensors in a batch: of nested containers, or of a PyG batch."""
-    if hasattr(batch, "to_dict") and callable(batch.to_dict):
-        batch = batch.to_dict()
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    if isinstance(batch, MutableMapping):
-        return [leaf for value in batch.values() for leaf in tensors(value)]
-    if isinstance(batch, list | tuple):
-        return [leaf for value in batch for leaf in tensors(value)]
-    return []
 
 
 # ---- Modules -------------------------------------------------------------------------

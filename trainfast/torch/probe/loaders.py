@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainfast.torch.probe.hooks import tensors
+from trainfast.torch.data.batches import tensors
+from trainfast.torch.data.loaders import like
 from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop
 from trainfast.torch.probe.switch import Switch
 
@@ -59,7 +60,7 @@ class Workers(Switch):
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
         if self.batches is None:
-            self.batches = _endless(_like(loop.loader, self.workers), original)
+            self.batches = _endless(like(loop.loader, self.workers), original)
         return next(self.batches)
 
 
@@ -87,7 +88,7 @@ class KeptLoader(Switch):
     def enter(self, loop: Loop) -> None:
         self.iterator = None
         if self.loader is None:
-            self.loader = _like(loop.loader, loop.loader.num_workers)
+            self.loader = like(loop.loader, loop.loader.num_workers)
 
     def iterate(self, loop: Loop, loader: Any, original: Any) -> Any:
         if self.iterator is None:
@@ -104,29 +105,6 @@ class KeptLoader(Switch):
 
 def _versions(batch: Any) -> list[int]:
     return [tensor._version for tensor in tensors(batch)]
-
-
-def _like(loader: Any, workers: int) -> Any:
-    """A plain DataLoader of the same batches."""
-    options: dict[str, Any] = {"collate_fn": loader.collate_fn}
-    if loader.batch_sampler is not None:
-        options["batch_sampler"] = loader.batch_sampler
-    else:
-        options["batch_size"] = None
-        options["sampler"] = loader.sampler
-    if workers:
-        options |= {
-            "persistent_workers": True,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return DataLoader(
-        loader.dataset,
-        num_workers=workers,
-        generator=loader.generator,
-        pin_memory=loader.pin_memory,
-        **options,
-    )
 
 
 def _endless(loader: Any, original: Any) -> Any:

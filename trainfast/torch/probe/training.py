@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainfast.torch.probe.hooks import tensors
+from trainfast.torch.data.batches import tensors
 from trainfast.torch.probe.loop import Loop
 from trainfast.torch.probe.switch import Switch
 
