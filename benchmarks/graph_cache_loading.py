@@ -16,7 +16,8 @@ from benchmarks import harness
 from benchmarks.graph_cache import BATCH, Problem, Workload
 from benchmarks.graph_cache_cases import Bench, Call, Entry, copy_entry
 from benchmarks.harness import Case
-from benchmarks.machine import OtherLoad
+from trainfast.bench.load import OtherLoad
+from trainfast.bench.turns import no_garbage_collection
 
 STEPS = 32  # of a block with a loader between them
 
@@ -119,7 +120,7 @@ def steps_case(bench: Bench, problem: Problem, threads: int) -> list[dict]:
     )
     waits: dict[str, list[float]] = {contender.name: [] for contender in made}
     steps: dict[str, list[float]] = {contender.name: [] for contender in made}
-    with OtherLoad() as others, torch_threads(threads), harness.no_garbage_collection():
+    with OtherLoad() as others, torch_threads(threads), no_garbage_collection():
         end = time.perf_counter() + bench.budget.seconds
         for done in range(-1, bench.budget.max_rounds):
             if done >= bench.budget.min_rounds and time.perf_counter() >= end:

@@ -21,6 +21,7 @@ from benchmarks import (  # noqa: E402
     table,
 )
 from benchmarks.harness import Budget, Case, Contender  # noqa: E402
+from trainfast.bench import load, turns  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case("tiny", "2 x 50", "float32", tensors=2, params=100, nbytes=2800)
@@ -235,12 +236,12 @@ def test_slug_names_the_machine(cpu, flags, gpu, expected):
 def test_other_load_is_what_this_process_did_not_use(monkeypatch):
     busy = iter([10.0, 11.5])
     times = iter([os.times_result((0, 0, 0, 0, 50)), os.times_result((1, 0, 0, 0, 51))])
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(load, "_busy_seconds", lambda: next(busy))
     monkeypatch.setattr(machine.os, "times", lambda: next(times))
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _pid: {0, 1})
-    with machine.OtherLoad() as load:
+    with load.OtherLoad() as others:
         pass
-    assert load.share == 0.25  # half a second of two on two cores
+    assert others.share == 0.25  # half a second of two on two cores
 
 
 # ---- Tables --------------------------------------------------------------------------
@@ -466,7 +467,7 @@ def test_smoke_run_writes_valid_json(tmp_path, extra):
     assert full["run"]["smoke"] is True
     assert "python -m benchmarks.bench_adamw --smoke" in full["run"]["command"]
     assert len(full["cases"]) == len(bench_adamw.problems())
-    roles = {"rival", "bound"} if extra else set(harness.ROLES)
+    roles = {"rival", "bound"} if extra else set(turns.ROLES)
     for case in full["cases"]:
         assert {line["role"] for line in case["lines"]} == roles, case["skipped"]
         assert case["rounds"] >= 3
@@ -497,7 +498,7 @@ def test_amp_smoke_run_writes_valid_json(tmp_path):
     assert full["bench"] == "amp"
     assert len(full["cases"]) == len(bench_amp.problems())
     for case in full["cases"]:
-        assert {line["role"] for line in case["lines"]} == set(harness.ROLES)
+        assert {line["role"] for line in case["lines"]} == set(turns.ROLES)
         assert case["best_rival"].startswith("torch"), "ours is no rival of ours"
     assert "AMP, loss scaling" in table.table(full)
 

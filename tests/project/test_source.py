@@ -47,7 +47,7 @@ FORBIDDEN_CALLS = (
     r"\b(_?exit|_Exit|quick_exit|abort|v?f?printf|puts|fputs|putchar|perror)\s*\("
 )
 ONLY_CUDA = {"gemm"}  # what has no kernels for the CPU
-MAY_IMPORT_TORCH_LAZILY = ("roof.py", "patching/", "stats.py", "tools/")
+MAY_IMPORT_TORCH_LAZILY = ("bench/", "roof.py", "patching/", "stats.py", "tools/")
 
 
 def files(root, *patterns):
