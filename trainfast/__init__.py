@@ -81,6 +81,7 @@ _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward
 
 
 _adapters.register("pyg", "trainfast.torch.pyg.cache_adapter")
+_adapters.register("bench", "trainfast.torch.bench")
 _adapters.register("torch", "trainfast.torch.graphs.device")
 
 

@@ -1,4 +1,4 @@
-"""Measures the matrix-product and copy rates that no kernel on a device can exceed.
+"""Measures the matrix-product and memory rates that bound the kernels of a device.
 
 A kernel's rate divided by the measured rate says how much is left to gain; rates from
 data sheets differ from what a card reaches by up to a factor of two.
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-import trainfast
 from trainfast import _core
 from trainfast.report import Report, Table
 
@@ -33,12 +32,17 @@ class Roof(Report):
         matmul: TFLOP/s of a square matrix product by dtype; "tf32" is float32 whose
             inputs are rounded to TF32.
         copy: GB/s of a copy, reads and writes counted.
+        update: GB/s of an array that is scaled in place. A CPU reads what a copy is
+            about to overwrite, too, so this rate can be higher by half.
     """
 
-    def __init__(self, device: str, matmul: dict[str, float], copy: float) -> None:
+    def __init__(
+        self, device: str, matmul: dict[str, float], copy: float, update: float
+    ) -> None:
         self.device = device
         self.matmul = matmul
         self.copy = copy
+        self.update = update
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -46,6 +50,7 @@ class Roof(Report):
     def tables(self) -> list[Table]:
         rows = [(f"matmul {name}", rate, "TFLOP/s") for name, rate in self.rounded()]
         rows.append(("copy", round(self.copy, 1), "GB/s"))
+        rows.append(("update in place", round(self.update, 1), "GB/s"))
         return [Table(f"Roof of {self.device}", ("rate", "measured", "unit"), rows)]
 
     def rounded(self) -> list[tuple[str, float]]:
@@ -87,10 +92,15 @@ def _measure(arrays: "_Torch | _NumPy", seconds: float, side: int) -> Roof:
         call = partial(multiply, a, b, out)
         rate = _rate(call, arrays.synchronize, seconds)
         matmul[name] = rate * 2 * side**3 / 1e12
-    source, target = (arrays.random(_COPY_BYTES // 4, "float32") for _ in range(2))
-    copying = partial(arrays.copy, target, source)
-    copy = _rate(copying, arrays.synchronize, seconds)
-    return Roof(arrays.device, matmul, copy * 2 * _COPY_BYTES / 1e9)
+    source, target = (arrays.ones(_COPY_BYTES // 4) for _ in range(2))
+    copy, update = (
+        _rate(call, arrays.synchronize, seconds) * 2 * _COPY_BYTES / 1e9
+        for call in (
+            partial(arrays.copy, target, source),
+            partial(target.__imul__, -1.0),
+        )
+    )
+    return Roof(arrays.device, matmul, copy, update)
 
 
 def _rate(
@@ -138,6 +148,9 @@ class _Torch:
         values = self.torch.randn(n, device=self.device)
         return values.to(getattr(self.torch, dtype))
 
+    def ones(self, n: int) -> Any:
+        return self.torch.ones(n, device=self.device)
+
     def multiply(self, allow_tf32: bool) -> Callable[..., object]:
         if not self.on_gpu:
             return lambda a, b, out: self.torch.mm(a, b, out=out)
@@ -165,6 +178,9 @@ class _NumPy:
 
     def random(self, n: int, dtype: str) -> Any:
         return self.numpy.random.standard_normal(n).astype(dtype)
+
+    def ones(self, n: int) -> Any:
+        return self.numpy.ones(n, "float32")
 
     def multiply(self, allow_tf32: bool) -> Callable[..., object]:
         if not self.on_gpu:
@@ -196,4 +212,4 @@ def _arrays(kind: str, index: int) -> _Torch | _NumPy:
 
 
 def _has_gpu() -> bool:
-    return any(row["name"] == "cuda" and row["usable"] for row in trainfast.backends())
+    return any(name == "cuda" and why is None for name, why, _ in _core.backends())

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.bench.planted import results, seeded, timing
 from tests.graph_samples import graph, quiet
 from trainfast import cli
+from trainfast.bench import run as bench
 from trainfast.launch import launcher
 from trainfast.probe import optimize
 from trainfast.tools import selftest
@@ -45,6 +47,7 @@ OPTIONS = [
 ]
 OPTIONS += ["--config", "--source", "--checklist", "--markdown", "-m"]
 OPTIONS += ["--output", "--force", "--allow", "--plot", "--profile", "--progressive"]
+OPTIONS += ["--devices", "--cases", "--seconds", "--processes", "--save", "--compare"]
 OPTIONS += ["--quiet", "--graph", "--values", "--trust", "--backend", "--"]
 NUMBERS = [
     "0",
@@ -74,6 +77,7 @@ VERBS = st.sampled_from(
         "env",
         "selftest",
         "diagnose",
+        "bench",
         "run",
         "optimize",
         "find-workers",
@@ -110,6 +114,8 @@ def folder(tmp_path_factory):
         # These would run what they are given.
         patch.setattr(launcher, "launch", refuse)
         patch.setattr(optimize, "optimize", refuse)
+        found = results(timing("numpy-adamw", n=2, rng=seeded()))
+        patch.setattr(bench, "bench", lambda *job: found)
         yield folder
     sys.modules.pop("fuzzed_script", None)
 

@@ -96,7 +96,7 @@ class Sample:
         self._total: float | None = None
 
     def _choose(self, items: Sequence[Any]) -> Sequence[Any]:
-        return self.draw.choices(items, k=len(items)) if self.draw and items else items
+        return choose(items, self.draw)
 
     def step(self) -> float:
         """Seconds of a step without events."""
@@ -163,17 +163,32 @@ class Sample:
         return total / max(0.01 * total, total - self.cost(kind))
 
 
+def choose(items: Sequence[Any], draw: random.Random | None) -> Sequence[Any]:
+    """As many items, drawn with replacement; without `draw` the items themselves."""
+    return draw.choices(items, k=len(items)) if draw and items else items
+
+
 def interval(
     processes: Sequence[Process], statistic: Callable[[Sample], float | None]
 ) -> Gain | None:
     """The statistic of all that was measured, with its bootstrapped interval."""
-    middle = statistic(Sample(processes, None))
+    return bootstrap(lambda draw: statistic(Sample(processes, draw)))
+
+
+def bootstrap(
+    statistic: Callable[[random.Random | None], float | None],
+) -> Gain | None:
+    """A statistic with its bootstrapped 95 % interval.
+
+    Args:
+        statistic: computes it from a sample that it draws by `choose`, or without a
+            generator from all that was measured. None: it has no value.
+    """
+    middle = statistic(None)
     if middle is None:
         return None
     draw = random.Random(1)
-    drawn: Iterable[float | None] = (
-        statistic(Sample(processes, draw)) for _ in range(_DRAWS)
-    )
+    drawn: Iterable[float | None] = (statistic(draw) for _ in range(_DRAWS))
     found = sorted(value for value in drawn if value is not None)
     low, high = found[int(0.025 * len(found))], found[int(0.975 * len(found)) - 1]
     return Gain(middle, min(low, middle), max(high, middle))

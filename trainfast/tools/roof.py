@@ -1,4 +1,4 @@
-"""Measures the matrix-product and copy rates that no kernel on a device can exceed.
+"""Measures the matrix-product and memory rates that bound the kernels of a device.
 
 A kernel's rate divided by the measured rate says how much is left to gain; rates from
 data sheets differ from what a card reaches by up to a factor of two.
