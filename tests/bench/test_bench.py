@@ -1,6 +1,7 @@
 """`trainfast bench` as a user runs it: its processes, files and command line."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from tests.bench.planted import results, seeded, timing
 from trainfast import _core
 from trainfast.bench import cases, child
+from trainfast.bench import run as run_module
 from trainfast.bench.results import load, save
 from trainfast.bench.run import BenchError, bench
 
@@ -120,6 +122,16 @@ def test_process_that_crashes_is_one_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", path)
     with pytest.raises(BenchError, match=r"status 1 after the roof: .* is broken"):
         bench(["numpy-adamw"], ["cpu"], 0.01, 1)
+
+
+def test_processes_that_do_not_fit_are_left_out(monkeypatch):
+    """Each takes a second by this clock; two are run in any case."""
+    clock = iter(range(100))
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: next(clock))
+    line = {"name": "loader", "device": "cpu", "missing": "x"}
+    monkeypatch.setattr(run_module, "_child", lambda job: [line, {"threads": 2}])
+    for within, expected in ((0.5, 2), (5.0, 3), (math.inf, 5)):
+        assert bench(["loader"], ["cpu"], 0.1, 5, within).processes == expected
 
 
 def children_of(pid):

@@ -114,7 +114,10 @@ class BenchReport(Report):
             for row in self.rows
             if row.device == device and not row.case.startswith(TRAINING)
         ]
-        return _table(f"trainfast and its rivals on {device}", columns, cells)
+        title = (
+            f"trainfast and its rivals on {device}, {self.results.processes} processes"
+        )
+        return _table(title, columns, cells)
 
     def _training(self, device: str) -> Table:
         cells: list[tuple[Any, ...]] = []

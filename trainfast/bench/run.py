@@ -1,10 +1,12 @@
 """Starts the processes of `trainfast bench` and collects what they measured."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ def bench(
     devices: Sequence[str],
     seconds: float,
     processes: int,
+    within: float = math.inf,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Results:
     """Measures cases in independent processes, one after the other.
@@ -33,7 +36,9 @@ def bench(
         names: of cases, out of `cases.CASES`.
         devices: "cpu", "cuda".
         seconds: for each case in each process.
-        processes: how many.
+        processes: how many, at most.
+        within: starts no process that would probably end after so many seconds, once
+            there are two.
         progress: is told what has been measured.
 
     Raises:
@@ -42,14 +47,18 @@ def bench(
     job = {"names": list(names), "devices": list(devices), "seconds": seconds}
     runs: list[list[Found]] = []
     with OtherLoad() as others:
+        start = time.monotonic()
         for number in range(processes):
+            spent = time.monotonic() - start
+            if number >= 2 and spent * (1 + 1 / number) > within:
+                break
             runs.append([])
             for found in _child(job):
                 runs[-1].append(found)
                 done = found.get("name", "rates")
                 progress(f"process {number + 1} of {processes}: {done} done")
     threads = runs[0][-1]["threads"]
-    facts = (_machine(devices), versions(), threads, processes, seconds)
+    facts = (_machine(devices), versions(), threads, len(runs), seconds)
     return Results(*facts, others.share, _roofs(runs), *_merge(runs))
 
 

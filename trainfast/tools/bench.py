@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trainfast.bench.results import Results
 
 _SECONDS = 0.5  # for all devices together
+_PROCESSES = 5
+_WITHIN = 110.0  # seconds for all processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for each case in each process (default: 0.5, on two devices 0.25)",
     )
     parser.add_argument(
-        "--processes", type=int, default=5, help="how many (default: 5)"
+        "--processes",
+        type=int,
+        help="how many (default: 5, fewer if they would take more than two minutes)",
     )
     parser.add_argument("--save", metavar="FILE", help="write the times to this file")
     parser.add_argument(
@@ -55,8 +59,10 @@ def run(args: argparse.Namespace) -> int:
     base = _base(args, names, devices)
     seconds = _SECONDS / len(devices) if args.seconds is None else args.seconds
     _check(args, seconds)
+    within = _WITHIN if args.processes is None else math.inf
+    processes = args.processes or _PROCESSES
     try:
-        results = bench(names, devices, seconds, args.processes, _progress)
+        results = bench(names, devices, seconds, processes, within, _progress)
         if args.save:
             save(results, args.save)
     except (BenchError, OSError) as error:
@@ -128,7 +134,7 @@ def _base(
 def _check(args: argparse.Namespace, seconds: float) -> None:
     if not 0 < seconds < math.inf:
         args.error(f"--seconds must be above 0, got {seconds}")
-    if args.processes < 1:
+    if args.processes is not None and args.processes < 1:
         args.error(f"--processes must be at least 1, got {args.processes}")
     if args.save is not None:
         path = Path(args.save)
