@@ -39,6 +39,7 @@ def results(*timings, roofs=None, **more):
         "others_share": 0.0,
         "missing": {},
         "failed": {},
+        "left_out": 0,
     }
     roofs = roofs or {"cpu": {"float32": 0.2, "copy": 16.0, "update": 20.0}}
     return Results(roofs=roofs, timings=list(timings), **(facts | more))

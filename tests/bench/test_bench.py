@@ -134,6 +134,27 @@ def test_processes_that_do_not_fit_are_left_out(monkeypatch):
         assert bench(["loader"], ["cpu"], 0.1, 5, within).processes == expected
 
 
+def test_processes_that_others_disturbed_are_left_out(monkeypatch):
+    assert run_module.undisturbed([0.0, 0.3, 0.05, 0.0, 0.5]) == [0, 2, 3]
+    assert run_module.undisturbed([0.0, 0.3, 0.3, 0.0]) == [0, 1, 2, 3]  # too few
+    case = {"title": "", "dtype": "float32", "nbytes": 1, "flops": 0, "skipped": {}}
+    case |= {"name": "loader", "device": "cpu", "roles": {"trainfast": "ours"}}
+    made = iter((share, seconds) for share, seconds in
+                ((0.0, 1.0), (0.9, 7.0), (0.0, 2.0), (0.0, 3.0)))  # fmt: skip
+
+    def child(job):
+        share, seconds = next(made)
+        return [
+            case | {"others": share, "times": {"trainfast": [seconds]}},
+            {"threads": 2},
+        ]
+
+    monkeypatch.setattr(run_module, "_child", child)
+    found = bench(["loader"], ["cpu"], 0.1, 4)
+    assert found.timings[0].times == {"trainfast": [[1.0], [2.0], [3.0]]}
+    assert (found.left_out, found.processes) == (1, 4)
+
+
 def children_of(pid):
     """Processes whose parent this is."""
     return [

@@ -177,12 +177,14 @@ def test_what_did_not_run_and_what_disturbed_is_told():
         timing(n=1, rng=seeded()),
         processes=1,
         others_share=0.3,
+        left_out=1,
         missing={"amp-step on cpu": "needs torch"},
         failed={"loader on cpu": "OSError: full"},
     )
     text = str(BenchReport(made))
     for part in ("amp-step on cpu did not run: needs torch", "FAILED: OSError: full",
-                 "one process has no interval", "other programs used 30%"):  # fmt: skip
+                 "one process has no interval", "1 of 1 measurements are",
+                 "other programs used 30%"):  # fmt: skip
         assert part in text
     assert not BenchReport(made).ok
 

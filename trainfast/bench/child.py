@@ -12,6 +12,7 @@ from typing import Any
 
 from trainfast import _core
 from trainfast.bench.cases import CASES, Made, Setup, Unavailable, make
+from trainfast.bench.load import OtherLoad
 from trainfast.bench.turns import Budget, cpu_clock, cuda_clock, measure
 from trainfast.roof import roof
 
@@ -61,12 +62,13 @@ def _case(name: str, device: str, seconds: float) -> dict[str, Any]:
         try:
             made = make(name, Setup(device, stack))
             budget = Budget(seconds, warmup=1, min_rounds=3)
-            times, _ = measure(made.contenders, budget, clock)
+            with OtherLoad() as others:
+                times, _ = measure(made.contenders, budget, clock)
         except Unavailable as error:
             return {"missing": str(error)}
         except Exception as error:  # one case must not take the others with it
             return {"failed": f"{type(error).__name__}: {error}"[:300]}
-    return _reported(made, times)
+    return _reported(made, times) | {"others": others.share or 0.0}
 
 
 def _reported(made: Made, times: dict[str, list[float]]) -> dict[str, Any]:

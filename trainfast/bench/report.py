@@ -159,6 +159,12 @@ class BenchReport(Report):
         for timing in results.timings:
             for who, why in timing.skipped.items():
                 notes.append(f"{timing.name}: {who} did not run: {why}")
+        if results.left_out:
+            whole = results.processes * len(results.timings)
+            notes.append(
+                f"{results.left_out} of {whole} measurements are left out: other "
+                "programs used more than 10% of the cores meanwhile"
+            )
         if results.processes == 1:
             notes.append("one process has no interval: use --processes 2 or more")
         if (results.others_share or 0) > _BUSY:

@@ -73,6 +73,7 @@ class Results:
         others_share: the share of the cores that other programs used meanwhile.
         roofs: TFLOP/s by dtype, and GB/s of a "copy" and an "update", by device.
         missing, failed: why a case did not run, by "case on device".
+        left_out: how often a case in a process was left out because others disturbed.
     """
 
     machine: dict[str, Any]
@@ -85,6 +86,7 @@ class Results:
     timings: list[Timing]
     missing: dict[str, str]
     failed: dict[str, str]
+    left_out: int
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": _KIND, "schema": SCHEMA, **asdict(self)}

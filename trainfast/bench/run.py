@@ -16,6 +16,8 @@ from trainfast.bench.results import Results, Timing
 from trainfast.machine import cpu_model, gpus, read, versions
 
 Found = dict[str, Any]  # a line of a child
+_DISTURBED = 0.1  # share of the cores that others use while a case is measured
+_FEWEST = 3  # processes that must remain
 
 
 class BenchError(RuntimeError):
@@ -120,7 +122,7 @@ def _roofs(runs: list[list[Found]]) -> dict[str, dict[str, float]]:
 
 def _merge(
     runs: list[list[Found]],
-) -> tuple[list[Timing], dict[str, str], dict[str, str]]:
+) -> tuple[list[Timing], dict[str, str], dict[str, str], int]:
     """The cases that every process measured, and why the others are not among them."""
     grouped: dict[tuple[str, str], list[Found]] = {}
     for line in (line for run in runs for line in run if "name" in line):
@@ -128,6 +130,7 @@ def _merge(
     timings: list[Timing] = []
     missing: dict[str, str] = {}
     failed: dict[str, str] = {}
+    left_out = 0
     for (name, device), lines in grouped.items():
         reasons = {"missing": missing, "failed": failed}
         why = next((line for line in lines if reasons.keys() & line.keys()), None)
@@ -136,10 +139,20 @@ def _merge(
             reasons[kind][f"{name} on {device}"] = why[kind]
             continue
         # Contenders take turns, so all must have as many rounds.
+        kept = undisturbed([line.pop("others") for line in lines])
+        left_out += len(lines) - len(kept)
+        lines = [lines[i] for i in kept]
         times = {
             who: [line["times"][who] for line in lines]
             for who in lines[0]["times"]
             if all(who in line["times"] for line in lines)
         }
         timings.append(Timing(**{**lines[0], "times": times}))
-    return timings, missing, failed
+    return timings, missing, failed, left_out
+
+
+def undisturbed(shares: Sequence[float]) -> list[int]:
+    """The processes in which others used few of the cores; all where they are too few
+    to compare. What is left out depends on the others' load, not on the times."""
+    quiet = [i for i, share in enumerate(shares) if share < _DISTURBED]
+    return quiet if len(quiet) >= _FEWEST else list(range(len(shares)))
