@@ -31,7 +31,7 @@ def digest(script: Path) -> str:
     """Of a script and of the probe's source."""
     files = [script]
     for folder in PROBE:
-        files += sorted((ROOT / folder).glob("*.py"))
+        files += sorted((ROOT / folder).rglob("*.py"))
     texts = b"\0".join(file.read_bytes() for file in files)
     return hashlib.sha256(texts).hexdigest()[:16]
 
