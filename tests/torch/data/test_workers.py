@@ -152,11 +152,12 @@ def test_single_items_without_batches_are_kept():
 
 
 def test_no_process_is_left():
+    before = module._children()  # of other tests, such as a resource tracker
     trainfast.find_workers(Slow(), batch_size=8, candidates=[2])
     late = time.monotonic() + 10
-    while module._children() and time.monotonic() < late:
+    while module._children() - before and time.monotonic() < late:
         time.sleep(0.05)
-    assert module._children() == []
+    assert module._children() <= before
 
 
 @pytest.mark.parametrize(

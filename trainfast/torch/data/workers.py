@@ -263,6 +263,7 @@ class _Ladder:
         return trial
 
     def _measure(self, trial: Trial, left: float) -> None:
+        others = _children()
         began = time.monotonic()
         iterator = self._endless(trial.workers, left)
         next(iterator)
@@ -276,7 +277,7 @@ class _Ladder:
             count += 1
         trial.rate = count / (time.monotonic() - then)
         if trial.workers:
-            trial.memory = round(_own_memory(_children()) / 1e6)
+            trial.memory = round(_own_memory(_children() - others) / 1e6)
 
     def _endless(self, workers: int, left: float) -> Iterator[Any]:
         """The batches over and over."""
@@ -332,17 +333,17 @@ def _free_shared_memory() -> int:
     return state.f_bavail * state.f_frsize
 
 
-def _children() -> list[str]:
+def _children() -> set[str]:
+    """The numbers of this process's children."""
     own = str(os.getpid())
-    folders = Path("/proc").glob("[0-9]*")
-    return [
-        p.name
-        for p in folders
-        if read(p / "stat").rpartition(")")[2].split()[1:2] == [own]
-    ]
+    return {
+        folder.name
+        for folder in Path("/proc").glob("[0-9]*")
+        if read(folder / "stat").rpartition(")")[2].split()[1:2] == [own]
+    }
 
 
-def _own_memory(processes: list[str]) -> int:
+def _own_memory(processes: set[str]) -> int:
     """Bytes that the processes share with no other one."""
     total = 0
     for process in processes:
