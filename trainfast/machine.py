@@ -85,6 +85,31 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
+def resident_memory() -> int:
+    """Bytes of this process that are in memory."""
+    found = re.search(r"^VmRSS:\s*(\d+) kB", read("/proc/self/status"), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take, of the machine and its control group."""
+    info = read("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", info, re.MULTILINE)
+    free = int(found[1]) << 10 if found else sys.maxsize
+    groups = Path("/sys/fs/cgroup")
+    for limit, used in (
+        (groups / "memory.max", groups / "memory.current"),
+        (
+            groups / "memory/memory.limit_in_bytes",
+            groups / "memory/memory.usage_in_bytes",
+        ),
+    ):
+        most, now = read(limit).strip(), read(used).strip()
+        if most.isdigit() and now.isdigit():
+            free = min(free, max(0, int(most) - int(now)))
+    return free
+
+
 def gpus() -> list[dict[str, str]]:
     """The NVIDIA GPUs and their driver, asked of nvidia-smi: CUDA is not started."""
     fields = ("name", "compute_cap", "memory.total", "driver_version")

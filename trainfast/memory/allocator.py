@@ -25,14 +25,16 @@ class OutOfMemory(Exception):
 
 
 @dataclass(eq=False)
-class _Block:
+class Block:
+    """A stretch of a segment, free or in use."""
+
     size: int
     offset: int
     segment: int
     small: bool
     free: bool = False
-    before: "_Block | None" = None
-    after: "_Block | None" = None
+    before: "Block | None" = None
+    after: "Block | None" = None
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -44,19 +46,19 @@ class _Pool:
     """Free blocks by size, then address."""
 
     keys: list[tuple[int, int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int, int], _Block] = field(default_factory=dict)
+    blocks: dict[tuple[int, int, int], Block] = field(default_factory=dict)
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: Block) -> None:
         block.free = True
         insort(self.keys, block.key)
         self.blocks[block.key] = block
 
-    def remove(self, block: _Block) -> None:
+    def remove(self, block: Block) -> None:
         block.free = False
         del self.keys[bisect_left(self.keys, block.key)]
         del self.blocks[block.key]
 
-    def best_fit(self, size: int) -> _Block | None:
+    def best_fit(self, size: int) -> Block | None:
         place = bisect_left(self.keys, (size, -1, -1))
         return self.blocks[self.keys[place]] if place < len(self.keys) else None
 
@@ -76,9 +78,9 @@ class Allocator:
         self.most_allocated = self.most_reserved = 0
         self._pools = {True: _Pool(), False: _Pool()}
         self._segments = 0
-        self._last: dict[bool, _Block] = {}  # of an expandable segment
+        self._last: dict[bool, Block] = {}  # of an expandable segment
 
-    def allocate(self, size: int) -> _Block:
+    def allocate(self, size: int) -> Block:
         """Raises: OutOfMemory, after free segments were given back."""
         size = max(_SMALLEST, _rounded(size, _SMALLEST))
         small = size <= _SMALL
@@ -96,7 +98,7 @@ class Allocator:
         self.most_reserved = max(self.most_reserved, self.reserved)
         return block
 
-    def release(self, block: _Block) -> None:
+    def release(self, block: Block) -> None:
         pool = self._pools[block.small]
         self.allocated -= block.size
         if block.after is not None and block.after.free:
@@ -107,19 +109,19 @@ class Allocator:
             block = self._merge(block.before, block)
         pool.add(block)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: Block, size: int) -> None:
         rest = block.size - size
         worth = rest >= _SMALLEST if block.small or self.expandable else rest > _SMALL
         if not worth:
             return
         block.size = size
-        other = _Block(
+        other = Block(
             rest, block.offset + size, block.segment, block.small, before=block
         )
         self._insert_after(block, other)
         self._pools[block.small].add(other)
 
-    def _insert_after(self, block: _Block, other: _Block) -> None:
+    def _insert_after(self, block: Block, other: Block) -> None:
         other.before, other.after = block, block.after
         if block.after is not None:
             block.after.before = other
@@ -127,7 +129,7 @@ class Allocator:
         if self._last.get(block.small) is block:
             self._last[block.small] = other
 
-    def _merge(self, block: _Block, next_one: _Block) -> _Block:
+    def _merge(self, block: Block, next_one: Block) -> Block:
         block.size += next_one.size
         block.after = next_one.after
         if next_one.after is not None:
@@ -136,7 +138,7 @@ class Allocator:
             self._last[block.small] = block
         return block
 
-    def _new_segment(self, size: int, small: bool) -> _Block:
+    def _new_segment(self, size: int, small: bool) -> Block:
         if small:
             total = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
@@ -145,9 +147,9 @@ class Allocator:
             total = _rounded(size, _ROUNDED)
         self._reserve(total)
         self._segments += 1
-        return _Block(total, 0, self._segments, small)
+        return Block(total, 0, self._segments, small)
 
-    def _grown(self, size: int, small: bool) -> _Block:
+    def _grown(self, size: int, small: bool) -> Block:
         """A free block of `size` at least at the end of the pool's segment."""
         page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
         last = self._last.get(small)
@@ -158,13 +160,13 @@ class Allocator:
             have, more = 0, _rounded(size, page)
         self._reserve(more)
         if last is None:
-            self._last[small] = _Block(more, 0, -1 - small, small)
+            self._last[small] = Block(more, 0, -1 - small, small)
             return self._last[small]
         if have:
             self._pools[small].remove(last)
             last.size += more
             return last
-        block = _Block(more, last.offset + last.size, last.segment, small)
+        block = Block(more, last.offset + last.size, last.segment, small)
         self._insert_after(last, block)
         return block
 

@@ -127,6 +127,17 @@ def curve(
     return losses
 
 
+def estimated(
+    script: str, arguments: Sequence[str], job: dict[str, Any]
+) -> dict[str, Any]:
+    """What the memory of a script's training steps comes to.
+
+    Raises:
+        ProbeError: the script failed.
+    """
+    return _result("trainfast.torch.memory.script", script, arguments, job)
+
+
 def _result(
     module: str, script: str, arguments: Sequence[str], job: dict[str, Any]
 ) -> dict[str, Any]:

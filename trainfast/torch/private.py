@@ -207,3 +207,52 @@ if _missing:
 
 # The class of a DataLoader's iterators; without it a probe sees no loader.
 LoaderIterator: Any = _find("utils.data.dataloader._BaseDataLoaderIter")
+
+# ---- Memory estimates ----------------------------------------------------------------
+
+# Without one of these there is no estimate: MEMORY_REFUSAL says so.
+_needs = (
+    *("_subclasses.fake_tensor.FakeTensorMode", "_subclasses.fake_tensor.FakeCopyMode"),
+    *("_subclasses.fake_tensor.unset_fake_temporarily", "_C._ExcludeDispatchKeyGuard"),
+    *("utils._python_dispatch.TorchDispatchMode", "utils._pytree.tree_leaves"),
+    *("utils._pytree.tree_map", "library.Library._destroy", "_C.DispatchKeySet"),
+    "utils._python_dispatch._disable_current_modes",
+)
+FakeTensorMode, FakeCopyMode, unset_fake = (_find(path) for path in _needs[:3])
+TorchDispatchMode: Any = _find(_needs[4]) or object
+tree_leaves, tree_map = (_find(path) for path in _needs[5:7])
+_absent = [path for path in _needs if _find(path) is None]
+MEMORY_REFUSAL: str | None = None
+if _absent:
+    MEMORY_REFUSAL = f"torch {torch.__version__} has no torch.{_absent[0]}"
+
+
+def without_dispatch_modes() -> Any:
+    """A context in which fake tensors and trackers see nothing."""
+    return _find("utils._python_dispatch._disable_current_modes")()
+
+
+def below_autocast() -> Any:
+    """A context in which the CPU's autocast lets calls through."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def remove_kernels(library: torch.library.Library) -> None:
+    """Takes a Library's kernels back now, not when it is collected."""
+    library._destroy()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The address of torch's own object of the storage."""
+    return storage._cdata
+
+
+def memory_events(profile: torch.profiler.profile) -> list[int]:
+    """Bytes allocated (positive) and freed (negative), in order, that a profiler saw."""
+    events = [
+        event
+        for event in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if event.name() == "[memory]"
+    ]
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]

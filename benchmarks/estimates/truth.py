@@ -1,0 +1,72 @@
+"""What a training step really takes on the CPU, by measures that are not our own."""
+
+import gc
+import os
+from typing import Any
+
+import torch
+
+from benchmarks.estimates.models import MODELS
+
+
+def _steps(model: Any, batch: Any, options: dict[str, Any]) -> None:
+    """Two steps as a plain loop writes them."""
+    loss_fn, step = options.get("loss_fn"), options.get("step")
+    name, kwargs = options.get("optimizer", ("adamw", {}))
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    optimizer = kinds[name](model.parameters(), lr=1e-3, **kwargs)
+    out = loss = None
+    for _ in range(2):
+        own = _copied(batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("amp") == "bf16"):
+            if step is not None:
+                loss = step(model, own)
+            elif isinstance(own, dict):
+                out = model(**own)
+                loss = out.loss
+            elif isinstance(own, tuple):
+                out = model(own[0])
+                loss = loss_fn(out, own[1])
+            else:
+                out = model(own)
+                loss = loss_fn(out, own)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del out, loss
+
+
+def _copied(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: value.clone() for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(value.clone() for value in batch)
+    return batch.clone()
+
+
+def profiled_peak(name: str) -> int:
+    """Bytes in tensors at once: what was there before, and torch.profiler's events."""
+    torch.manual_seed(0)
+    model, batch, options = MODELS[name]()
+    before = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+              for t in [*model.parameters(), *model.buffers()]}
+    gc.collect()
+    with torch.profiler.profile(profile_memory=True, activities=[
+            torch.profiler.ProfilerActivity.CPU]) as profile:
+        _steps(model, batch, options)
+    level = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events()
+              if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return sum(before.values()) + peak
+
+
+def high_water(name: str) -> int:
+    """The kernel's high-water mark of this process, in bytes."""
+    torch.manual_seed(0)
+    _steps(*MODELS[name]())
+    with open(f"/proc/{os.getpid()}/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10

@@ -1,0 +1,83 @@
+"""Memory of GPUs, and what a process takes of it before its first tensor.
+
+The memory is what nvidia-smi shows in total. A process's context holds the driver's
+tables and the kernels that were loaded; the figures here are those of CUDA 12 with
+lazy loading after a training step of torch, rounded up, and no more than a guide: they
+differ by some 100 MiB between drivers, torch versions and models. Where a GPU is
+present its own memory and context are measured instead.
+"""
+
+import re
+from typing import NamedTuple
+
+MIB = 1 << 20
+
+
+class Gpu(NamedTuple):
+    """A GPU as an estimate sees it; sizes in bytes, the capability times ten."""
+
+    name: str
+    memory: int
+    capability: int
+    context: int
+
+
+# Name: memory MiB, capability, context MiB.
+_GPUS = {
+    "GTX 1080 Ti": (11264, 61, 300),
+    "P100": (16384, 60, 300),
+    "T4": (15360, 75, 300),
+    "V100": (16160, 70, 310),
+    "V100 32GB": (32510, 70, 310),
+    "RTX 2080 Ti": (11264, 75, 300),
+    "RTX 3050 Laptop": (4096, 86, 300),
+    "RTX 3050": (8192, 86, 300),
+    "RTX 3060": (12288, 86, 310),
+    "RTX 3080": (10240, 86, 330),
+    "RTX 3090": (24576, 86, 340),
+    "RTX 4060 Ti": (8188, 89, 320),
+    "RTX 4070": (12282, 89, 330),
+    "RTX 4080": (16376, 89, 360),
+    "RTX 4090": (24564, 89, 380),
+    "RTX 5090": (32607, 120, 420),
+    "A10G": (23028, 86, 340),
+    "L4": (23034, 89, 340),
+    "L40S": (46068, 89, 400),
+    "A100": (40960, 80, 420),
+    "A100 80GB": (81920, 80, 420),
+    "H100": (81559, 90, 520),
+    "H200": (143771, 90, 520),
+}
+_CAUTIOUS = 75  # for a number of bytes: torch's flash attention is not used there
+
+
+def gpu_of(named: str | int) -> Gpu:
+    """The GPU of a name ("T4", "rtx4090"), or one with this many bytes ("16GB", int).
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(named, int) and not isinstance(named, bool):
+        if named <= 0:
+            raise ValueError(f"`gpu` must be a positive number of bytes, got {named}")
+        return Gpu(f"{named / 2**30:.4g} GiB", named, _CAUTIOUS, 300 * MIB)
+    if not isinstance(named, str):
+        raise TypeError(
+            f"`gpu` must be a name or a number of bytes, got {type(named).__name__}"
+        )
+    size = re.fullmatch(r"\s*([\d.]+)\s*(G|M)i?B?\s*", named, re.IGNORECASE)
+    if size:
+        unit = 2**30 if size[2].upper() == "G" else MIB
+        return gpu_of(int(float(size[1]) * unit))
+    for name, (memory, capability, context) in _GPUS.items():
+        if _key(name) == _key(named):
+            return Gpu(name, memory * MIB, capability, context * MIB)
+    raise ValueError(
+        f"`gpu` must be a number of bytes, a size such as '16GB', or one of "
+        f"{', '.join(_GPUS)}; got {named!r}"
+    )
+
+
+def _key(name: str) -> str:
+    name = re.sub(r"nvidia|tesla|geforce", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", name)
