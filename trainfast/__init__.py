@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import benchmark_dataloader as benchmark_dataloader
     from trainfast.torch import clip_grad_norm_ as clip_grad_norm_
     from trainfast.torch import clip_grad_value_ as clip_grad_value_
+    from trainfast.torch import enable_checkpointing as enable_checkpointing
+    from trainfast.torch import estimate_memory as estimate_memory
     from trainfast.torch import find_workers as find_workers
     from trainfast.torch import loader_kwargs as loader_kwargs
     from trainfast.torch import scaled_dot_product_attention as _sdpa
@@ -76,6 +78,7 @@ _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
+    *("enable_checkpointing", "estimate_memory"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 

@@ -1,1 +1,1 @@
-"""Memory estimates beside the truth: a profiler, the kernel's high-water mark, papers."""
+"""Memory estimates beside the truth: a profiler and the kernel's high-water mark."""

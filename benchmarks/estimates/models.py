@@ -118,7 +118,11 @@ def resnet_of(depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
 
 def resnet50() -> Case:
     batch = torch.randn(8, 3, 224, 224), torch.randint(1000, (8,))
-    return resnet_of(), batch, {"loss_fn": Loss, "optimizer": ("sgd", {"momentum": 0.9})}
+    return (
+        resnet_of(),
+        batch,
+        {"loss_fn": Loss, "optimizer": ("sgd", {"momentum": 0.9})},
+    )
 
 
 class _UNet(nn.Module):
@@ -171,7 +175,9 @@ class _UNet(nn.Module):
 def unet() -> Case:
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         images, t, noise = batch
-        return functional.mse_loss(model(images + noise * t[:, None, None, None], t), noise)
+        return functional.mse_loss(
+            model(images + noise * t[:, None, None, None], t), noise
+        )
 
     images = torch.randn(8, 3, 64, 64)
     return _UNet(), (images, torch.rand(8), torch.randn_like(images)), {"step": step}

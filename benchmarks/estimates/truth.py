@@ -18,7 +18,9 @@ def _steps(model: Any, batch: Any, options: dict[str, Any]) -> None:
     out = loss = None
     for _ in range(2):
         own = _copied(batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("amp") == "bf16"):
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=options.get("amp") == "bf16"
+        ):
             if step is not None:
                 loss = step(model, own)
             elif isinstance(own, dict):
@@ -48,15 +50,19 @@ def profiled_peak(name: str) -> int:
     """Bytes in tensors at once: what was there before, and torch.profiler's events."""
     torch.manual_seed(0)
     model, batch, options = MODELS[name]()
-    before = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-              for t in [*model.parameters(), *model.buffers()]}
+    before = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in [*model.parameters(), *model.buffers()]
+    }
     gc.collect()
-    with torch.profiler.profile(profile_memory=True, activities=[
-            torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         _steps(model, batch, options)
     level = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events()
-              if e.name() == "[memory]"]
+    events = [
+        e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda e: e.start_ns()):
         level += event.nbytes()
         peak = max(peak, level)

@@ -14,7 +14,7 @@ from tests.graph_samples import graph, quiet
 from trainfast import cli
 from trainfast.bench import run as bench
 from trainfast.launch import launcher
-from trainfast.probe import optimize
+from trainfast.probe import memory, optimize
 from trainfast.tools import selftest
 
 SCRIPT = """
@@ -80,6 +80,7 @@ VERBS = st.sampled_from(
         "bench",
         "run",
         "optimize",
+        "estimate-memory",
         "find-workers",
         "--version",
     ]
@@ -114,6 +115,7 @@ def folder(tmp_path_factory):
         # These would run what they are given.
         patch.setattr(launcher, "launch", refuse)
         patch.setattr(optimize, "optimize", refuse)
+        patch.setattr(memory, "estimate_script", refuse)
         found = results(timing("numpy-adamw", n=2, rng=seeded()))
         patch.setattr(bench, "bench", lambda *job: found)
         yield folder

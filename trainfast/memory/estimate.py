@@ -1,4 +1,4 @@
-"""The answer of `estimate_memory`: does a training step fit, and what takes the room."""
+"""The answer of `estimate_memory`: does a step fit, and what takes the room."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from trainfast.memory.trace import Replay
 from trainfast.report import Report, Table
 
 MIB = 1 << 20
-# The largest relative difference between an estimate and a published or measured figure.
+# The largest known relative difference between an estimate and a measured figure.
 WORST_MISS = 0.2
 _MOST_MODULES = 10
 

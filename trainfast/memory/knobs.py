@@ -57,7 +57,9 @@ def savings_table(estimate: Estimate, found: dict[str, Estimate]) -> Table:
         for name, other in sorted(found.items(), key=lambda item: item[1].total)
     ]
     columns = ("with", "total MiB", "saved MiB", "verdict")
-    return Table("What would save memory", columns, rows, empty="nothing that was tried")
+    return Table(
+        "What would save memory", columns, rows, empty="nothing that was tried"
+    )
 
 
 def largest_batch(
@@ -91,7 +93,9 @@ def largest_batch(
             guess = max(1, int(high + (estimate.capacity - two.total) / slope))
             if guess in fits:
                 break
-            low, high = sorted((low if abs(low - guess) < abs(high - guess) else high, guess))
+            low, high = sorted(
+                (low if abs(low - guess) < abs(high - guess) else high, guess)
+            )
         best = max(n for n, good in fits.items() if good)
         while best + 1 not in fits and best >= guess - 1 and at(best + 1).fits:
             best += 1

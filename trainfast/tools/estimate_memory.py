@@ -29,16 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--expandable-segments", action="store_true")
-    parser.add_argument(
-        "--plot", metavar="PNG", help="draw the memory over the steps"
-    )
+    parser.add_argument("--plot", metavar="PNG", help="draw the memory over the steps")
     parser.add_argument(
         "target", nargs="?", help="a script, or a function as module:name"
     )
     parser.add_argument(
-        "arguments", nargs="*", help="the script's own arguments, after --"
+        "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
-    parser.set_defaults(error=parser.error)
+    parser.set_defaults(error=parser.error, parse=parser.parse_args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and find_spec("matplotlib") is None:
         args.error("--plot needs matplotlib: pip install 'trainfast[tools]'")
     is_script = ":" not in args.target
+    if not is_script and args.arguments:  # options that follow the function
+        args = args.parse([*args.arguments, args.target], args)
     if is_script and not os.path.isfile(args.target):
         args.error(f"cannot find the script {args.target!r}; check its path")
     if not is_script and not args.batch:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         with show_progress() as progress:
             progress("estimating")
             if is_script:
-                from trainfast.memory.script import estimate_script
+                from trainfast.probe.memory import estimate_script
 
                 estimate = estimate_script(
                     args.target, args.arguments, device=args.device, gpu=args.gpu

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch.amp import Accumulator, GradScaler, SkipAwareScheduler
     from trainfast.torch.attention import attention, scaled_dot_product_attention
     from trainfast.torch.data import benchmark_dataloader, find_workers, loader_kwargs
+    from trainfast.torch.memory import enable_checkpointing, estimate_memory
     from trainfast.torch.optim import (
         Adam,
         AdamW,
@@ -30,13 +31,23 @@ _PACKAGES = {
     "amp": ("Accumulator", "GradScaler", "SkipAwareScheduler"),
     "attention": ("attention", "scaled_dot_product_attention"),
     "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
+    "memory": ("enable_checkpointing", "estimate_memory"),
     "optim": (
         *("Adam", "AdamW"),
         *("clip_grad_norm_", "clip_grad_value_", "get_total_norm"),
     ),
 }
 _HOMES = {name: package for package, names in _PACKAGES.items() for name in names}
-_MODULES = ("amp", "data", "flash_attn", "graphs", "huggingface", "optim", "pyg")
+_MODULES = (
+    "amp",
+    "data",
+    "flash_attn",
+    "graphs",
+    "huggingface",
+    "memory",
+    "optim",
+    "pyg",
+)
 
 __all__ = [
     "Accumulator",
@@ -48,6 +59,8 @@ __all__ = [
     "benchmark_dataloader",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "enable_checkpointing",
+    "estimate_memory",
     "find_workers",
     "flash_attn",
     "get_total_norm",

@@ -249,10 +249,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def memory_events(profile: torch.profiler.profile) -> list[int]:
-    """Bytes allocated (positive) and freed (negative), in order, that a profiler saw."""
-    events = [
-        event
-        for event in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if event.name() == "[memory]"
-    ]
+    """Bytes allocated (positive) and freed (negative), in order, as a profiler saw."""
+    found: Any = profile.profiler
+    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]

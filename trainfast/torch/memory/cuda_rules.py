@@ -8,6 +8,7 @@ autocast's list of operations in float32.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,13 +41,13 @@ def cuda_rules(capability: int) -> Iterator[None]:
     options: dict[str, Any] = {"allow_override": True} if known else {}
 
     def put(name: str, kernel: Callable[..., Any], key: str) -> None:
-        library.impl(name, kernel, key, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library.impl(name, kernel, key, **options)
 
     try:
         put("dropout", _dropout, "AutogradCPU")
-        put(
-            "scaled_dot_product_attention", _attention_for(capability), "AutogradCPU"
-        )
+        put("scaled_dot_product_attention", _attention_for(capability), "AutogradCPU")
         put("lstm.input", _recurrent(gates=6), "AutogradCPU")
         put("gru.input", _recurrent(gates=5), "AutogradCPU")
         put("log_softmax.int", _half_softmax("log_softmax"), "AutocastCPU")

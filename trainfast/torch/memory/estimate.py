@@ -18,7 +18,11 @@ from trainfast.memory.gpus import MIB, Gpu, gpu_of
 from trainfast.memory.trace import Replay, Trace, replay
 from trainfast.torch.memory.batches import batch_size, resized
 from trainfast.torch.memory.cuda_rules import cuda_rules
-from trainfast.torch.memory.redirect import copied_as_fakes, cuda_means_cpu
+from trainfast.torch.memory.redirect import (
+    copied_as_fakes,
+    cuda_means_cpu,
+    numbers_of_fakes,
+)
 from trainfast.torch.memory.step import (
     Optimizer,
     autocast_dtype,
@@ -137,9 +141,12 @@ class _Plan:
 
     def estimate(self) -> Estimate:
         started = time.monotonic()
-        method, notes, guesses = "fake tensors", [], {}
+        method = "fake tensors"
+        notes: list[str] = []
+        guesses: dict[str, int] = {}
         base = 0 if self.gpu else resident_memory()
-        failure = done = None
+        failure: Exception | None = None
+        done: Replay | None = None
         try:
             if self.gpu is None and _has_recurrent_layers(self.model):
                 raise NotImplementedError("recurrent layers allocate inside of kernels")
@@ -245,7 +252,7 @@ class _Plan:
             batch, validation = (
                 faked(given, values) for given in (self.batch, self.validation)
             )
-            for one in (mode, values, tracker):
+            for one in (mode, values, numbers_of_fakes(values), tracker):
                 stack.enter_context(one)
             if self.gpu is not None:
                 stack.enter_context(cuda_rules(self.gpu.capability))
@@ -373,7 +380,9 @@ def _profile(wanted: bool) -> Any:
 def _inside(profile: Any, trace: Trace) -> int:
     """How much higher the profiler's peak is than the trace's."""
     kept = ("weights", "buffers")  # were there before the profiler
-    level = most = sum(n for n, k in zip(trace.sizes, trace.kinds, strict=True) if k in kept)
+    level = most = sum(
+        n for n, k in zip(trace.sizes, trace.kinds, strict=True) if k in kept
+    )
     for size in memory_events(profile):
         level += size
         most = max(most, level)
@@ -400,8 +409,8 @@ def _stretched(one: Trace, two: Trace, factor: float) -> Trace:
     """
     if one.events != two.events:
         raise NotImplementedError(
-            "the step does something else for each batch size; neither fake tensors nor "
-            "small steps tell what it needs"
+            "the step does something else for each batch size, so neither fake tensors "
+            "nor small steps tell what it needs"
         )
     sizes = [
         max(0, b + round((b - a) * factor))

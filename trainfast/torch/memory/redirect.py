@@ -30,6 +30,8 @@ class _OnCpu(TorchFunctionMode):
                 return torch.autograd.backward(*args, **kwargs)
         if name == "cuda":
             return args[0]
+        if function is torch.device:  # the script may ask for its type
+            return function(*args, **kwargs)
         args = tuple(map(_to_cpu, args))
         return function(*args, **{k: _to_cpu(v) for k, v in kwargs.items()})
 
@@ -63,8 +65,20 @@ class _CopyFakes(TorchFunctionMode):
         return memo[id(tensor)]
 
 
+# What these say of numbers that are not known: that they are finite, and that checks of
+# them pass.
+_SUPPOSED = {
+    "isfinite": True,
+    "isnan": False,
+    "isinf": False,
+    "all": True,
+    "any": False,
+}
+
+
 class _Numbers(TorchFunctionMode):
-    """numpy() and tolist() of fakes: their values where they are known, else zeros."""
+    """numpy(), tolist() and isfinite() of fakes: of their values where they are known,
+    else of zeros."""
 
     def __init__(self, values: Values) -> None:
         super().__init__()
@@ -82,7 +96,10 @@ class _Numbers(TorchFunctionMode):
             with without_dispatch_modes():
                 real = self._values.real(args[0])
                 return real.tolist() if name == "tolist" else real.numpy()
-        return function(*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        if name in _SUPPOSED and isinstance(out, FakeTensor):
+            self._values.suppose(out, _SUPPOSED[name])
+        return out
 
 
 @contextlib.contextmanager
@@ -97,7 +114,11 @@ def cuda_means_cpu() -> Iterator[None]:
     usual = torch.autocast.__init__
 
     def on_cpu(
-        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **k: Any
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        *args: Any,
+        **k: Any,
     ) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")

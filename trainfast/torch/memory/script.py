@@ -25,7 +25,12 @@ from trainfast.torch.memory.pretend import pretend_gpu
 from trainfast.torch.memory.redirect import cuda_means_cpu, numbers_of_fakes
 from trainfast.torch.memory.tracker import Tracker
 from trainfast.torch.memory.values import Values
-from trainfast.torch.private import FakeTensorMode, tree_map, without_dispatch_modes
+from trainfast.torch.private import (
+    FakeTensor,
+    FakeTensorMode,
+    tree_map,
+    without_dispatch_modes,
+)
 from trainfast.torch.probe import hooks
 from trainfast.torch.probe.child import Child, begin, write
 from trainfast.torch.probe.loop import Loop
@@ -50,7 +55,7 @@ class OnFakes(Switch):
         self.steps = 0
         self.batch_size: int | None = None
         self.values: Values | None = None
-        self.began = False
+        self.began = self.recurrent = False
         self._capability, self._fake, self._ended = capability, fake, ended
         self._params: list[torch.Tensor] = []
         self._kept = contextlib.ExitStack()  # closed by the end of the process
@@ -64,8 +69,7 @@ class OnFakes(Switch):
             self._begin()
         if not self.began:
             return batch
-        if self.values is not None:
-            batch = faked(batch, self.values)
+        batch = self._faked(batch)
         self.tracker.see_all(batch, "batch")
         self.batch_size = batch_size(batch) or self.batch_size
         return batch
@@ -99,8 +103,13 @@ class OnFakes(Switch):
         if next(module.parameters(), None) is None or not _optimizers():
             return None
         self._begin()
-        values = self.values
-        return None if values is None else tree_map(lambda t: faked(t, values), args)
+        return self._faked(args)
+
+    def _faked(self, batch: Any) -> Any:
+        if self.values is None:
+            return batch
+        with without_dispatch_modes():
+            return faked(batch, self.values)
 
     def _moment(self, moment: str) -> None:
         if self.began:
@@ -110,7 +119,10 @@ class OnFakes(Switch):
 
     def _begin(self) -> None:
         self.began = True
-        modules = [o for o in gc.get_objects() if isinstance(o, torch.nn.Module)]
+        modules: list[torch.nn.Module] = _objects(torch.nn.Module)
+        self.recurrent = any(isinstance(m, torch.nn.RNNBase) for m in modules)
+        if self.recurrent and self._fake and self._capability is None:
+            raise NotImplementedError("the CPU's recurrent layers need real tensors")
         if self._fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             self.values = Values(mode)
@@ -137,8 +149,13 @@ class OnFakes(Switch):
         self._moment(FORWARD)
 
 
+def _objects(kind: type) -> list[Any]:
+    """Every object of this class that lives."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
 def _optimizers() -> list[torch.optim.Optimizer]:
-    return [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]
+    return _objects(torch.optim.Optimizer)
 
 
 def _swap(modules: list[torch.nn.Module], values: Values) -> None:
@@ -146,6 +163,8 @@ def _swap(modules: list[torch.nn.Module], values: Values) -> None:
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):  # of an optimizer that wraps another one
+            return tensor
         if id(tensor) not in fakes:
             made = values.blank(tensor)
             if isinstance(tensor, torch.nn.Parameter):
@@ -159,7 +178,8 @@ def _swap(modules: list[torch.nn.Module], values: Values) -> None:
                 if tensor is not None:
                     tensors[name] = fake(tensor)  # type: ignore[assignment]
         if isinstance(module, torch.nn.RNNBase):
-            module._flat_weights = [fake(w) for w in module._flat_weights]  # type: ignore
+            flat: Any = module._flat_weights
+            module._flat_weights = list(map(fake, flat))
     for optimizer in _optimizers():
         for group in optimizer.param_groups:
             group["params"] = [fake(param) for param in group["params"]]
@@ -208,6 +228,7 @@ class Script(Child):
             "replay": dataclasses.asdict(done),
             "guesses": values.guesses if values is not None else {},
             "batch_size": on_fakes.batch_size,
+            "recurrent": on_fakes.recurrent,
             "error": error,
         }
         write(self.job, result)

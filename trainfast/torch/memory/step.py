@@ -37,8 +37,8 @@ def forward_and_loss(
     The batch goes into the model as keyword arguments where it is a mapping. A tuple
     of two, the usual pair of a loader, gives the model its first and `loss_fn` its
     second; other tuples give the model everything. `loss_fn(output, target)` is
-    called, or loss_fn(output, batch) where the batch is no pair. Without it the output's
-    `loss` counts, else the output itself where it is a number, else its mean.
+    called, or loss_fn(output, batch) where the batch is no pair. Without it the
+    output's `loss` counts, else the output itself where it is a number, else its mean.
     """
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if loss_fn is not None and pair:
@@ -82,8 +82,8 @@ def make_optimizer(optimizer: Optimizer, model: torch.nn.Module, cuda: bool) -> 
         return torch.optim.AdamW(params, **{**kwargs, "foreach": None, "fused": True})
     if name not in _OPTIMIZERS:
         raise ValueError(
-            '`optimizer` must be "adamw", "adam", "sgd", "trainfast", (name, arguments) '
-            f"or a function of the parameters, got {name!r}"
+            '`optimizer` must be "adamw", "adam", "sgd", "trainfast", a pair of a '
+            f"name and arguments, or a function of the parameters, got {name!r}"
         )
     if cuda and not kwargs.get("fused"):
         kwargs.setdefault("foreach", True)  # torch's choice for CUDA tensors
@@ -129,7 +129,7 @@ def run_steps(
         begin(BACKWARD)
         tracker.kind = "temporaries"
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
                 tracker.see(parameter.grad, "gradients")

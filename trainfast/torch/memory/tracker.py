@@ -13,7 +13,6 @@ from trainfast.torch.private import (
     tree_leaves,
 )
 
-
 _aten = torch.ops.aten
 # torch's backward formulas write into fresh zeros, except for subclasses such as fakes.
 _IN_PLACE = {
@@ -23,7 +22,7 @@ _IN_PLACE = {
 }
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[misc]
+class Tracker(TorchDispatchMode):
     """A dispatch mode that writes a `Trace`.
 
     It sees fake and real tensors alike. A storage counts from the operation that

@@ -10,6 +10,7 @@ from trainfast.torch.private import (
     tree_leaves,
     tree_map,
     unset_fake,
+    without_dispatch_modes,
 )
 
 _MOST = 1 << 24  # elements that an operation may have to be computed really
@@ -20,7 +21,7 @@ _aten = torch.ops.aten
 _AT_MOST_ALL = ("nonzero", "masked_select", "unique", "_unique2", "unique_dim")
 
 
-class Values(TorchDispatchMode):  # type: ignore[misc]
+class Values(TorchDispatchMode):
     """A dispatch mode above FakeTensorMode: small tensors are computed as well.
 
     Labels, masks, lengths and edges are small and known, so `item()`, `nonzero()` and
@@ -45,6 +46,12 @@ class Values(TorchDispatchMode):  # type: ignore[misc]
         """The fake of a real tensor, without its values."""
         made: torch.Tensor = self._fake_mode.from_tensor(real.detach())
         return made
+
+    def suppose(self, fake: torch.Tensor, value: bool) -> None:
+        """Gives a fake that has no values the same one everywhere."""
+        if not self._has_value(fake) and fake.numel() <= _MOST:
+            with without_dispatch_modes():
+                setattr(fake, _VALUE, torch.full(fake.shape, value, dtype=fake.dtype))
 
     def real(self, fake: torch.Tensor) -> torch.Tensor:
         """The values of a fake; zeros where they are not known."""
@@ -74,11 +81,14 @@ class Values(TorchDispatchMode):  # type: ignore[misc]
             return self._guessed_scalar(leaves[0])
         if name == "index":
             args = (args[0], self._without_masks(args[1]))
-        elif torch.Tag.dynamic_output_shape in function.tags:
-            if known or name in _AT_MOST_ALL:
-                return self._dynamic(function, name, known, args, kwargs)
+        elif torch.Tag.dynamic_output_shape in function.tags and (
+            known or name in _AT_MOST_ALL
+        ):
+            return self._dynamic(function, name, known, args, kwargs)
         if name == "equal":
-            return self._computed(function, args, kwargs) if known else self._guess(name)
+            return (
+                self._computed(function, args, kwargs) if known else self._guess(name)
+            )
         out = function(*args, **kwargs)
         results = [t for t in tree_leaves(out) if _is_tensor(t)]
         if known and sum(t.numel() for t in results) <= _MOST:

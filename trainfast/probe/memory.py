@@ -61,6 +61,10 @@ def estimate_script(
             f"{card.context / MIB:.0f} MiB of the total are CUDA's context: a "
             "constant, not measured here"
         )
+    if found["recurrent"]:
+        notes.append(
+            "what recurrent layers keep inside of their kernels is approximate"
+        )
     notes.append("validation and what comes after the second step are not included")
     done = Replay(**found["replay"])
     return estimate_of(

@@ -1,0 +1,221 @@
+"""Estimates of memory beside what torch's profiler counts, and their edges."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import trainfast  # noqa: E402
+from benchmarks.estimates import truth  # noqa: E402
+from benchmarks.estimates.models import MODELS  # noqa: E402
+from trainfast.memory.knobs import largest_batch, savings  # noqa: E402
+
+MIB = 1 << 20
+
+
+def small(batch=64):
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 10))
+    return model, (torch.randn(batch, 256), torch.randint(10, (batch,)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "gpt", "gpt_bf16", "gpt_checkpointed", "unet", "lstm", "experts", "sage"],
+)
+def test_estimate_is_what_the_profiler_counts(name):
+    if name == "sage":
+        pytest.importorskip("torch_geometric")
+    torch.manual_seed(0)
+    model, batch, options = MODELS[name]()
+    estimate = trainfast.estimate_memory(model, batch, device="cpu", **options)
+    assert estimate.allocated == pytest.approx(truth.profiled_peak(name), rel=0.005)
+    assert estimate.exact == (name not in ("lstm", "experts"))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "swin"])
+def test_models_of_transformers_are_what_the_profiler_counts(name):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, batch, options = MODELS[name]()
+    estimate = trainfast.estimate_memory(model, batch, device="cpu", **options)
+    assert estimate.allocated == pytest.approx(truth.profiled_peak(name), rel=0.005)
+    assert estimate.exact
+
+
+def test_everything_stays_as_it_was():
+    model, batch = small()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    trainfast.estimate_memory(model, batch, loss_fn=functional.cross_entropy)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.training and bool((model[0].weight.grad == 1).all())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    # CUDA's rules end with the estimate.
+    x = torch.ones(1000, requires_grad=True)
+    torch.manual_seed(0)
+    assert functional.dropout(x, 0.5).grad_fn.name() == "MulBackward0"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(2, dtype=torch.bfloat16).softmax(0)).dtype == torch.bfloat16
+
+
+def test_parts_of_a_known_model():
+    """Sizes that can be computed by hand."""
+    model, batch = small()
+    estimate = trainfast.estimate_memory(
+        model, batch, loss_fn=functional.cross_entropy, device="cpu"
+    )
+    weights = 4 * (256 * 1024 + 1024 + 1024 * 10 + 10)
+    assert estimate.kinds["weights"] == weights
+    assert estimate.kinds["optimizer state"] == pytest.approx(2 * weights, abs=64)
+    at_forward = trainfast.estimate_memory(
+        model, batch, loss_fn=functional.cross_entropy, device="cpu", optimizer="sgd"
+    ).activations
+    assert at_forward["0"] == at_forward["1"] == 4 * 64 * 1024
+    assert "optimizer state" not in estimate.again(optimizer="sgd").kinds
+
+
+def test_a_model_larger_than_the_memory_is_built_from_fakes():
+    def build():
+        return nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(40)))
+
+    estimate = trainfast.estimate_memory(
+        build, torch.zeros(2, 16384), optimizer="sgd", gpu="A100"
+    )
+    assert estimate.kinds["weights"] > 40 * 2**30
+    assert estimate.verdict == "does not fit" and not estimate.fits
+    assert estimate.failed == "start"
+
+
+def test_knobs_and_the_largest_batch():
+    torch.manual_seed(0)
+    model, batch, options = MODELS["gpt"]()
+    estimate = trainfast.estimate_memory(model, batch, gpu="2GB", **options)
+    found = savings(estimate)
+    assert found["autocast to fp16"].total < estimate.total
+    assert found["batch 4, twice the accumulation"].batch_size == 4
+    best = largest_batch(estimate)
+    assert estimate.again(batch_size=best).fits
+    assert not estimate.again(batch_size=best + 1).fits
+
+
+def test_attention_backends_by_gpu_and_dtype():
+    """Scores are materialised where no fused backend of torch takes the call."""
+    model, batch, options = MODELS["gpt"]()
+    scores = 6 * 8 * 8 * 256 * 256 * 2  # layers, batch, heads, queries, keys, bytes
+
+    def activations(gpu):
+        estimate = trainfast.estimate_memory(
+            model, batch, gpu=gpu, amp="bf16", optimizer="sgd", **options
+        )
+        return sum(estimate.activations.values())
+
+    assert activations("T4") - activations("A100") > scores
+
+
+def test_validation_is_a_moment_of_its_own():
+    model, batch = small()
+    validation = (torch.randn(8192, 256), torch.randint(10, (8192,)))
+    estimate = trainfast.estimate_memory(
+        model, batch, loss_fn=functional.cross_entropy, validation=validation
+    )
+    assert max(estimate.moments, key=estimate.moments.get) == "validation"
+    assert model.training
+
+
+class Custom(torch.autograd.Function):
+    """What fakes cannot run: it reads its data."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 512)
+
+    def forward(self, x):
+        y = self.inner(x)
+        if type(y).__name__ == "FakeTensor":
+            raise RuntimeError("no data here")
+        return Custom.apply(y)
+
+
+def test_what_fakes_cannot_run_is_run_with_two_small_batches():
+    estimate = trainfast.estimate_memory(Reads(), torch.randn(1000, 64), device="cpu")
+    assert estimate.method == "two small steps, a line" and not estimate.exact
+    assert "no data here" in estimate.notes[0]
+    assert estimate.activations["inner"] == 1000 * 512 * 4
+
+
+def test_errors_of_the_step_are_its_own():
+    model, batch = small()
+
+    def step(model, batch):
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        trainfast.estimate_memory(model, batch, step=step)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainfast.estimate_memory(model, torch.randn(4, 7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu": "T5"}, "`gpu` must be a number of bytes, a size such as '16GB'"),
+        ({"gpu": -1}, "positive number of bytes"),
+        ({"gpu": None}, "a name or a number of bytes"),
+        ({"device": "tpu"}, '"cuda" or "cpu"'),
+        ({"amp": "fp8"}, 'None, "bf16" or "fp16"'),
+        ({"steps": 0}, "positive integer"),
+        ({"optimizer": "lion"}, "`optimizer` must be"),
+        ({"loss_fn": len, "step": len}, "cannot be combined"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    model, batch = small(4)
+    with pytest.raises((TypeError, ValueError), match=message):
+        trainfast.estimate_memory(model, batch, **arguments)
+
+
+def test_wrong_models_are_named():
+    with pytest.raises(TypeError, match="a module or a function"):
+        trainfast.estimate_memory(7, torch.ones(2))
+    with pytest.raises(TypeError, match="the function returned int"):
+        trainfast.estimate_memory(lambda: 7, torch.ones(2))
+
+
+def test_a_frozen_model_and_an_empty_batch():
+    model, batch = small()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    estimate = trainfast.estimate_memory(model, batch, loss_fn=functional.cross_entropy)
+    assert "gradients" not in estimate.kinds and estimate.fits
+    empty = (torch.empty(0, 256), torch.empty(0, dtype=torch.long))
+    estimate = trainfast.estimate_memory(
+        small()[0], empty, loss_fn=lambda out, _: out.sum()
+    )
+    assert estimate.fits
+
+
+def test_report_is_text_html_json_and_a_picture(tmp_path):
+    model, batch = small()
+    estimate = trainfast.estimate_memory(model, batch, loss_fn=functional.cross_entropy)
+    assert "A training step on T4" in str(estimate) and "optimizer state" in str(
+        estimate
+    )
+    assert estimate._repr_html_().count("<table") == 5
+    assert '"verdict": "fits"' in estimate.to_json()
+    pytest.importorskip("matplotlib")
+    estimate.plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
