@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast import graph_cache as graph_cache
     from trainfast import numpy as numpy
     from trainfast import torch as torch
+    from trainfast.memory.batch_size import scale_lr as scale_lr
     from trainfast.parallel import parallel_map as parallel_map
     from trainfast.tools.env import env as env
     from trainfast.tools.selftest import selftest as selftest
@@ -45,6 +46,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import clip_grad_value_ as clip_grad_value_
     from trainfast.torch import enable_checkpointing as enable_checkpointing
     from trainfast.torch import estimate_memory as estimate_memory
+    from trainfast.torch import find_batch_size as find_batch_size
+    from trainfast.torch import find_max_batch_size as find_max_batch_size
     from trainfast.torch import find_workers as find_workers
     from trainfast.torch import loader_kwargs as loader_kwargs
     from trainfast.torch import scaled_dot_product_attention as _sdpa
@@ -66,6 +69,7 @@ __all__ = [
     "parallel_map",
     "patch",
     "reset_stats",
+    "scale_lr",
     "selftest",
     "stats",
     "unpatch",
@@ -74,11 +78,16 @@ __all__ = [
 
 _PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
 _TOOLS = ("env", "selftest")
+_OTHERS = {
+    "parallel_map": "trainfast.parallel",
+    "scale_lr": "trainfast.memory.batch_size",
+}
 _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
     *("enable_checkpointing", "estimate_memory"),
+    *("find_batch_size", "find_max_batch_size"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 
@@ -105,8 +114,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"trainfast.{name}")
     if name in _TOOLS:
         return getattr(import_module(f"trainfast.tools.{name}"), name)
-    if name == "parallel_map":
-        return import_module("trainfast.parallel").parallel_map
+    if name in _OTHERS:
+        return getattr(import_module(_OTHERS[name]), name)
     if name in _TORCHS:
         return _of_torch(name)
     error = f"module 'trainfast' has no attribute {name!r}"
@@ -134,7 +143,7 @@ def _of_torch(name: str) -> object:
 def __dir__() -> list[str]:
     from importlib.util import find_spec
 
-    names = {*globals(), "parallel_map", *_PACKAGES, *_TOOLS, *_TORCHS}
+    names = {*globals(), *_OTHERS, *_PACKAGES, *_TOOLS, *_TORCHS}
     if find_spec("torch") is None:  # help() would stop at the ImportErrors
         names -= {"torch", *_TORCHS}
     return sorted(names)

@@ -81,6 +81,7 @@ VERBS = st.sampled_from(
         "run",
         "optimize",
         "estimate-memory",
+        "find-batch-size",
         "find-workers",
         "--version",
     ]

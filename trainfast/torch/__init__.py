@@ -18,7 +18,12 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch.amp import Accumulator, GradScaler, SkipAwareScheduler
     from trainfast.torch.attention import attention, scaled_dot_product_attention
     from trainfast.torch.data import benchmark_dataloader, find_workers, loader_kwargs
-    from trainfast.torch.memory import enable_checkpointing, estimate_memory
+    from trainfast.torch.memory import (
+        enable_checkpointing,
+        estimate_memory,
+        find_batch_size,
+        find_max_batch_size,
+    )
     from trainfast.torch.optim import (
         Adam,
         AdamW,
@@ -31,7 +36,10 @@ _PACKAGES = {
     "amp": ("Accumulator", "GradScaler", "SkipAwareScheduler"),
     "attention": ("attention", "scaled_dot_product_attention"),
     "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
-    "memory": ("enable_checkpointing", "estimate_memory"),
+    "memory": (
+        *("enable_checkpointing", "estimate_memory"),
+        *("find_batch_size", "find_max_batch_size"),
+    ),
     "optim": (
         *("Adam", "AdamW"),
         *("clip_grad_norm_", "clip_grad_value_", "get_total_norm"),
@@ -61,6 +69,8 @@ __all__ = [
     "clip_grad_value_",
     "enable_checkpointing",
     "estimate_memory",
+    "find_batch_size",
+    "find_max_batch_size",
     "find_workers",
     "flash_attn",
     "get_total_norm",

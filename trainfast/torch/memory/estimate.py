@@ -36,6 +36,7 @@ from trainfast.torch.private import (
     FakeCopyMode,
     FakeTensorMode,
     memory_events,
+    tree_leaves,
     tree_map,
 )
 
@@ -144,7 +145,7 @@ class _Plan:
         method = "fake tensors"
         notes: list[str] = []
         guesses: dict[str, int] = {}
-        base = 0 if self.gpu else resident_memory()
+        base, before = 0, resident_memory()
         failure: Exception | None = None
         done: Replay | None = None
         try:
@@ -174,12 +175,17 @@ class _Plan:
             names = ", ".join(f"{name} ({n})" for name, n in guesses.items())
             notes.append(f"values that no one knows were guessed, from above: {names}")
         notes += self._notes()
+        # What the process takes besides: torch's code and the interpreter.
+        if self.gpu is None:
+            if failure is None:
+                before = resident_memory()  # with all code that a step loads
+            base = before - self._resident()
         return estimate_of(
             done,
             device=self.gpu.name if self.gpu else "the CPU",
             total=(done.reserved + self.gpu.context)
             if self.gpu
-            else base + done.allocated,
+            else base + done.reserved,
             capacity=self.gpu.memory if self.gpu else base + available_memory(),
             exact=method == "fake tensors" and not guesses,
             method=method,
@@ -189,6 +195,14 @@ class _Plan:
             settings=self._settings(),
             again=self._again,
         )
+
+    def _resident(self) -> int:
+        """Bytes of the real model and batch, which the estimate counts once more."""
+        held = [self.batch, self.validation]
+        if isinstance(self.model, torch.nn.Module):
+            held += [*self.model.parameters(), *self.model.buffers()]
+        tensors = [t for t in tree_leaves(held) if isinstance(t, torch.Tensor)]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -322,7 +336,9 @@ def replayed(trace: Trace, gpu: Gpu | None, expandable: bool) -> Replay:
     Where the GPU's memory does not suffice the figures are those of a larger one.
     """
     if gpu is None:
-        return replay(trace)
+        # The C library's heap has holes, much as a pool that grows at its end.
+        heap = replay(trace, Allocator(None, expandable=True)).reserved
+        return dataclasses.replace(replay(trace), reserved=heap)
     # One workspace for the thread of the forward pass, one for the backward's.
     workspaces = (_WORKSPACE[gpu.capability >= 90],) * 2
     done = replay(trace, Allocator(gpu.memory - gpu.context, expandable), workspaces)

@@ -25,6 +25,10 @@ def autocast_dtype(amp: str | None) -> torch.dtype | None:
     return _DTYPES[amp]
 
 
+def autocast(device: str, dtype: torch.dtype | None) -> Any:
+    return torch.autocast(device, dtype) if dtype else contextlib.nullcontext()
+
+
 def forward_and_loss(
     model: Any,
     batch: Any,
@@ -114,9 +118,6 @@ def run_steps(
         tracker.see(buffer, "buffers")
     made = make_optimizer(optimizer, model, device == "cuda")
 
-    def autocast() -> Any:
-        return torch.autocast(device, dtype) if dtype else contextlib.nullcontext()
-
     variables: dict[str, Any] = {}
     own = batch
     for _ in range(steps):
@@ -124,7 +125,7 @@ def run_steps(
         tracker.kind = "batch"
         own = fresh(batch)
         tracker.kind = "activations"
-        with autocast():
+        with autocast(device, dtype):
             loss = step(model, own, variables)
         begin(BACKWARD)
         tracker.kind = "temporaries"
@@ -146,7 +147,7 @@ def run_steps(
         own = fresh(validation)
         tracker.kind = "activations"
         model.eval()
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(device, dtype):
             step(model, own, variables)
 
 
