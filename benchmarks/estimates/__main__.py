@@ -20,7 +20,7 @@ from benchmarks import machine
 from benchmarks.estimates import truth
 from benchmarks.estimates.models import MODELS
 
-PATH = Path(__file__).parent.parent / "results" / "estimates.json"
+PATH = Path(__file__).parent / "measured.json"
 MIB = 1 << 20
 
 

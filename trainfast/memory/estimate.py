@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from trainfast.memory.trace import Replay
@@ -119,16 +120,16 @@ class Estimate(Report):
         axes.set_xlabel("allocations and releases")
         axes.set_ylabel("MiB in tensors")
         axes.set_title(f"A training step on {self.device}")
-        for moment in self.moments:
-            points = [
-                (i, size / MIB)
-                for i, (name, size) in enumerate(self.curve)
-                if name == moment
-            ]
-            axes.plot(*zip(*points, strict=True), ".", markersize=2, label=moment)
+        colours = {moment: f"C{i}" for i, moment in enumerate(self.moments)}
+        numbered = enumerate(self.curve)
+        for moment, run in groupby(numbered, key=lambda point: point[1][0]):
+            points = [(i, size / MIB) for i, (_, size) in run]
+            axes.plot(*zip(*points, strict=True), colours.get(moment, "0.5"))
+        for moment, colour in colours.items():
+            axes.plot([], [], colour, label=moment)
         axes.axhline(self.capacity / MIB, color="0.4", linestyle="--", linewidth=1)
         axes.set_ylim(bottom=0)
-        axes.legend(markerscale=4)
+        axes.legend()
         figure.savefig(path)
 
 

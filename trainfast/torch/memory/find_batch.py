@@ -117,11 +117,16 @@ def find_max_batch_size(
     *,
     mode: str = "train",
 ) -> int:
-    """The largest batch of random inputs of this shape, without the first dimension.
+    """The largest batch of random inputs, by `find_batch_size`.
 
-    A training step with AdamW and the mean of the output as its loss by default;
-    mode="forward" runs a forward pass without gradients, which is no measure of
-    training. `start_batch` is the multiple in which sizes are tried.
+    Args:
+        model: a module; it is moved to the device.
+        input_shape: of one sample.
+        device: None for the model's own.
+        start_batch: the answer is a multiple of it.
+        mode: "train" for steps with AdamW and the mean of the output as their loss;
+            "forward" for a forward pass without gradients, which is no measure of
+            training.
     """
     device = torch.device(device or next(model.parameters()).device)
     model.to(device)
@@ -213,7 +218,7 @@ class _Runner:
         if self.mode == "train":
             variables.clear()
             self._validate(self.validation(size), variables)
-        return size * (_STEPS - 1) / sum(times[1:])
+        return size / min(times[1:])
 
     def estimated(self, size: int) -> int:
         """Bytes that a training step of this size takes, as the estimator sees it."""
