@@ -39,6 +39,7 @@ def pretend_gpu(gpu: Gpu) -> None:
     answers = {
         "is_available": True,
         "is_initialized": True,
+        "is_current_stream_capturing": False,
         "device_count": 1,
         "current_device": 0,
         "get_device_name": gpu.name,
