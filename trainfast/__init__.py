@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast import graph_cache as graph_cache
     from trainfast import numpy as numpy
     from trainfast import torch as torch
+    from trainfast.memory.advice import oom_advice as oom_advice
+    from trainfast.memory.advice import oom_help as oom_help
     from trainfast.memory.batch_size import scale_lr as scale_lr
     from trainfast.parallel import parallel_map as parallel_map
     from trainfast.tools.env import env as env
@@ -50,6 +52,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import find_max_batch_size as find_max_batch_size
     from trainfast.torch import find_workers as find_workers
     from trainfast.torch import loader_kwargs as loader_kwargs
+    from trainfast.torch import profile_memory_usage as profile_memory_usage
     from trainfast.torch import scaled_dot_product_attention as _sdpa
     from trainfast.torch.attention.functional import attention as attention
 
@@ -66,6 +69,8 @@ __all__ = [
     "graph_cache",
     "is_patched",
     "load_config",
+    "oom_advice",
+    "oom_help",
     "parallel_map",
     "patch",
     "reset_stats",
@@ -79,6 +84,8 @@ __all__ = [
 _PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
 _TOOLS = ("env", "selftest")
 _OTHERS = {
+    "oom_advice": "trainfast.memory.advice",
+    "oom_help": "trainfast.memory.advice",
     "parallel_map": "trainfast.parallel",
     "scale_lr": "trainfast.memory.batch_size",
 }
@@ -87,7 +94,7 @@ _TORCHS = (
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
     *("enable_checkpointing", "estimate_memory"),
-    *("find_batch_size", "find_max_batch_size"),
+    *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 

@@ -34,13 +34,13 @@ def module(tmp_path, monkeypatch):
 
 def test_report_and_json(capsys):
     words = ["find-batch-size", "batch_setup:setup", "--loss", "batch_setup:loss"]
-    limits = ["--target", "0.05", "--config", "config.yaml"]
+    limits = ["--max-batch-size", "256", "--config", "config.yaml"]
     assert main([*words, *limits]) == 0
     text = capsys.readouterr().out
     assert "Take batch_size=" in text and "from batch 1024: learning rate" in text
     assert main([*words, *limits, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["batch_size"] in [probe["size"] for probe in found["probes"]]
+    assert found["batch_size"] == found["probes"][-1]["size"] == 256
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE")
     parser.add_argument("--multiple", type=int, default=8, metavar="N")
+    parser.add_argument("--max-batch-size", type=int, default=1 << 16, metavar="N")
     parser.add_argument("--gpu", type=int, metavar="N", help="the GPU's number")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML with `batch_size`, the one to start from"
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 objective=args.objective,
                 target=args.target,
                 multiple=args.multiple,
+                max_batch_size=args.max_batch_size,
                 dataset_size=args.dataset_size,
                 progress=progress,
             )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
         estimate_memory,
         find_batch_size,
         find_max_batch_size,
+        profile_memory_usage,
     )
     from trainfast.torch.optim import (
         Adam,
@@ -38,7 +39,7 @@ _PACKAGES = {
     "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
     "memory": (
         *("enable_checkpointing", "estimate_memory"),
-        *("find_batch_size", "find_max_batch_size"),
+        *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
     ),
     "optim": (
         *("Adam", "AdamW"),
@@ -76,6 +77,7 @@ __all__ = [
     "get_total_norm",
     "huggingface",
     "loader_kwargs",
+    "profile_memory_usage",
     "scaled_dot_product_attention",
 ]
 
