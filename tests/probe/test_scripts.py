@@ -130,7 +130,7 @@ def test_workers_that_start_anew_in_long_epochs_are_found(script):
     path = script(step=0.004)
     with open(path) as file:
         text = file.read()
-    slow_start = "num_workers=1, worker_init_fn=lambda worker: time.sleep(0.5)"
+    slow_start = "num_workers=1, worker_init_fn=lambda worker: time.sleep(1)"
     text = text.replace("return 64", "return 560").replace(
         "batch_size=8", f"batch_size=8, {slow_start}"
     )

@@ -117,7 +117,7 @@ def estimate_memory(
     autocast_dtype(amp)
     plan = _Plan(
         *(model, _plain(batch), loss_fn, step, optimizer, amp, device),
-        *(_gpu(gpu) if device == "cuda" else None, steps, _plain(validation)),
+        *(gpu_of(gpu) if device == "cuda" else None, steps, _plain(validation)),
         *(checkpointing, expandable_segments),
     )
     return plan.estimate()
@@ -219,7 +219,7 @@ class _Plan:
             changes["batch"] = resized(self.batch, size)
             changes["validation"] = resized(self.validation, size)
         if "gpu" in changes:
-            changes["gpu"] = _gpu(changes["gpu"])
+            changes["gpu"] = gpu_of(changes["gpu"])
         return dataclasses.replace(self, **changes).estimate()
 
     def _loss(self, model: Any, batch: Any, variables: dict[str, Any]) -> torch.Tensor:
@@ -346,10 +346,6 @@ def replayed(trace: Trace, gpu: Gpu | None, expandable: bool) -> Replay:
         return done
     needed = replay(trace, Allocator(None, expandable), workspaces)
     return dataclasses.replace(needed, failed=done.failed)
-
-
-def _gpu(named: str | int) -> Gpu:
-    return gpu_of(named)
 
 
 def _plain(batch: Any) -> Any:
