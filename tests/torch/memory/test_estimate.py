@@ -19,9 +19,22 @@ def small(batch=64):
     return model, (torch.randn(batch, 256), torch.randint(10, (batch,)))
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "gpt", "gpt_bf16", "gpt_checkpointed", "unet", "lstm", "experts", "sage"],
+    [
+        "mlp",
+        slow("gpt"),
+        "gpt_bf16",
+        slow("gpt_checkpointed"),
+        slow("unet"),
+        "lstm",
+        "experts",
+        "sage",
+    ],
 )
 def test_estimate_is_what_the_profiler_counts(name):
     if name == "sage":
@@ -33,7 +46,7 @@ def test_estimate_is_what_the_profiler_counts(name):
     assert estimate.exact == (name not in ("lstm", "experts"))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5", "swin"])
+@pytest.mark.parametrize("name", ["bert", "llama", slow("t5"), slow("swin")])
 def test_models_of_transformers_are_what_the_profiler_counts(name):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -89,6 +102,7 @@ def test_a_model_larger_than_the_memory_is_built_from_fakes():
     assert estimate.failed == "start"
 
 
+@pytest.mark.slow
 def test_knobs_and_the_largest_batch():
     torch.manual_seed(0)
     model, batch, options = MODELS["gpt"]()

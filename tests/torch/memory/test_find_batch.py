@@ -101,6 +101,7 @@ def test_less_than_a_multiple_and_nothing_at_all(samples):
         found(5)
 
 
+@pytest.mark.slow
 def test_throughput_gives_the_knee(samples):
     ran, _ = samples
     report = found(2000, objective="throughput", dataset_size=10000)
@@ -197,6 +198,7 @@ def child(code, argument):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_real_memory_beside_an_exhaustive_search_in_fresh_processes():
     peaks = {n: child(ONE, n) for n in (2, 20, 22, 24, 26)}
     slope = (peaks[26] - peaks[20]) / 6
