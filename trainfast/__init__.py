@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import AdamW as AdamW
     from trainfast.torch import GradScaler as GradScaler
     from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
+    from trainfast.torch import auto_micro_batch as auto_micro_batch
     from trainfast.torch import benchmark_dataloader as benchmark_dataloader
     from trainfast.torch import clip_grad_norm_ as clip_grad_norm_
     from trainfast.torch import clip_grad_value_ as clip_grad_value_
@@ -93,7 +94,7 @@ _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
-    *("enable_checkpointing", "estimate_memory"),
+    *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
     *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")

@@ -191,6 +191,10 @@ def _certain(size: int | None, batch: tuple[int, int] | None) -> list[tuple[str,
         ("autocast to bfloat16 or float16", "about half of the activations; faster"),
         (smaller, effect),
         (
+            "trainfast.auto_micro_batch(model) on the function that gives the loss",
+            "parts of the batch where it does not fit; the same gradient",
+        ),
+        (
             "trainfast.enable_checkpointing(model)",
             "most activations; a step takes about a third longer",
         ),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch.attention import attention, scaled_dot_product_attention
     from trainfast.torch.data import benchmark_dataloader, find_workers, loader_kwargs
     from trainfast.torch.memory import (
+        auto_micro_batch,
         enable_checkpointing,
         estimate_memory,
         find_batch_size,
@@ -38,7 +39,7 @@ _PACKAGES = {
     "attention": ("attention", "scaled_dot_product_attention"),
     "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
     "memory": (
-        *("enable_checkpointing", "estimate_memory"),
+        *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
         *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
     ),
     "optim": (
@@ -65,6 +66,7 @@ __all__ = [
     "GradScaler",
     "SkipAwareScheduler",
     "attention",
+    "auto_micro_batch",
     "benchmark_dataloader",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
 
 from trainfast.memory.batch_size import BatchSizeReport, Probe, knee
 from trainfast.torch.memory.estimate import estimate_memory
-from trainfast.torch.memory.meter import Meter, is_out_of_memory
+from trainfast.torch.memory.meter import Meter, is_out_of_memory, without_frames
+from trainfast.torch.memory.ranks import highest, is_distributed, lowest
 from trainfast.torch.memory.snapshot import Snapshot
 from trainfast.torch.memory.step import autocast, autocast_dtype, forward_and_loss
 from trainfast.torch.private import tree_map
@@ -170,9 +170,9 @@ def guess_size(runner: "_Runner", budget: float, multiple: int) -> Guess | None:
             totals.append(runner.estimated(size))
     except Exception:  # if it is the step's own error, running the step will show it
         guess = None
-    if not _is_distributed():
+    if not is_distributed():
         return guess
-    least = _reduced([guess.size if guess else 0], distributed.ReduceOp.MIN)[0]
+    least = lowest(guess.size if guess else 0)
     if guess is None or least < 1:
         return None
     return Guess(least, guess.slope)
@@ -370,9 +370,7 @@ class _Search:
             try:
                 rate = self.runner.run(size)
             except Exception as error:
-                # Its traceback would keep the tensors of the failed step.
-                failed = error.with_traceback(None)
-                failed.__context__ = None
+                failed = without_frames(error)
         ran_out = failed is not None and is_out_of_memory(failed)
         self.snapshot.restore()
         worst = _agreed(meter.peak, ran_out, failed is not None and not ran_out)
@@ -390,24 +388,13 @@ def _agreed(peak: int, ran_out: bool, failed: bool) -> int | None:
     Raises:
         RuntimeError: the step failed on another rank.
     """
-    if not _is_distributed():
+    if not is_distributed():
         return None if ran_out else peak
     said = [peak, int(ran_out), int(failed)]
-    peak, any_ran_out, any_failed = _reduced(said, distributed.ReduceOp.MAX)
+    peak, any_ran_out, any_failed = highest(said)
     if any_failed and not failed:
         raise RuntimeError("the step failed on another rank; its error is there")
     return None if any_ran_out else peak
-
-
-def _is_distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def _reduced(numbers: list[int], how: Any) -> list[int]:
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    values = torch.tensor(numbers, dtype=torch.int64, device=device)
-    distributed.all_reduce(values, how)
-    return [int(value) for value in values.tolist()]
 
 
 def _check(

@@ -98,3 +98,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def without_frames(error: Exception) -> Exception:
+    """The error without its traceback, which would keep the failed step's tensors."""
+    error.__context__ = None
+    return error.with_traceback(None)

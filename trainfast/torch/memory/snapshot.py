@@ -9,6 +9,40 @@ import numpy as np
 import torch
 
 
+class RandomStates:
+    """Those of Python, NumPy and torch; `restore()` sets them again."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._cpu, self._cuda = torch.get_rng_state(), None
+        if torch.cuda.is_initialized():
+            self._cuda = torch.cuda.get_rng_state_all()
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+class Gradients:
+    """Those that there are, copied to the host; `restore()` leaves the same tensors."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._all = [
+            (p, p.grad, None if p.grad is None else _on_host(p.grad))
+            for p in parameters
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, gradient, kept in self._all:
+            parameter.grad = gradient
+            if gradient is not None and kept is not None:
+                gradient.copy_(kept)
+
+
 class Snapshot:
     """Copies everything that training steps change; `restore()` undoes the steps.
 
@@ -40,10 +74,7 @@ class Snapshot:
         if optimizer is not None:
             for group in optimizer.param_groups:
                 parameters += group["params"]
-        self._gradients = [
-            (p, p.grad, None if p.grad is None else _on_host(p.grad))
-            for p in dict.fromkeys(parameters)
-        ]
+        self._gradients = Gradients(dict.fromkeys(parameters))
         self._optimizer = optimizer
         if optimizer is not None:
             self._state = {
@@ -58,10 +89,7 @@ class Snapshot:
         if scaler is not None:
             self._scaler_state = copy.deepcopy(vars(scaler))
         self._schedulers = [(s, copy.deepcopy(s.state_dict())) for s in schedulers]
-        self._random = (
-            *(random.getstate(), np.random.get_state(), torch.get_rng_state()),
-            torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-        )
+        self._random = RandomStates()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -74,22 +102,14 @@ class Snapshot:
             tensor.copy_(data)
             if tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)
-        for parameter, gradient, kept in self._gradients:
-            parameter.grad = gradient
-            if gradient is not None and kept is not None:
-                gradient.copy_(kept)
+        self._gradients.restore()
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer)
         if self._scaler is not None:
             vars(self._scaler).update(copy.deepcopy(self._scaler_state))
         for scheduler, state in self._schedulers:
             scheduler.load_state_dict(copy.deepcopy(state))
-        python, numpy, cpu, cuda = self._random
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        self._random.restore()
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()

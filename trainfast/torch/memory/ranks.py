@@ -1,0 +1,27 @@
+"""What the ranks of torch.distributed tell one another about a step."""
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+def is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def highest(numbers: list[int], group: Any = None) -> list[int]:
+    """The highest of each number over all ranks, which must all call it."""
+    return _reduced(numbers, distributed.ReduceOp.MAX, group)
+
+
+def lowest(number: int) -> int:
+    """The lowest of the ranks' numbers."""
+    return _reduced([number], distributed.ReduceOp.MIN, None)[0]
+
+
+def _reduced(numbers: list[int], how: Any, group: Any) -> list[int]:
+    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    distributed.all_reduce(values, how, group)
+    return [int(value) for value in values.tolist()]
