@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import Accumulator as Accumulator
     from trainfast.torch import Adam as Adam
     from trainfast.torch import AdamW as AdamW
+    from trainfast.torch import CheckpointEvery as CheckpointEvery
     from trainfast.torch import GradScaler as GradScaler
     from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
     from trainfast.torch import auto_micro_batch as auto_micro_batch
@@ -54,6 +55,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import find_workers as find_workers
     from trainfast.torch import loader_kwargs as loader_kwargs
     from trainfast.torch import profile_memory_usage as profile_memory_usage
+    from trainfast.torch import resume as resume
+    from trainfast.torch import save_checkpoint as save_checkpoint
     from trainfast.torch import scaled_dot_product_attention as _sdpa
     from trainfast.torch.attention.functional import attention as attention
 
@@ -93,6 +96,7 @@ _OTHERS = {
 _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
     *("clip_grad_norm_", "clip_grad_value_", "scaled_dot_product_attention"),
+    *("CheckpointEvery", "resume", "save_checkpoint"),
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
     *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
     *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),

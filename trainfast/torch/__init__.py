@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import pyg as pyg
     from trainfast.torch.amp import Accumulator, GradScaler, SkipAwareScheduler
     from trainfast.torch.attention import attention, scaled_dot_product_attention
+    from trainfast.torch.checkpoints import CheckpointEvery, resume, save_checkpoint
     from trainfast.torch.data import benchmark_dataloader, find_workers, loader_kwargs
     from trainfast.torch.memory import (
         auto_micro_batch,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
 _PACKAGES = {
     "amp": ("Accumulator", "GradScaler", "SkipAwareScheduler"),
     "attention": ("attention", "scaled_dot_product_attention"),
+    "checkpoints": ("CheckpointEvery", "resume", "save_checkpoint"),
     "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
     "memory": (
         *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
@@ -63,6 +65,7 @@ __all__ = [
     "Accumulator",
     "Adam",
     "AdamW",
+    "CheckpointEvery",
     "GradScaler",
     "SkipAwareScheduler",
     "attention",
@@ -80,6 +83,8 @@ __all__ = [
     "huggingface",
     "loader_kwargs",
     "profile_memory_usage",
+    "resume",
+    "save_checkpoint",
     "scaled_dot_product_attention",
 ]
 

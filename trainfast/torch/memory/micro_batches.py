@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trainfast.torch.memory.batches import batch_size, split
 from trainfast.torch.memory.meter import is_out_of_memory, without_frames
 from trainfast.torch.memory.ranks import highest
-from trainfast.torch.memory.snapshot import Gradients, RandomStates
+from trainfast.torch.memory.snapshot import Gradients
 from trainfast.torch.private import tree_leaves
+from trainfast.torch.random_states import RandomStates
 
 _IGNORED = -100  # of torch's losses: labels that do not count
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")

@@ -1,29 +1,12 @@
 """The state of training, kept on the host and put back bit for bit."""
 
 import copy
-import random
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
-
-class RandomStates:
-    """Those of Python, NumPy and torch; `restore()` sets them again."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._cpu, self._cuda = torch.get_rng_state(), None
-        if torch.cuda.is_initialized():
-            self._cuda = torch.cuda.get_rng_state_all()
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
+from trainfast.torch.random_states import RandomStates
 
 
 class Gradients:
