@@ -1,0 +1,80 @@
+"""What makes a loop wait: right, but slow. `trainfast diagnose` measures how slow."""
+
+import ast
+from collections.abc import Iterator
+
+from trainfast.lint.loops import Loop, Script, inside, last, method, receiver
+from trainfast.lint.rules import Found, Rule
+
+_WAITS = ("item", "cpu", "numpy", "tolist")
+
+
+def waits_for_gpu(script: Script) -> Found:
+    """.item(), .cpu(), ... in every step."""
+    for node in _in_every_step(script):
+        if method(node) in _WAITS and not getattr(node, "args", None):
+            value = receiver(node)
+            assert value is not None
+            yield node, f"{script.text(value)}.detach()  # and .item() every 50 steps"
+
+
+def prints_in_every_step(script: Script) -> Found:
+    for node in _in_every_step(script):
+        if isinstance(node, ast.Call) and last(node.func) == "print" and node.args:
+            yield node, f"if step % 50 == 0: {script.text(node)}"
+
+
+def copy_that_waits(script: Script) -> Found:
+    """x.to(device) or x.cuda() of pinned batches without non_blocking."""
+    if "pin_memory=True" not in script.source.replace(" ", ""):
+        return
+    for loop in script.step_loops:
+        batch = {
+            n.id
+            for n in ast.walk(getattr(loop, "target", ast.Pass()))
+            if isinstance(n, ast.Name)
+        }
+        for node in inside(loop):
+            if method(node) not in ("to", "cuda") or "non_blocking" in script.text(
+                node
+            ):
+                continue
+            value = receiver(node)
+            assert value is not None
+            if last(value) in batch:
+                call = script.text(node)
+                more = ", " if not call.endswith("()") else ""
+                yield node, f"{call[:-1]}{more}non_blocking=True)"
+
+
+def zipped_loader(script: Script) -> Found:
+    """zip(range(n), loader), which fetches one batch more than it uses."""
+    for loop in script.step_loops:
+        value = getattr(loop, "iter", None)
+        if not (isinstance(value, ast.Call) and last(value.func) == "zip"):
+            continue
+        first = value.args[0] if value.args else None
+        if isinstance(first, ast.Call) and last(first.func) == "range":
+            loader = script.text(value.args[-1])
+            n = script.text(first.args[0]) if first.args else "n"
+            yield value, f"itertools.islice({loader}, {n})"
+
+
+def _in_every_step(script: Script) -> Iterator[ast.AST]:
+    """Nodes of step loops that are under no condition within the loop."""
+    for loop in script.step_loops:
+        for node in inside(loop):
+            for outer in script.around(node):
+                if outer is loop:
+                    yield node
+                    break
+                if isinstance(outer, ast.If | Loop):
+                    break
+
+
+HINTS = [
+    Rule("waits-for-gpu", "waits until the GPU has finished this step", waits_for_gpu),
+    Rule("prints", "waits for the GPU and the terminal", prints_in_every_step),
+    Rule("copy-waits", "pinned memory is there, but the copy waits", copy_that_waits),
+    Rule("zipped-loader", "fetches a batch that nobody uses", zipped_loader),
+]

@@ -1,0 +1,129 @@
+"""What `trainfast lint` finds, and how it prints."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainfast.lint.hints import HINTS
+from trainfast.lint.loops import Script
+from trainfast.lint.rules import RULES
+from trainfast.report import Report, Table
+
+_IGNORE = re.compile(r"#\s*trainfast:\s*ignore(?:\s*=\s*([\w-]+(?:\s*,\s*[\w-]+)*))?")
+
+
+@dataclass
+class Finding:
+    """A fault.
+
+    Attributes:
+        id: the rule's.
+        path: of the script.
+        line: counted from 1.
+        why: what it does to the training.
+        code: the line as it is.
+        mended: as it could be.
+        hint: a matter of speed, not of what is learnt.
+    """
+
+    id: str
+    path: str
+    line: int
+    why: str
+    code: str
+    mended: str
+    hint: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}:{self.line}: {self.id}: {self.why}\n"
+            f"    {self.code}\n"
+            f"  + {self.mended}"
+        )
+
+
+@dataclass(repr=False)
+class LintReport(Report):
+    """Findings of one or more scripts, by line.
+
+    Attributes:
+        findings: what was found.
+        files: how many scripts were read.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    files: int = 0
+
+    def __str__(self) -> str:
+        scripts = f"{self.files} script{'s' * (self.files != 1)}"
+        if not self.findings:
+            return f"No fault found in {scripts}."
+        found = "\n\n".join(str(finding) for finding in self.findings)
+        return f"{found}\n\n{len(self.findings)} in {scripts}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"files": self.files, "findings": [vars(f) for f in self.findings]}
+
+    def tables(self) -> list[Table]:
+        rows: list[tuple[Any, ...]] = [
+            (f"{f.path}:{f.line}", f.id, f.why, f.code, f.mended) for f in self.findings
+        ]
+        return [Table("Faults", ("where", "rule", "why", "line", "mended"), rows)]
+
+
+def lint(source: str, path: str = "<script>", *, hints: bool = False) -> list[Finding]:
+    """Reads a script.
+
+    Args:
+        source: its text.
+        path: its name, for the findings.
+        hints: also tells what only slows the loop.
+
+    Returns:
+        The findings by line, without those that a comment
+        `# trainfast: ignore=ID` on their line, or on the one before, leaves out.
+
+    Raises:
+        SyntaxError: the text is no Python.
+    """
+    script = Script(source, path)
+    found = []
+    for rule in [*RULES, *(HINTS if hints else [])]:
+        seen = set()
+        for node, mended in rule.check(script):
+            line = getattr(node, "lineno", 1)
+            if line in seen or _is_ignored(script, line, rule.id):
+                continue
+            seen.add(line)
+            code = script.lines[line - 1].strip()
+            mended = mended.splitlines()[0]
+            found.append(
+                Finding(rule.id, path, line, rule.why, code, mended, rule in HINTS)
+            )
+    return sorted(found, key=lambda finding: finding.line)
+
+
+def lint_files(paths: list[Path], *, hints: bool = False) -> LintReport:
+    """Reads scripts, and all in folders."""
+    report = LintReport()
+    for path in paths:
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in files:
+            report.files += 1
+            source = file.read_text(encoding="utf-8")
+            report.findings += lint(source, str(file), hints=hints)
+    return report
+
+
+def _is_ignored(script: Script, line: int, rule: str) -> bool:
+    for text in script.lines[max(0, line - 2) : line]:
+        found = _IGNORE.search(text)
+        if found is None:
+            continue
+        alone = text.strip().startswith("#")
+        if text is not script.lines[line - 1] and not alone:
+            continue
+        if found[1] is None or rule in re.split(r"\s*,\s*", found[1]):
+            return True
+    return False
