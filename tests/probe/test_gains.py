@@ -67,6 +67,14 @@ def test_rare_event_costs_its_time_by_its_frequency():
     assert found["save"].gain == pytest.approx(3, rel=0.05)
 
 
+def test_workers_start_in_every_epoch_although_few_starts_are_seen():
+    """Blocks without a loader may hold all other epochs' ends."""
+    seen = [["worker-start", 0.5, 0], ["worker-start", 0.5, 70]]
+    child = result({}, spread=0.001, steps=700, events=seen, period=70)
+    gain = gains_of(child)["worker-start"].gain
+    assert gain == pytest.approx((0.7 + 0.5) / 0.7, rel=0.02)
+
+
 def test_event_at_the_end_of_a_whole_run_counts():
     """Two runs of 40 steps, each with one evaluation of 0.4 s."""
     events = [["evaluation", 0.4, 40], ["evaluation", 0.4, 80]]

@@ -72,6 +72,8 @@ def _events(result: Result, kind: str) -> tuple[list[float], float]:
     """The seconds of each event of a kind, and how many happen in a step."""
     events = [e for e in result["events"] if e[0] == kind and e[2] > 0]
     times = [seconds for _, seconds, _ in events]
+    if kind == "worker-start" and result.get("period"):
+        return times, 1 / result["period"]  # none was seen in blocks without a loader
     steps = result["steps"] - result["steps_under"].get(kind, 0)
     whole = [(first, last) for first, last, ended in result["runs"] if ended]
     if whole:  # runs of the script to its end: how often is known

@@ -99,8 +99,13 @@ class Loop:
     def _count(self, name: str, took: float) -> None:
         self.seconds[name] += took
         self.counts[name] += 1
-        if name in EVENTS:
-            self.events.append((name, took, self.steps))
+        if name not in EVENTS:
+            return
+        before = self.events[-1] if self.events else None
+        if name == "worker-start" and before and before[::2] == (name, self.steps):
+            took += before[1]  # the loader's iterator and its first batch: one start
+            self.events.pop()
+        self.events.append((name, took, self.steps))
 
     def evaluation_begins(self) -> None:
         if self.evaluating_since is None and not self.phases:
