@@ -6,9 +6,10 @@ place, or the capability that needs it, and no other, stops with a sentence.
 `private_names_of_torch` in tests/project/test_source.py keeps them here.
 """
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -246,6 +247,37 @@ def remove_kernels(library: torch.library.Library) -> None:
 def storage_key(storage: torch.UntypedStorage) -> int:
     """The address of torch's own object of the storage."""
     return storage._cdata
+
+
+@contextlib.contextmanager
+def fakes_converted() -> Iterator[None]:
+    """Within it module.half() and module.to(...) put new parameters in place. torch
+    swaps the contents of two tensors instead, which fakes do not allow."""
+    usual = torch.nn.Module._apply
+    new: dict[torch.Tensor, torch.nn.Parameter] = {}  # also of tied parameters
+
+    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        for module in self.children() if recurse else ():
+            module._apply(fn)
+        for name, param in self._parameters.items():
+            while param in new:
+                param = new[param]
+            if param is None:
+                continue
+            with torch.no_grad():
+                made = fn(param)
+            if made is not param:
+                made = new[param] = torch.nn.Parameter(made, param.requires_grad)
+            self._parameters[name] = made
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = usual  # type: ignore[method-assign]
 
 
 def memory_events(profile: torch.profiler.profile) -> list[int]:

@@ -102,6 +102,17 @@ def test_a_model_larger_than_the_memory_is_built_from_fakes():
     assert estimate.failed == "start"
 
 
+def test_builder_may_convert_its_model():
+    def build():
+        model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False))
+        model[1].weight = model[0].weight  # stays tied
+        return model.half().to(torch.bfloat16).bfloat16()
+
+    estimate = trainfast.estimate_memory(build, torch.zeros(2, 8, dtype=torch.int64))
+    assert estimate.method == "fake tensors"
+    assert estimate.kinds["weights"] == 1000 * 64 * 2
+
+
 @pytest.mark.slow
 def test_knobs_and_the_largest_batch():
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ from trainfast.torch.private import (
     MEMORY_REFUSAL,
     FakeCopyMode,
     FakeTensorMode,
+    fakes_converted,
     memory_events,
     tree_leaves,
     tree_map,
@@ -261,7 +262,7 @@ class _Plan:
                 with FakeCopyMode(mode):
                     model = copy.deepcopy(self.model)
             else:
-                with mode, copied_as_fakes():
+                with mode, copied_as_fakes(), fakes_converted():
                     model = _built(self.model)
             batch, validation = (
                 faked(given, values) for given in (self.batch, self.validation)
