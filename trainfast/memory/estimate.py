@@ -10,8 +10,9 @@ from trainfast.memory.trace import Replay
 from trainfast.report import Report, Table
 
 MIB = 1 << 20
-# The largest known relative difference between an estimate and a measured figure.
-WORST_MISS = 0.2
+# The largest known relative difference between an estimate and a measured figure,
+# rounded up: benchmarks/estimates has them.
+WORST_MISS = {"gpu": 0.15, "cpu": 0.25}
 _MOST_MODULES = 10
 
 
@@ -65,7 +66,8 @@ class Estimate(Report):
     @property
     def verdict(self) -> str:
         """ "fits", "does not fit", or "undecided" within the worst known miss."""
-        if abs(self.total - self.capacity) <= WORST_MISS * self.total:
+        worst = WORST_MISS["cpu" if self.device == "the CPU" else "gpu"]
+        if abs(self.total - self.capacity) <= worst * self.total:
             return "undecided"
         return "fits" if self.fits else "does not fit"
 

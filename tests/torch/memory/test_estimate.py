@@ -1,5 +1,7 @@
 """Estimates of memory beside what torch's profiler counts, and their edges."""
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,7 +9,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import trainfast  # noqa: E402
-from benchmarks.estimates import truth  # noqa: E402
+from benchmarks.estimates import published, truth  # noqa: E402
 from benchmarks.estimates.models import MODELS  # noqa: E402
 from trainfast.memory.knobs import largest_batch, savings  # noqa: E402
 
@@ -111,6 +113,30 @@ def test_builder_may_convert_its_model():
     estimate = trainfast.estimate_memory(build, torch.zeros(2, 8, dtype=torch.int64))
     assert estimate.method == "fake tensors"
     assert estimate.kinds["weights"] == 1000 * 64 * 2
+
+
+def test_published_figures_are_met():
+    rows = json.loads(published.PATH.read_text())["figures"]
+    assert [row["name"] for row in rows] == [f.name for f in published.FIGURES]
+    for row in rows:
+        error = row["estimate"] / row["published"] - 1
+        assert row["error"] == pytest.approx(error, abs=1e-6)
+    errors = sorted(abs(row["error"]) for row in rows)
+    assert errors[len(errors) // 2] < 0.05 and errors[-3] < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT-L/16 fp16 autocast 64", "ViT-L/16 bf16 16"])
+def test_published_estimates_are_still_what_they_were(name):
+    (row,) = (
+        row
+        for row in json.loads(published.PATH.read_text())["figures"]
+        if row["name"] == name
+    )
+    (figure,) = (figure for figure in published.FIGURES if figure.name == name)
+    assert published.estimated(figure)["estimate"] == pytest.approx(
+        row["estimate"], rel=0.01
+    )
 
 
 @pytest.mark.slow
