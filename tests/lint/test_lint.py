@@ -336,6 +336,9 @@ def test_command_line(tmp_path, capsys):
     assert main(["lint", str(tmp_path / "no.py")]) == 2
     assert "no.py, line 1" in capsys.readouterr().err
     assert main(["lint", str(tmp_path / "missing.py")]) == 2
+    with pytest.raises(SystemExit):
+        main(["lint"])
+    assert "pass a script or a folder" in capsys.readouterr().err
     report = lint_files([tmp_path / "bad.py"])
     assert "<table" in report._repr_html_()
 

@@ -139,6 +139,10 @@ EXAMPLES = {
     ),
     "torch.Adam": (lambda kind, _: kind(params()), "Adam ("),
     "torch.AdamW": (lambda kind, _: kind(params()), "AdamW ("),
+    "torch.CheckpointEvery": (
+        lambda kind, _: kind(5, "models", model=torch.nn.Linear(1, 1)),
+        "CheckpointEvery(every=5, directory='models', keep=3, objects=['model'])",
+    ),
     "torch.GradScaler": (
         lambda kind, _: grad_scaler(kind),
         "GradScaler(device='cpu', enabled=True, init_scale=8.0, growth_factor=2.0, "

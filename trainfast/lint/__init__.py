@@ -1,5 +1,5 @@
 """Reads a training script, without running it, for faults that cost a run."""
 
-from trainfast.lint.report import Finding, LintReport, lint
+from trainfast.lint.report import lint
 
-__all__ = ["Finding", "LintReport", "lint"]
+__all__ = ["lint"]

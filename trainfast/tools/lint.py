@@ -10,15 +10,18 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="scripts, or folders")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="scripts, or folders")
     parser.add_argument(
         "--hints", action="store_true", help="also tell what only slows the loop"
     )
+    parser.set_defaults(error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     from trainfast.lint.report import lint_files
 
+    if not args.paths:
+        args.error("pass a script or a folder")
     try:
         report = lint_files([Path(path) for path in args.paths], hints=args.hints)
     except (OSError, RecursionError, SyntaxError, ValueError) as error:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from trainfast.report import attributes, one_line
 from trainfast.torch.private import tree_leaves
 from trainfast.torch.random_states import RandomStates
 
@@ -139,8 +140,10 @@ class CheckpointEvery:
         self._objects = objects
 
     def __repr__(self) -> str:
-        names = ", ".join(self._objects)
-        return f"CheckpointEvery({self.every}, {str(self.directory)!r}) of {names}"
+        objects = list(getattr(self, "_objects", ()))
+        return one_line(
+            self, **attributes(self, "every directory keep"), objects=objects
+        )
 
     def __call__(self, epoch: int, **values: Any) -> Path | None:
         """Saves if it is time.
