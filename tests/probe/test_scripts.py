@@ -138,7 +138,7 @@ def test_workers_that_start_anew_in_long_epochs_are_found(script):
         file.write(text)
     found = first(diagnose(path))
     assert (found.id, found.exact) == ("worker-restart", False)
-    assert "persistent_workers" in found.fix and found.low > 1.5
+    assert "persistent_workers" in found.fix and found.gain > 1.3
 
 
 def test_clean_script_has_no_finding(script):
