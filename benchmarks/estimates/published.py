@@ -110,7 +110,7 @@ def _sum_of_logits(config: str, model: str, attention: str, shape: tuple[int, in
     def make() -> tuple[Any, Any, dict[str, Any]]:
         import transformers
 
-        configuration = _CONFIGS[config]()
+        configuration = _config(config)
         kept: dict[str, Any] = {}
 
         def build() -> torch.nn.Module:
@@ -133,10 +133,10 @@ def _sum_of_logits(config: str, model: str, attention: str, shape: tuple[int, in
     return make
 
 
-def _configs() -> dict[str, Callable[[], Any]]:
+def _config(name: str) -> Any:
     import transformers as t
 
-    return {
+    makers: dict[str, Callable[[], Any]] = {
         "distilbert": t.DistilBertConfig,
         "bert": t.BertConfig,
         "pythia-410m": lambda: t.GPTNeoXConfig(
@@ -157,15 +157,7 @@ def _configs() -> dict[str, Callable[[], Any]]:
             do_layer_norm_before=False,
         ),
     }
-
-
-class _Configs(dict):
-    def __missing__(self, key: str) -> Any:
-        self.update(_configs())
-        return self[key]
-
-
-_CONFIGS = _Configs()
+    return makers[name]()
 
 
 class _VitBlock(torch.nn.Module):

@@ -333,14 +333,25 @@ def test_command_line(tmp_path, capsys):
     assert main(["lint", str(tmp_path / "good.py")]) == 0
     assert capsys.readouterr().out == "No fault found in 1 script.\n"
     (tmp_path / "no.py").write_text("def f(:\n")
-    assert main(["lint", str(tmp_path / "no.py")]) == 2
+    assert main(["lint", str(tmp_path / "no.py")]) == 1
     assert "no.py, line 1" in capsys.readouterr().err
-    assert main(["lint", str(tmp_path / "missing.py")]) == 2
+    assert main(["lint", str(tmp_path / "missing.py")]) == 1
     with pytest.raises(SystemExit):
         main(["lint"])
     assert "pass a script or a folder" in capsys.readouterr().err
     report = lint_files([tmp_path / "bad.py"])
     assert "<table" in report._repr_html_()
+
+
+def test_lines_are_counted_as_python_does(tmp_path):
+    source = "\f\n" + in_loop("a = '\x0b'", "losses.append(loss)  # ä")
+    (tmp_path / "bom.py").write_text(source, encoding="utf-8-sig")
+    marked = "# -*- coding: latin-1 -*-\n" + source
+    (tmp_path / "latin.py").write_text(marked, encoding="latin-1")
+    for finding in lint_files([tmp_path]).findings:
+        assert finding.code == "losses.append(loss)  # ä"
+        assert finding.mended == "losses.append(loss.item())  # ä"
+    assert len(lint_files([tmp_path]).findings) == 2
 
 
 def test_rules_are_named_once_and_documented():

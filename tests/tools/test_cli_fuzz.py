@@ -83,6 +83,7 @@ VERBS = st.sampled_from(
         "estimate-memory",
         "find-batch-size",
         "find-workers",
+        "lint",
         "oom",
         "--version",
     ]

@@ -266,16 +266,16 @@ def test_full_disk_leaves_the_last_one(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_rank", lambda: 1)
+    monkeypatch.setattr(checkpoints, "rank", lambda: 1)
     trainfast.save_checkpoint(tmp_path / "a.pt", model=nn.Linear(2, 2))
     saving = trainfast.CheckpointEvery(1, tmp_path, model=nn.Linear(2, 2))
     saving(1)
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(checkpoints, "_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints, "rank", lambda: 0)
     saving(1)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    monkeypatch.setattr(checkpoints, "_rank", lambda: 1)
+    monkeypatch.setattr(checkpoints, "rank", lambda: 1)
     assert saving.resume() == {"epoch": 1}
     assert torch.equal(torch.get_rng_state(), before)  # each rank keeps its own
 

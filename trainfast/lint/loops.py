@@ -25,7 +25,9 @@ class Script:
 
     def __init__(self, source: str, path: str = "<script>") -> None:
         self.source = source
-        self.lines = source.splitlines()
+        self.lines = source.split(
+            "\n"
+        )  # as Python counts: a form feed is no line's end
         self.tree = ast.parse(source, path)
         found: dict[str, list[Function]] = {}
         self.parents: dict[ast.AST, ast.AST] = {}

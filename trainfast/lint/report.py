@@ -1,6 +1,7 @@
 """What `trainfast lint` finds, and how it prints."""
 
 import re
+import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,8 @@ def lint_files(paths: list[Path], *, hints: bool = False) -> LintReport:
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:
             report.files += 1
-            source = file.read_text(encoding="utf-8")
-            report.findings += lint(source, str(file), hints=hints)
+            with tokenize.open(file) as text:  # its encoding may be told in it
+                report.findings += lint(text.read(), str(file), hints=hints)
     return report
 
 

@@ -27,6 +27,6 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, RecursionError, SyntaxError, ValueError) as error:
         line = " ".join(str(error).split())
         print(f"trainfast lint: {line}", file=sys.stderr)
-        return 2
+        return 1
     print(report.to_json() if args.json else report)
     return 1 if report.findings else 0

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 
 from trainfast.report import attributes, one_line
 from trainfast.torch.private import tree_leaves
 from trainfast.torch.random_states import RandomStates
+from trainfast.torch.ranks import rank
 
 _RANDOM = "random states"  # the entry of a checkpoint that holds them
 _NAME = re.compile(r"epoch_(\d+)\.pt")
@@ -48,7 +48,7 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> Path:
     path = Path(path)
     if _RANDOM in state:
         raise TypeError(f"the name {_RANDOM!r} is the checkpoint's own")
-    if _rank():
+    if rank():
         return path
     saved = {name: _plain(_state_of(value)) for name, value in state.items()}
     _refuse_shards(saved)
@@ -100,7 +100,7 @@ def resume(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     for name, target in objects.items():
         _bare(target).load_state_dict(saved.pop(name))
     states = saved.pop(_RANDOM, None)
-    if states is not None and not _rank():
+    if states is not None and not rank():
         RandomStates(states).restore()
     return saved
 
@@ -165,7 +165,7 @@ class CheckpointEvery:
         """
         path = self.directory / f"epoch_{epoch:04d}.pt"
         save_checkpoint(path, **self._objects, epoch=epoch, **values)
-        if self.keep is not None and not _rank():
+        if self.keep is not None and not rank():
             files = _files(self.directory)
             for old in files[files.index(path) :][self.keep :]:  # of earlier epochs
                 old.unlink(missing_ok=True)
@@ -174,12 +174,6 @@ class CheckpointEvery:
     def resume(self) -> dict[str, Any]:
         """As the function `resume`, with the newest file of the directory."""
         return resume(self.directory, **self._objects)
-
-
-def _rank() -> int:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return 0
 
 
 def _bare(value: Any) -> Any:

@@ -10,10 +10,10 @@ import torch
 from trainfast.memory.batch_size import BatchSizeReport, Probe, knee
 from trainfast.torch.memory.estimate import estimate_memory
 from trainfast.torch.memory.meter import Meter, is_out_of_memory, without_frames
-from trainfast.torch.memory.ranks import highest, is_distributed, lowest
 from trainfast.torch.memory.snapshot import Snapshot
 from trainfast.torch.memory.step import autocast, autocast_dtype, forward_and_loss
 from trainfast.torch.private import tree_map
+from trainfast.torch.ranks import highest, is_distributed, lowest
 
 _PROBES = 5  # sizes that are run for objective="memory"
 _PROBES_WITHOUT_GUESS = 8

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from trainfast.torch.data.batches import tensors
 from trainfast.torch.memory.batches import batch_size, split
 from trainfast.torch.memory.meter import is_out_of_memory, without_frames
-from trainfast.torch.memory.ranks import highest
 from trainfast.torch.memory.snapshot import Gradients
 from trainfast.torch.private import tree_leaves
 from trainfast.torch.random_states import RandomStates
+from trainfast.torch.ranks import highest
 
 _IGNORED = -100  # of torch's losses: labels that do not count
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
@@ -328,10 +329,7 @@ def _described(value: Any) -> str:
 
 
 def _elements(batch: Any) -> int:
-    if hasattr(batch, "to_dict") and callable(batch.to_dict):
-        batch = batch.to_dict()
-    leaves = tree_leaves(batch)
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() for tensor in tensors(batch))
 
 
 def _has_statistics(module: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What the ranks of torch.distributed tell one another about a step."""
+"""The ranks of torch.distributed, and what they tell one another."""
 
 from typing import Any
 
@@ -8,6 +8,11 @@ from torch import distributed
 
 def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
+
+
+def rank() -> int:
+    """This process's, or 0 without torch.distributed."""
+    return distributed.get_rank() if is_distributed() else 0
 
 
 def highest(numbers: list[int], group: Any = None) -> list[int]:
