@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.memory.advice import oom_advice as oom_advice
     from trainfast.memory.advice import oom_help as oom_help
     from trainfast.memory.batch_size import scale_lr as scale_lr
+    from trainfast.monitor import SystemMonitor as SystemMonitor
     from trainfast.parallel import parallel_map as parallel_map
     from trainfast.tools.env import env as env
     from trainfast.tools.selftest import selftest as selftest
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import find_max_batch_size as find_max_batch_size
     from trainfast.torch import find_workers as find_workers
     from trainfast.torch import loader_kwargs as loader_kwargs
+    from trainfast.torch import print_gpu_memory as print_gpu_memory
     from trainfast.torch import profile_memory_usage as profile_memory_usage
     from trainfast.torch import resume as resume
     from trainfast.torch import save_checkpoint as save_checkpoint
@@ -66,6 +68,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
 # torch and numpy.
 __all__ = [
     "PatchReport",
+    "SystemMonitor",
     "__version__",
     "backends",
     "diagnose",
@@ -88,6 +91,7 @@ __all__ = [
 _PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
 _TOOLS = ("env", "selftest")
 _OTHERS = {
+    "SystemMonitor": "trainfast.monitor",
     "oom_advice": "trainfast.memory.advice",
     "oom_help": "trainfast.memory.advice",
     "parallel_map": "trainfast.parallel",
@@ -100,6 +104,7 @@ _TORCHS = (
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
     *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
     *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
+    "print_gpu_memory",
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 

@@ -133,6 +133,10 @@ EXAMPLES = {
     ),
     "PatchReport": (lambda *_: trainfast.unpatch(), "restored nothing"),
     "patching.Patch": (lambda kind, _: kind((), []), "patched nothing"),
+    "SystemMonitor": (
+        lambda kind, _: kind(2.0),
+        "SystemMonitor(sampling_interval_sec=2.0, samples=0, running=False)",
+    ),
     "torch.Accumulator": (
         lambda kind, _: accumulator(kind),
         "Accumulator(optimizer=<SGD>, steps=4, max_grad_norm=1.0, steps_done=0)",

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from tests.graph_samples import graph, quiet
 from trainfast import cli
 from trainfast.bench import run as bench
 from trainfast.launch import launcher
+from trainfast.monitor import eye
 from trainfast.probe import memory, optimize
-from trainfast.tools import selftest
+from trainfast.tools import monitor, selftest
 
 SCRIPT = """
 import numpy as np
@@ -84,6 +86,7 @@ VERBS = st.sampled_from(
         "find-batch-size",
         "find-workers",
         "lint",
+        "monitor",
         "oom",
         "--version",
     ]
@@ -119,10 +122,16 @@ def folder(tmp_path_factory):
         patch.setattr(launcher, "launch", refuse)
         patch.setattr(optimize, "optimize", refuse)
         patch.setattr(memory, "estimate_script", refuse)
+        patch.setattr(eye.Eye, "look", interrupted)
+        patch.setattr(monitor, "time", types.SimpleNamespace(sleep=lambda s: None))
         found = results(timing("numpy-adamw", n=2, rng=seeded()))
         patch.setattr(bench, "bench", lambda *job: found)
         yield folder
     sys.modules.pop("fuzzed_script", None)
+
+
+def interrupted(self):
+    raise KeyboardInterrupt
 
 
 def refuse(*args, **kwargs):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
         estimate_memory,
         find_batch_size,
         find_max_batch_size,
+        print_gpu_memory,
         profile_memory_usage,
     )
     from trainfast.torch.optim import (
@@ -43,6 +44,7 @@ _PACKAGES = {
     "memory": (
         *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
         *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
+        "print_gpu_memory",
     ),
     "optim": (
         *("Adam", "AdamW"),
@@ -82,6 +84,7 @@ __all__ = [
     "get_total_norm",
     "huggingface",
     "loader_kwargs",
+    "print_gpu_memory",
     "profile_memory_usage",
     "resume",
     "save_checkpoint",
