@@ -31,6 +31,18 @@ def attend(q: Tensor) -> None:
     assert_type(trainfast.torch.scaled_dot_product_attention(q, q, q), Tensor)
 
 
+def report(loader: list[Tensor]) -> None:
+    epochs = trainfast.EpochReport(epochs=2, remaining=True)
+    with trainfast.Logger(csv="log.csv", wandb={"project": "x"}) as logger:
+        bar = trainfast.progress(loader, "epoch 1")
+        for step, x in enumerate(bar):
+            assert_type(x, Tensor)
+            epochs.step(x.mean(), len(x))
+            logger.log({"loss": x.mean()}, step)
+            bar.postfix(loss=x.mean())
+        logger.log({"train_loss": epochs.end_epoch().loss}, 1)
+
+
 def load(path: str) -> None:
     with trainfast.graph_cache.open(path) as cache:
         assert_type(cache, trainfast.graph_cache.Cache)

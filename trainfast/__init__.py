@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast import graph_cache as graph_cache
     from trainfast import numpy as numpy
     from trainfast import torch as torch
+    from trainfast.log import EpochReport as EpochReport
+    from trainfast.log import Logger as Logger
+    from trainfast.log import progress as progress
     from trainfast.memory.advice import oom_advice as oom_advice
     from trainfast.memory.advice import oom_help as oom_help
     from trainfast.memory.batch_size import scale_lr as scale_lr
@@ -67,6 +70,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
 # `from trainfast import *` imports these: it must not load torch, nor rebind the names
 # torch and numpy.
 __all__ = [
+    "EpochReport",
+    "Logger",
     "PatchReport",
     "SystemMonitor",
     "__version__",
@@ -80,6 +85,7 @@ __all__ = [
     "oom_help",
     "parallel_map",
     "patch",
+    "progress",
     "reset_stats",
     "scale_lr",
     "selftest",
@@ -91,10 +97,13 @@ __all__ = [
 _PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
 _TOOLS = ("env", "selftest")
 _OTHERS = {
+    "EpochReport": "trainfast.log",
+    "Logger": "trainfast.log",
     "SystemMonitor": "trainfast.monitor",
     "oom_advice": "trainfast.memory.advice",
     "oom_help": "trainfast.memory.advice",
     "parallel_map": "trainfast.parallel",
+    "progress": "trainfast.log",
     "scale_lr": "trainfast.memory.batch_size",
 }
 _TORCHS = (

@@ -131,6 +131,14 @@ EXAMPLES = {
         "LossScaler(scale=8.0, growth_factor=2.0, backoff_factor=0.5, "
         "growth_interval=2000, max_scale=16.0, hysteresis=1)",
     ),
+    "EpochReport": (
+        lambda kind, _: kind(25, roof=65.0),
+        "EpochReport(epochs=25, start=0, remaining=False, roof=65.0, all_ranks=False)",
+    ),
+    "Logger": (
+        lambda kind, f: kind(csv=f / "log.csv"),
+        "Logger(targets=['csv .+/log.csv'], closed=False)",
+    ),
     "PatchReport": (lambda *_: trainfast.unpatch(), "restored nothing"),
     "patching.Patch": (lambda kind, _: kind((), []), "patched nothing"),
     "SystemMonitor": (

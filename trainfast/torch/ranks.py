@@ -25,8 +25,15 @@ def lowest(number: int) -> int:
     return _reduced([number], distributed.ReduceOp.MIN, None)[0]
 
 
-def _reduced(numbers: list[int], how: Any, group: Any) -> list[int]:
+def total(numbers: list[float]) -> list[float]:
+    """The sum of each number over all ranks, in float64."""
+    return _reduced(numbers, distributed.ReduceOp.SUM, None, torch.float64)
+
+
+def _reduced(
+    numbers: Any, how: Any, group: Any, dtype: torch.dtype = torch.int64
+) -> list[Any]:
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
-    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    values = torch.tensor(numbers, dtype=dtype, device=device)
     distributed.all_reduce(values, how, group)
-    return [int(value) for value in values.tolist()]
+    return list(values.tolist())
