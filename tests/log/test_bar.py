@@ -8,6 +8,8 @@ import pytest
 
 tqdm = pytest.importorskip("tqdm")
 
+from tqdm import auto  # noqa: E402
+
 import trainfast  # noqa: E402
 from tests.log.far_tensors import far, use_fake_gpu  # noqa: E402
 from trainfast.log import bar as bar_module  # noqa: E402
@@ -46,7 +48,7 @@ def test_nothing_is_drawn_where_nobody_looks(where, monkeypatch):
     elif where == "closed":
         monkeypatch.setattr(sys, "stderr", None)
     else:
-        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+        monkeypatch.setitem(sys.modules, "tqdm", None)
     bar = trainfast.progress([1, 2])
     for _ in bar:
         bar.postfix(loss=1.0)
@@ -59,9 +61,12 @@ def test_notebook_has_a_bar(monkeypatch):
     notebook = type(sys)("IPython")
     notebook.get_ipython = lambda: SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", notebook)
-    assert bar_module._tqdm() is not None
+    monkeypatch.setattr(bar_module, "find_spec", lambda name: None)
+    assert bar_module._tqdm() == (tqdm.tqdm, 10.0)
+    monkeypatch.setattr(bar_module, "find_spec", lambda name: "a spec")
+    assert bar_module._tqdm() == (auto.tqdm, 0.5)
     notebook.get_ipython = lambda: None
-    assert bar_module._tqdm() is None
+    assert bar_module._tqdm()[0] is None
 
 
 def test_postfix_shows_numbers_and_options_are_tqdms(monkeypatch):

@@ -182,6 +182,24 @@ def test_losses_on_a_gpu_are_read_once_an_epoch(monkeypatch, capsys):
     assert report.end_epoch().loss == 0.5
 
 
+def test_losses_of_inference_mode_are_added_up(monkeypatch):
+    use_fake_gpu(monkeypatch)
+    report = trainfast.EpochReport()
+    with torch.inference_mode():
+        report.step(far(1.0), 1)
+    report.step(far(2.0), 1)
+    assert report.end_epoch().loss == 1.5
+
+
+def test_remaining_time_begins_with_the_first_epoch(clock):
+    report = trainfast.EpochReport(3, remaining=True)
+    clock.now += 1000  # a model is loaded
+    report.start_epoch()
+    report.step(1.0, 1)
+    clock.now += 10
+    assert report.end_epoch().remaining == 20
+
+
 def test_steps_of_the_model_flops_are_counted():
     model = nn.Linear(32, 16)
 
@@ -207,12 +225,16 @@ def _rank(rank, folder):
 def _report(rank):
     own = 1 + rank, 1 + rank, rank / (1 + rank)
     for all_ranks in (False, True):
-        report = trainfast.EpochReport(3, all_ranks=all_ranks)
+        report = trainfast.EpochReport(
+            3, all_ranks=all_ranks, flops_per_sample=1e12, roof=1.0
+        )
         report.step(1.0 + rank, 1 + rank, tokens=(1, rank))
         epoch = report.end_epoch()
         loss, samples, padding = (5 / 3, 3, 1 / 3) if all_ranks else own
         assert (epoch.loss, epoch.samples) == (pytest.approx(loss), samples)
         assert epoch.padding == pytest.approx(padding)
+        devices = 2 if all_ranks else 1
+        assert epoch.mfu == pytest.approx(epoch.throughput / devices)
 
 
 def test_rank_0_prints_and_ranks_are_added_up_where_asked(tmp_path):

@@ -47,6 +47,13 @@ def test_csv_widens_when_names_come(tmp_path):
     assert os.listdir(path.parent) == ["log.csv"]
 
 
+def test_half_characters_are_written_as_their_codes(tmp_path):
+    with trainfast.Logger(csv=tmp_path / "csv", jsonl=tmp_path / "jsonl") as logger:
+        logger.log({"a": "b\udc80"}, 0)
+    assert rows(tmp_path / "csv") == [["step", "a"], ["0", "b\\udc80"]]
+    assert lines(tmp_path / "jsonl") == [{"step": 0, "a": "b\udc80"}]
+
+
 def test_link_stays_a_link(tmp_path):
     (tmp_path / "there").mkdir()
     link = tmp_path / "log.csv"

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -170,6 +171,23 @@ def test_gpu_that_fails_is_told_and_ends_nothing(file, monkeypatch):
         logger.log({"lr": 1.0}, 1)
     logger.close()
     assert lines(file) == [{"step": 1, "lr": 1.0}]
+
+
+def test_several_threads_may_log(file):
+    def work(first):
+        go.wait()
+        for step in range(first, first + 500):
+            logger.log({"a": step}, step)
+
+    go = threading.Event()
+    with trainfast.Logger(jsonl=file) as logger:
+        threads = [threading.Thread(target=work, args=(i * 500,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(line["step"] for line in lines(file)) == list(range(4000))
 
 
 def test_closed_logger_says_so_once(file):

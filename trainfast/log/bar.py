@@ -4,10 +4,13 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 INTERVAL = 0.5  # seconds from one drawing to the next
+# The same in a notebook without widgets, which keeps each drawing as a line.
+LINE_INTERVAL = 10.0
 
 
 class Progress(Generic[T]):
@@ -21,11 +24,12 @@ class Progress(Generic[T]):
         self._due = 0.0
 
     def __iter__(self) -> Iterator[T]:
-        tqdm = _tqdm()
-        if tqdm is None:
+        make, interval = _tqdm()
+        if make is None:
             yield from self._loader
             return
-        with tqdm(self._loader, **self._options) as self._bar:
+        options = {"mininterval": interval, **self._options}
+        with make(self._loader, **options) as self._bar:
             try:
                 yield from self._bar
             finally:
@@ -68,7 +72,8 @@ class Progress(Generic[T]):
 def progress(
     loader: Iterable[T], description: str | None = None, **options: Any
 ) -> Progress[T]:
-    """tqdm's bar around a loader, drawn twice a second at most and removed at its end.
+    """tqdm's bar around a loader, drawn twice a second at most (in a notebook without
+    widgets each ten seconds) and removed at its end.
 
         bar = trainfast.progress(loader, "epoch 1")
         for x, y in bar:
@@ -83,19 +88,25 @@ def progress(
         description: stands before the bar.
         **options: other arguments of tqdm, such as total.
     """
-    own = {"mininterval": INTERVAL, "leave": False, "dynamic_ncols": True}
+    own = {"leave": False, "dynamic_ncols": True}
     return Progress(loader, {**own, "desc": description, **options})
 
 
-def _tqdm() -> Any:
-    """tqdm's class, or None where no bar is to be drawn."""
-    if os.environ.get("CI") or not (_is_terminal() or _is_notebook()):
-        return None
+def _tqdm() -> tuple[Any, float]:
+    """tqdm's class, or None where no bar is to be drawn, and the interval."""
+    in_notebook = _is_notebook()
+    if os.environ.get("CI") or not (_is_terminal() or in_notebook):
+        return None, INTERVAL
     try:
-        from tqdm.auto import tqdm
+        if in_notebook and find_spec("ipywidgets") is None:
+            from tqdm import tqdm
+
+            return tqdm, LINE_INTERVAL
+        from tqdm import auto
+
+        return auto.tqdm, INTERVAL
     except ImportError:
-        return None
-    return tqdm
+        return None, INTERVAL
 
 
 def _is_terminal() -> bool:

@@ -112,7 +112,6 @@ class EpochReport:
         self.all_ranks = all_ranks
         self._bands = None if bands is None else bands_of(bands)
         self._done = start
-        self._began = time.perf_counter()
         self.start_epoch()
 
     def __repr__(self) -> str:
@@ -126,6 +125,8 @@ class EpochReport:
         self._loss, self._real, self._late_loss, self._late_real = 0.0, 0, None, None
         self._steps = self._samples = self._slots = 0
         self._epoch_began = time.perf_counter()
+        if self._done == self.start:
+            self._began = self._epoch_began
 
     def step(
         self,
@@ -182,7 +183,7 @@ class EpochReport:
         if self._late_real is not None:
             real += self._late_real.item()
         now = time.perf_counter()
-        totals = [loss, self._samples, real, self._slots]
+        totals = [loss, self._samples, real, self._slots, 1]
         is_printed = True
         if "torch.distributed" in sys.modules:
             from trainfast.torch import ranks
@@ -239,7 +240,13 @@ class EpochReport:
         self._real += int((mask != 0).sum())
 
     def _numbers(
-        self, now: float, loss: float, samples: float, real: float, slots: float
+        self,
+        now: float,
+        loss: float,
+        samples: float,
+        real: float,
+        slots: float,
+        devices: float,
     ) -> Epoch:
         seconds = max(now - self._epoch_began, 1e-9)
         throughput = samples / seconds
@@ -249,7 +256,8 @@ class EpochReport:
             left = mean * max(0, self.epochs - self._done)
         mfu = None
         if self.flops_per_sample is not None and self.roof is not None:
-            mfu = throughput * self.flops_per_sample / (self.roof * 1e12)
+            rate = throughput * self.flops_per_sample / devices
+            mfu = rate / (self.roof * 1e12)
         return Epoch(
             epoch=self._done,
             epochs=self.epochs,
@@ -271,7 +279,9 @@ def _added(total: Any, value: Any, times: int) -> Any:
     if total is None:
         torch: Any = sys.modules["torch"]
         on_mps = value.device.type == "mps"
-        total = value.new_zeros((), dtype=torch.float32 if on_mps else torch.float64)
+        with torch.inference_mode(False):  # so that it may be added to in any mode
+            kind = torch.float32 if on_mps else torch.float64
+            total = value.new_zeros((), dtype=kind)
     return total.add_(value, alpha=times)
 
 

@@ -19,6 +19,7 @@ from trainfast.log.target import Record
 
 _OWN = ["step", "time"]
 _BLOCK = 1 << 16
+_BAD_TEXT = "backslashreplace"  # for half characters, which UTF-8 lacks
 
 
 class _File:
@@ -78,7 +79,7 @@ class CsvWriter(_File):
             self._widen(columns, len(new))
         rows += [[_cell(record, name) for name in columns] for record in records]
         with self._open() as file:
-            _append(file, _csv_text(rows).encode())
+            _append(file, _csv_text(rows))
 
     def _widen(self, columns: list[str], added: int) -> None:
         partial = self._path + ".partial"
@@ -110,7 +111,7 @@ class JsonlWriter(_File):
     def write(self, records: Sequence[Record]) -> None:
         text = "".join(map(_json_line, records))
         with self._open() as file:
-            _append(file, text.encode())
+            _append(file, text)
 
 
 def _cell(record: Record, name: str) -> Any:
@@ -163,9 +164,9 @@ def _header(file: Any) -> list[str]:
     return next(csv.reader([line.decode()])) if line else []
 
 
-def _append(file: Any, data: bytes) -> None:
+def _append(file: Any, text: str) -> None:
     size = os.fstat(file.fileno()).st_size
-    view = memoryview(data)
+    view = memoryview(text.encode(errors=_BAD_TEXT))
     try:
         while view:
             view = view[file.write(view) :]

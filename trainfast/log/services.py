@@ -19,6 +19,8 @@ class TensorBoardWriter:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.name = f"tensorboard {os.fspath(folder)}"
         self._folder = os.fspath(folder)
+        if "://" not in self._folder:  # a store, which fsspec knows
+            self._folder = os.path.abspath(self._folder)
         self._events: Any = None
 
     def write(self, records: Sequence[Record]) -> None:

@@ -130,13 +130,17 @@ class Target:
 
 
 class Targets:
-    """All targets of a logger, and the records whose values are still on a GPU."""
+    """All targets of a logger, and the records whose values are still on a GPU.
+
+    Several threads may call. The lock is one that a signal handler may take again.
+    """
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self.targets = [Target(writer) for writer in writers]
         self.process = os.getpid()
         self._warnings: list[str] = []
         self._late: deque[tuple[Record, Any]] = deque()
+        self._lock = threading.RLock()
 
     def put(self, record: Record, late: Any = None) -> None:
         """Hands a record to all targets, in order.
@@ -145,13 +149,14 @@ class Targets:
             record: its values that are None are those of `late`.
             late: trainfast.torch.late_values.LateValues, or None.
         """
-        if self._late:
-            self._pass_on(wait=False)
-        if late is not None or self._late:
-            self._late.append((record, late))
-        else:
-            for target in self.targets:
-                target.put(record)
+        with self._lock:
+            if self._late:
+                self._pass_on(wait=False)
+            if late is not None or self._late:
+                self._late.append((record, late))
+            else:
+                for target in self.targets:
+                    target.put(record)
 
     def close(self, seconds: float) -> list[str]:
         """Ends all threads.
@@ -161,7 +166,8 @@ class Targets:
         """
         if os.getpid() != self.process:
             return []  # a forked child has none of the threads
-        self._pass_on(wait=True)
+        with self._lock:
+            self._pass_on(wait=True)
         for target in self.targets:
             target.end()
         deadline = time.monotonic() + seconds
@@ -178,8 +184,11 @@ class Targets:
         return found
 
     def _pass_on(self, wait: bool) -> None:
-        """Without `wait`, the records whose values have come; a call of `log` launches
-        work, of which a GPU takes about a thousand, so that no more records wait."""
+        """Hands on the records whose values have arrived; with `wait`, all of them.
+
+        The queue is bounded by the driver's: each record with late values has launched
+        work, and a launch blocks while about a thousand are outstanding.
+        """
         while self._late:
             record, late = self._late[0]
             if late is not None:
