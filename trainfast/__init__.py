@@ -57,6 +57,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import find_batch_size as find_batch_size
     from trainfast.torch import find_max_batch_size as find_max_batch_size
     from trainfast.torch import find_workers as find_workers
+    from trainfast.torch import huggingface as huggingface
+    from trainfast.torch import lightning as lightning
     from trainfast.torch import loader_kwargs as loader_kwargs
     from trainfast.torch import print_gpu_memory as print_gpu_memory
     from trainfast.torch import profile_memory_usage as profile_memory_usage
@@ -95,6 +97,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
+_FRAMEWORKS = {"huggingface": "transformers", "lightning": "lightning"}
 _TOOLS = ("env", "selftest")
 _OTHERS = {
     "EpochReport": "trainfast.log",
@@ -138,6 +141,8 @@ def backends() -> list[dict[str, object]]:
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f"trainfast.{name}")
+    if name in _FRAMEWORKS:
+        return import_module(f"trainfast.torch.{name}")
     if name in _TOOLS:
         return getattr(import_module(f"trainfast.tools.{name}"), name)
     if name in _OTHERS:
@@ -171,5 +176,6 @@ def __dir__() -> list[str]:
 
     names = {*globals(), *_OTHERS, *_PACKAGES, *_TOOLS, *_TORCHS}
     if find_spec("torch") is None:  # help() would stop at the ImportErrors
-        names -= {"torch", *_TORCHS}
-    return sorted(names)
+        return sorted(names - {"torch", *_TORCHS})
+    frameworks = {ours for ours, theirs in _FRAMEWORKS.items() if find_spec(theirs)}
+    return sorted(names | frameworks)

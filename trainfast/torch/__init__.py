@@ -14,6 +14,7 @@ import trainfast.torch.private  # noqa: F401  (first: refuses a torch that is to
 if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import flash_attn as flash_attn
     from trainfast.torch import huggingface as huggingface
+    from trainfast.torch import lightning as lightning
     from trainfast.torch import pyg as pyg
     from trainfast.torch.amp import Accumulator, GradScaler, SkipAwareScheduler
     from trainfast.torch.attention import attention, scaled_dot_product_attention
@@ -58,6 +59,7 @@ _MODULES = (
     "flash_attn",
     "graphs",
     "huggingface",
+    "lightning",
     "memory",
     "optim",
     "pyg",

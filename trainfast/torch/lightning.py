@@ -1,0 +1,146 @@
+"""Lightning: mixed precision with trainfast's GradScaler and clipping in the step.
+
+trainer = lightning.Trainer(
+    gradient_clip_val=1.0, plugins=[trainfast.lightning.Precision("16-mixed", "cuda")]
+)
+
+The classes derive from those of the package `lightning` or, where only that one has
+been imported or is installed, `pytorch_lightning`; a Trainer of the other package
+refuses them.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from trainfast.report import one_line
+from trainfast.torch.amp import GradScaler
+from trainfast.torch.optim.adamw import _FusedStep
+
+__all__ = ["Precision"]
+
+_OLD = "pytorch_lightning"
+_ONLY_OLD = "lightning" not in sys.modules and _OLD in sys.modules
+_NAME = _OLD if _ONLY_OLD or find_spec("lightning") is None else "lightning.pytorch"
+pl: Any = import_module(_NAME)
+_Base: Any = pl.plugins.MixedPrecision
+_is_overridden: Any
+_is_overridden = import_module(f"{_NAME}.utilities.model_helpers").is_overridden
+_Wrapper: Any = import_module(f"{_NAME}.core.optimizer").LightningOptimizer
+
+
+class MixedPrecision(_Base):
+    """Lightning's MixedPrecision plugin, with clipping by norm inside the step.
+
+    trainfast.AdamW and trainfast.Adam get `gradient_clip_val` as their `max_grad_norm`
+    for the step, so that unscaling, the check for infinities, the norm, clipping and
+    the update read the gradients twice and write none. `optimizer.grad_norm` is the
+    norm before clipping. Clipping by value and other optimizers go Lightning's way.
+
+    An optimizer's own `max_grad_norm` stays in force where it is smaller. The gradients
+    stay scaled and unclipped, unless the optimizer has `write_back_grads`. Where the
+    module overrides `configure_gradient_clipping`, or it or a callback overrides
+    `on_before_optimizer_step`, the gradients are unscaled before that hook runs, as
+    with Lightning's plugin, which is another pass over them.
+
+    The name of the class is Lightning's, because checkpoints store the state of the
+    scaler under it: they load both ways.
+
+    Args:
+        precision: "16-mixed" (float16 with a GradScaler) or "bf16-mixed" (without).
+        device: the type of device for torch.autocast, "cuda" or "cpu".
+        scaler: the GradScaler of "16-mixed"; None: a trainfast.GradScaler(device).
+
+    Raises:
+        ValueError: another precision.
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        scaler: Any = None,
+    ) -> None:
+        if scaler is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)
+        self._norms: dict[Optimizer, float | None] = {}  # to restore after the step
+
+    def __repr__(self) -> str:
+        """The settings, on one line."""
+        return one_line(self, precision=self.precision, device=self.device)
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: Any,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the closure (forward and backward pass), clips, and steps.
+
+        Args:
+            optimizer: the optimizer to step.
+            model: the LightningModule.
+            closure: what Lightning runs before the step.
+            **kwargs: for the optimizer's step().
+
+        Returns:
+            What the optimizer's step() returned; None if the scaler skipped it.
+        """
+        try:
+            if self.scaler is None or not _unscales_itself(optimizer, model):
+                return super().optimizer_step(optimizer, model, closure, **kwargs)
+            loss = closure()
+            self._after_closure(model, optimizer)
+            if loss is None and model.automatic_optimization:
+                return None  # training_step() returned None: there was no backward pass
+            stepped = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            return stepped
+        finally:
+            if optimizer in self._norms:
+                optimizer.max_grad_norm = self._norms.pop(optimizer)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        """Clips the gradients, or has the optimizer's next step() clip them.
+
+        Args:
+            optimizer: the optimizer that will step with the gradients.
+            clip_val: the largest norm or value; 0: does not clip.
+            gradient_clip_algorithm: "norm" or "value".
+        """
+        if isinstance(optimizer, _Wrapper):
+            optimizer = optimizer.optimizer
+        by_norm = clip_val > 0 and gradient_clip_algorithm == "norm"
+        if not (by_norm and isinstance(optimizer, _FusedStep)):
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
+        self._norms.setdefault(optimizer, optimizer.max_grad_norm)
+        optimizer.max_grad_norm = min(clip_val, optimizer.max_grad_norm or math.inf)
+
+
+Precision = MixedPrecision
+
+
+def _unscales_itself(optimizer: Any, model: Any) -> bool:
+    """True where nothing needs unscaled gradients before the optimizer's step()."""
+    if not isinstance(optimizer, _FusedStep):
+        return False
+    trainer = model.trainer
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        return False
+    observers = [model, *trainer.callbacks]
+    if any(_is_overridden("on_before_optimizer_step", x) for x in observers):
+        return False
+    return not _is_overridden("configure_gradient_clipping", model)
