@@ -40,6 +40,7 @@ NOT_HERE = ("project/test_source", "project/test_packaging", "project/test_wheel
 NOT_HERE += ("project/test_ci", "project/test_docs", "simt/test_runner", *MODELS)
 NOT_HERE += ("project/test_import_circles",)
 NOT_HERE += ("patching/test_clients", "torch/test_lightning", "torch/test_accelerate")
+NOT_HERE += ("torch/test_lightning_precision", "torch/test_huggingface_trainer")
 NOT_HERE += ("graph_cache/test_lightning", "core/test_output_hashes")
 NOT_HERE += ("examples/test_char_transformer", "examples/test_graph_syntax_trees")
 NOT_HERE += ("examples/test_amp_resume", "examples/test_quickstart")
