@@ -200,6 +200,13 @@ def test_remaining_time_begins_with_the_first_epoch(clock):
     assert report.end_epoch().remaining == 20
 
 
+@pytest.mark.filterwarnings("error")
+def test_loss_that_requires_grad_is_taken_without_a_warning(capsys):
+    report = trainfast.EpochReport()
+    report.step(torch.tensor(0.5, requires_grad=True), 2)
+    assert report.end_epoch().loss == 0.5
+
+
 def test_steps_of_the_model_flops_are_counted():
     model = nn.Linear(32, 16)
 

@@ -228,7 +228,8 @@ class EpochReport:
             if getattr(device, "type", "cpu") != "cpu":
                 self._late_loss = _added(self._late_loss, loss, samples)
                 return
-            loss = float(loss)
+            # float() of a tensor that requires grad warns in torch 2.13
+            loss = loss.item() if hasattr(loss, "item") else float(loss)
         self._loss += loss * samples
 
     def _add_mask(self, mask: Any) -> None:
