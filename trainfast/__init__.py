@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import CheckpointEvery as CheckpointEvery
     from trainfast.torch import GradScaler as GradScaler
     from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
+    from trainfast.torch import accelerate as accelerate
     from trainfast.torch import auto_micro_batch as auto_micro_batch
     from trainfast.torch import benchmark_dataloader as benchmark_dataloader
     from trainfast.torch import clip_grad_norm_ as clip_grad_norm_
@@ -97,7 +98,11 @@ __all__ = [
 ]
 
 _PACKAGES = ("diagnose", "graph_cache", "numpy", "torch")
-_FRAMEWORKS = {"huggingface": "transformers", "lightning": "lightning"}
+_FRAMEWORKS = {  # the package that the module of this name is for
+    "accelerate": "accelerate",
+    "huggingface": "transformers",
+    "lightning": "lightning",
+}
 _TOOLS = ("env", "selftest")
 _OTHERS = {
     "EpochReport": "trainfast.log",

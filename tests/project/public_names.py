@@ -3,11 +3,18 @@
 import inspect
 import pkgutil
 from importlib import import_module
+from importlib.util import find_spec
 
 import trainfast
 
-# Modules that users import by name, beside all packages that have an `__all__`.
-MODULES = ("trainfast.torch.flash_attn", "trainfast.torch.huggingface")
+# Modules that users import by name, beside all packages that have an `__all__`, and the
+# packages that they need.
+MODULES = {
+    "trainfast.torch.accelerate": "accelerate",
+    "trainfast.torch.flash_attn": "torch",
+    "trainfast.torch.huggingface": "transformers",
+    "trainfast.torch.lightning": "lightning",
+}
 
 
 def packages():
@@ -16,7 +23,7 @@ def packages():
     for module in pkgutil.walk_packages(trainfast.__path__, "trainfast."):
         if module.ispkg and hasattr(import_module(module.name), "__all__"):
             found.append(module.name)
-    return [*found, *MODULES]
+    return [*found, *(name for name, needed in MODULES.items() if find_spec(needed))]
 
 
 def public_objects():

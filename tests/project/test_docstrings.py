@@ -47,9 +47,12 @@ def is_made_by_user(value):
 
 
 def own_methods(kind):
-    """The public methods of a class that are defined in trainfast, by name."""
+    """The public methods of a class that are defined in trainfast, by name; without the
+    hooks (on_...) that a framework calls and documents."""
     for name, function in inspect.getmembers(kind, inspect.isfunction):
-        if not name.startswith("_") and function.__module__.startswith("trainfast"):
+        if not name.startswith(("_", "on_")) and function.__module__.startswith(
+            "trainfast"
+        ):
             yield name, function
 
 

@@ -8,33 +8,15 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
 import trainfast  # noqa: E402
-
-CLIP, BATCH, ACCUMULATED, STEPS = 1.5, 4, 2, 12
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def forward(self, x, labels=None):
-        out = self.net(x)
-        return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
-
-
-def items(count=BATCH * ACCUMULATED * STEPS):
-    gen = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 16, generator=gen)
-    y = torch.randn(count, 1, generator=gen)
-    return [{"x": x[i], "labels": y[i]} for i in range(count)]
-
-
-class InOrder(transformers.Trainer):
-    """Batches in the order of the data set, and the norms of the optimizer's steps."""
-
-    def _get_train_sampler(self, *_):
-        return None
+from tests.torch.trainers import (  # noqa: E402
+    ACCUMULATED,
+    BATCH,
+    CLIP,
+    STEPS,
+    Net,
+    items,
+    trained,
+)
 
 
 class Norms(transformers.TrainerCallback):
@@ -43,36 +25,6 @@ class Norms(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         self.norms.append(optimizer.optimizer.grad_norm)
-
-
-def trained(folder, cls=InOrder, callbacks=(), data=None, optimizer=None, **options):
-    """The Trainer after its train(), with trainfast.AdamW that clips."""
-    settings = {
-        "per_device_train_batch_size": BATCH,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "num_train_epochs": 1,
-        "max_grad_norm": 0,
-        "logging_steps": 1,
-        "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-    }
-    args = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        **settings | options,
-    )
-    kwargs = {"lr": 1e-2, "weight_decay": 0.0, "max_grad_norm": CLIP}
-    trainer = cls(
-        Net(),
-        args,
-        train_dataset=items() if data is None else data,
-        optimizer_cls_and_kwargs=optimizer or (trainfast.AdamW, kwargs),
-        callbacks=list(callbacks),
-    )
-    trainer.train()
-    return trainer
 
 
 def weights(model):

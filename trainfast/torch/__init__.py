@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import trainfast.torch.private  # noqa: F401  (first: refuses a torch that is too old)
 
 if TYPE_CHECKING:  # __getattr__ loads them
+    from trainfast.torch import accelerate as accelerate
     from trainfast.torch import flash_attn as flash_attn
     from trainfast.torch import huggingface as huggingface
     from trainfast.torch import lightning as lightning
@@ -54,6 +55,7 @@ _PACKAGES = {
 }
 _HOMES = {name: package for package, names in _PACKAGES.items() for name in names}
 _MODULES = (
+    "accelerate",
     "amp",
     "data",
     "flash_attn",

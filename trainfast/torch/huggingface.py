@@ -7,7 +7,7 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="trainfas
 import functools
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,20 @@ from trainfast.torch.attention.dispatch import (
 from trainfast.torch.attention.functional import attention
 from trainfast.torch.private import constant_when_compiled
 
-__all__ = ["NAME", "register"]
+if TYPE_CHECKING:  # __getattr__ loads it
+    from trainfast.torch.huggingface_callback import Callback
+
+__all__ = ["NAME", "Callback", "register"]
 
 NAME = "trainfast"
+
+
+def __getattr__(name: str) -> object:
+    if name != "Callback":  # needs transformers, as nothing else at import
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trainfast.torch.huggingface_callback import Callback
+
+    return Callback
 
 
 def register(name: str = NAME) -> None:

@@ -1,7 +1,9 @@
-"""Lightning: mixed precision with trainfast's GradScaler and clipping in the step.
+"""Lightning: mixed precision that clips in the optimizer's step, and a callback.
 
 trainer = lightning.Trainer(
-    gradient_clip_val=1.0, plugins=[trainfast.lightning.Precision("16-mixed", "cuda")]
+    gradient_clip_val=1.0,
+    plugins=[trainfast.lightning.Precision("16-mixed", "cuda")],
+    callbacks=[trainfast.lightning.Callback()],
 )
 
 The classes derive from those of the package `lightning` or, where only that one has
@@ -11,24 +13,28 @@ refuses them.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from trainfast.report import one_line
+from trainfast.log import EpochReport, Logger
+from trainfast.report import attributes, one_line
 from trainfast.torch.amp import GradScaler
 from trainfast.torch.optim.adamw import _FusedStep
+from trainfast.torch.run_report import RunReport
 
-__all__ = ["Precision"]
+__all__ = ["Callback", "Precision"]
 
 _OLD = "pytorch_lightning"
 _ONLY_OLD = "lightning" not in sys.modules and _OLD in sys.modules
 _NAME = _OLD if _ONLY_OLD or find_spec("lightning") is None else "lightning.pytorch"
 pl: Any = import_module(_NAME)
 _Base: Any = pl.plugins.MixedPrecision
+_CallbackBase: Any = pl.Callback
 _is_overridden: Any
 _is_overridden = import_module(f"{_NAME}.utilities.model_helpers").is_overridden
 _Wrapper: Any = import_module(f"{_NAME}.core.optimizer").LightningOptimizer
@@ -73,7 +79,7 @@ class MixedPrecision(_Base):
 
     def __repr__(self) -> str:
         """The settings, on one line."""
-        return one_line(self, precision=self.precision, device=self.device)
+        return one_line(self, **attributes(self, "precision device"))
 
     def optimizer_step(
         self,
@@ -144,3 +150,105 @@ def _unscales_itself(optimizer: Any, model: Any) -> bool:
     if any(_is_overridden("on_before_optimizer_step", x) for x in observers):
         return False
     return not _is_overridden("configure_gradient_clipping", model)
+
+
+class Callback(_CallbackBase):
+    """Prints an EpochReport after each epoch, and logs to a Logger.
+
+    The loss is the mean over the epoch's samples of what training_step() returned. An
+    epoch's time ends with its last batch, before the validation that follows it;
+    validation within the epoch counts.
+
+    Logged are, every `log_every_n_steps` of the Trainer, `train_loss`, `learning_rate`
+    and, of an optimizer that has it, `grad_norm`; after an epoch `epoch`,
+    `train_loss_epoch` and `throughput`; after validation the Trainer's metrics. Nothing
+    waits for a GPU but the end of an epoch.
+
+    Args:
+        logger: a trainfast.Logger, which stays open; or None.
+        samples: a function of the batch that returns the number of its samples; None:
+            the first dimension of the first tensor in it, or the graphs of a PyG batch.
+        **options: of trainfast.EpochReport, such as `bands`. The number of epochs and,
+            where a run goes on, those that are done come from the Trainer.
+
+    Attributes:
+        report: the trainfast.EpochReport of the run.
+    """
+
+    def __init__(
+        self,
+        logger: Logger | None = None,
+        *,
+        samples: Callable[[Any], int] | None = None,
+        **options: Any,
+    ) -> None:
+        self.logger, self.samples = logger, samples
+        self._run = RunReport(logger, samples, options)
+        self._last = 0  # the last step that was logged
+        self._rates: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        """The settings, on one line."""
+        return one_line(self, **attributes(self, "logger samples"))
+
+    @property
+    def report(self) -> EpochReport:
+        return self._run.report
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        epochs = trainer.max_epochs
+        self._last = trainer.global_step
+        self._run.begin(
+            epochs if epochs and epochs > 0 else None, trainer.current_epoch
+        )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._run.begin_epoch()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._rates = _of_optimizers(trainer, "learning_rate", _rate_of)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not pl_module.automatic_optimization:
+            loss = math.nan if loss is None else loss  # there is a batch in any case
+        elif loss is not None:
+            loss = loss * trainer.accumulate_grad_batches  # which Lightning divides by
+        if loss is not None:
+            self._run.step(loss, self._run.samples(batch))
+        if trainer.global_step - self._last >= trainer.log_every_n_steps:
+            self._last = trainer.global_step
+            norms = _of_optimizers(trainer, "grad_norm", _norm_of)
+            values = {"train_loss": loss, **self._rates, **norms}
+            self._run.log(values, self._last)
+        if trainer.is_last_batch:
+            self._run.end_epoch(trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._run.end_epoch(trainer.global_step)  # of one that max_steps ended
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._run.log(trainer.callback_metrics, trainer.global_step)
+
+
+def _of_optimizers(
+    trainer: Any, name: str, value_of: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """A value of each optimizer that has it: `name`, `name_1`, ..."""
+    values = [value_of(optimizer) for optimizer in trainer.optimizers]
+    names = [f"{name}_{i}" if i else name for i in range(len(values))]
+    return {n: v for n, v in zip(names, values, strict=True) if v is not None}
+
+
+def _rate_of(optimizer: Any) -> Any:
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _norm_of(optimizer: Any) -> Any:
+    return getattr(optimizer, "grad_norm", None)

@@ -459,7 +459,8 @@ class AdamW(_FusedStep, torch.optim.AdamW):
             them; otherwise they stay as backward() left them.
         amp_scaling: True tells torch's gradient scaler that step() unscales and skips
             by itself, so that the scaler neither writes the gradients nor waits for the
-            GPU. Lightning then refuses to clip, and accelerate overlooks skipped steps.
+            GPU. Lightning's plugin (not trainfast.lightning.Precision) then refuses to
+            clip, and accelerate overlooks skipped steps.
             False: no scaler gives step() scaled gradients. None: as in torch, which is
             True for `fused`; also True where zero_grad or master_weights need it.
             trainfast.torch.GradScaler needs no flag.
