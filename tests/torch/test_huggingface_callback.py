@@ -265,8 +265,8 @@ class Copies(transformers.TrainerCallback):
 
 
 def test_copies_of_the_model_do_not_count(tmp_path, epochs):
-    with trainfast.Logger(jsonl=tmp_path / "log") as logger:
-        run(tmp_path, trainfast.huggingface.Callback(logger), Copies())
+    callback = trainfast.huggingface.Callback(samples=lambda kwargs: len(kwargs["x"]))
+    run(tmp_path, callback, Copies())
     assert [epoch.samples for epoch in epochs] == [ITEMS]
 
 
@@ -276,15 +276,26 @@ def test_samples_are_counted_by_a_function_of_the_models_arguments(tmp_path, epo
     assert [epoch.samples for epoch in epochs] == [2 * ITEMS]
 
 
-def test_a_step_that_stops_the_epoch_is_reported(tmp_path, capsys, epochs):
+def test_an_epoch_that_is_stopped_between_two_steps_is_reported(
+    tmp_path, capsys, epochs
+):
     class Stops(transformers.TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
-            control.should_epoch_stop = state.global_step == 2
+            first = state.epoch < 1 and not epochs
+            control.should_epoch_stop = first and state.global_step == 2
             return control
 
-    run(tmp_path, trainfast.huggingface.Callback(), Stops(), num_train_epochs=1)
-    (line,) = reports(capsys)
-    assert line[:2] == (1, 1) and epochs[0].samples == 4 * BATCH
+    run(tmp_path, trainfast.huggingface.Callback(), Stops(), num_train_epochs=2)
+    assert [line[:2] for line in reports(capsys)] == [(1, 2), (2, 2)]
+    assert [epoch.samples for epoch in epochs] == [2 * ACCUMULATED * BATCH, ITEMS]
+
+
+def test_evaluation_within_an_epoch_does_not_count(tmp_path, capsys, epochs):
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "evaluate": items(8)}
+    callback = trainfast.huggingface.Callback()
+    trainer = run(tmp_path, callback, logging_steps=500, **evaluating)
+    assert [epoch.samples for epoch in epochs] == [ITEMS]
+    assert [e.loss for e in epochs] == pytest.approx(means(trainer.model.losses, 500))
 
 
 @pytest.mark.slow

@@ -112,6 +112,18 @@ def test_a_run_of_some_steps_reports_the_epoch_that_it_ends_in(capsys, epochs, l
     assert [e.loss for e in epochs] == pytest.approx(means(model.losses), rel=1e-12)
 
 
+def test_each_run_logs_from_its_own_first_step_on(tmp_path, capsys):
+    with trainfast.Logger(jsonl=tmp_path / "log") as logger:
+        callback = trainfast.lightning.Callback(logger)
+        trainer = fit(callback, max_epochs=2, log_every_n_steps=4)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        again = {"ckpt_path": tmp_path / "last.ckpt", "max_epochs": 4}
+        fit(callback, log_every_n_steps=4, **again)
+        fit(callback, max_epochs=2, log_every_n_steps=4)
+    found = [row["step"] for row in records(tmp_path / "log") if "train_loss" in row]
+    assert found == [4, 6 + 4, 4]
+
+
 def test_a_resumed_run_goes_on_counting(tmp_path, capsys, epochs):
     callback = trainfast.lightning.Callback()
     fit(callback, max_epochs=2).save_checkpoint(tmp_path / "last.ckpt")

@@ -101,7 +101,6 @@ class Callback(TrainerCallback):
         self._end_epoch(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_epoch(state.global_step)
         self._remove_hook()
 
     def _end_epoch(self, step: int) -> None:
