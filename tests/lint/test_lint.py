@@ -234,6 +234,8 @@ def test_eval_that_is_never_undone():
     assert found(named.replace("TRAIN", "pass")) == [line]
     assert found(named.replace("TRAIN", "model.train()")) == []
     assert found(named.replace("TRAIN", "model.train(True)")) == []
+    assert found(named.replace("TRAIN", "model.train_head()")) == []
+    assert found(named.replace("TRAIN", "trainer.train_epoch()")) == [line]
     teacher = named.replace("TRAIN", "pass").replace("model.eval", "teacher.eval")
     assert found(teacher) == []
     before = "model.train()\n" + named.replace("TRAIN", "pass")

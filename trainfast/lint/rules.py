@@ -276,12 +276,18 @@ def eval_never_undone(script: Script) -> Found:
             for node in inside(step_loop)
             if isinstance(node, ast.Call)
         }
+        own_modes = {
+            last(held)
+            for node in nodes
+            if (held := receiver(node)) is not None
+            and method(node).startswith("train_")
+        }  # model.train_head() may be in another file, and call train() of a part
         for node in nodes:
             if method(node) != "eval" or _has_arguments(node, 0):
                 continue
             model = receiver(node)
             assert model is not None
-            if last(model) in trained:
+            if last(model) in trained - own_modes:
                 yield node, f"{script.text(model)}.train()  # before the next epoch"
                 break
 
