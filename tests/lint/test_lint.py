@@ -286,6 +286,16 @@ def test_hints_only_when_asked():
     pinned = in_loop("x = x.to(device)") + "DataLoader(data, pin_memory=True)\n"
     assert mended(pinned, hints=True) == ["x.to(device, non_blocking=True)"]
     assert all(finding.hint for finding in lint(source, hints=True))
+    on_the_cpu = source.replace('torch.amp.GradScaler("cuda")', "None")
+    assert [id for id, _ in found(on_the_cpu, hints=True)] == ["zipped-loader"]
+
+
+def test_mended_lines_of_waits():
+    source = in_loop("a = x.cpu()", "b = x.detach().numpy()")
+    assert mended(source, hints=True) == [
+        "x.detach()  # and .cpu() every 50 steps",
+        "x.detach()  # and .numpy() every 50 steps",
+    ]
 
 
 @pytest.mark.parametrize(

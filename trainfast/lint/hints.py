@@ -1,12 +1,14 @@
 """What makes a loop wait: right, but slow. `trainfast diagnose` measures how slow."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from trainfast.lint.loops import Loop, Script, inside, last, method, receiver
 from trainfast.lint.rules import Found, Rule
 
 _WAITS = ("item", "cpu", "numpy", "tolist")
+_DEVICE = re.compile(r"cuda|gpu|device|accelerat|fabric|\.to\(", re.IGNORECASE)
 
 
 def waits_for_gpu(script: Script) -> Found:
@@ -15,7 +17,8 @@ def waits_for_gpu(script: Script) -> Found:
         if method(node) in _WAITS and not getattr(node, "args", None):
             value = receiver(node)
             assert value is not None
-            yield node, f"{script.text(value)}.detach()  # and .item() every 50 steps"
+            kept = script.text(value).removesuffix(".detach()")
+            yield node, f"{kept}.detach()  # and .{method(node)}() every 50 steps"
 
 
 def prints_in_every_step(script: Script) -> Found:
@@ -61,7 +64,12 @@ def zipped_loader(script: Script) -> Found:
 
 
 def _in_every_step(script: Script) -> Iterator[ast.AST]:
-    """Nodes of step loops that are under no condition within the loop."""
+    """Nodes of step loops that are under no condition within the loop.
+
+    None in a script that names no device: on the CPU there is nothing to wait for.
+    """
+    if not _DEVICE.search(script.source):
+        return
     for loop in script.step_loops:
         for node in inside(loop):
             for outer in script.around(node):
@@ -74,7 +82,11 @@ def _in_every_step(script: Script) -> Iterator[ast.AST]:
 
 HINTS = [
     Rule("waits-for-gpu", "waits until the GPU has finished this step", waits_for_gpu),
-    Rule("prints", "waits for the GPU and the terminal", prints_in_every_step),
+    Rule(
+        "prints",
+        "waits for the terminal, and for the GPU where a tensor is printed",
+        prints_in_every_step,
+    ),
     Rule("copy-waits", "pinned memory is there, but the copy waits", copy_that_waits),
     Rule("zipped-loader", "fetches a batch that nobody uses", zipped_loader),
 ]
