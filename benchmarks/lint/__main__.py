@@ -4,12 +4,14 @@
     python -m benchmarks.lint FOLDER --write    new alarms have the verdict "open"
 
 FOLDER holds the repositories that judged.json names, each at its commit and in a folder
-of its name, such as pytorch/examples.
+of its name, such as pytorch/examples. Verdicts: "fault" for an alarm of a rule that is
+right, "slow" for a hint that is right, "false" for either that is wrong.
 """
 
 import argparse
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def read(folder: Path, files: list[str]) -> dict[str, Any]:
         source = (folder / name).read_text(encoding="utf-8")
         hashes[name] = hashlib.sha256(source.encode()).hexdigest()[:16]
         loops += bool(Script(source).step_loops)
-        for finding in lint(source, name):
+        for finding in lint(source, name, hints=True):
             alarms.append({"path": name, "line": finding.line, "rule": finding.id})
     return {"with training loops": loops, "files": hashes, "alarms": alarms}
 
@@ -40,23 +42,21 @@ def main() -> None:
     names = list(judged["files"])
     if args.write:
         roots = [args.folder / name for name in judged["commits"]]
-        found = [path for root in roots for path in root.rglob("*.py")]
+        found = [p for root in roots for p in root.rglob("*.py") if p.stat().st_size]
         names = sorted(str(path.relative_to(args.folder)) for path in found)
     now = read(args.folder, names)
     changed = [n for n in names if now["files"][n] != judged["files"].get(n)]
     verdicts = {(a["path"], a["line"], a["rule"]): a for a in judged["alarms"]}
-    new = 0
     for alarm in now["alarms"]:
         old = verdicts.get((alarm["path"], alarm["line"], alarm["rule"]))
-        new += old is None
         said = old or {"verdict": "open", "reason": ""}
         alarm |= {"verdict": said["verdict"], "reason": said["reason"]}
         print(f"{alarm['path']}:{alarm['line']}: {alarm['rule']}: {alarm['verdict']}")
-    false = sum(alarm["verdict"] == "false" for alarm in now["alarms"])
+    counts = Counter(alarm["verdict"] for alarm in now["alarms"])
     print(
         f"{len(names)} files, {now['with training loops']} with training loops; "
-        f"{len(now['alarms'])} alarms, {false} false, {new} not judged; "
-        f"{len(changed)} files changed"
+        + "".join(f"{counts[v]} {v}, " for v in ("fault", "slow", "false", "open"))
+        + f"{len(changed)} files changed"
     )
     if args.write:
         text = json.dumps({"commits": judged["commits"], **now}, indent=1)
