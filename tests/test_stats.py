@@ -146,7 +146,18 @@ def test_report_is_json_and_escaped_html():
 
 
 @pytest.mark.parametrize(
-    ("cell", "text"), [(None, ""), (True, "yes"), (0.000123456, "0.0001235"), (7, "7")]
+    ("cell", "text"),
+    [
+        (None, ""),
+        (True, "yes"),
+        (7, "7"),
+        (0.000123456, "0.0001235"),
+        (9999.6, "10000"),
+        (-22374.9, "-22370"),
+        (1.5e12, "1.5e+12"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
 )
 def test_table_writes_a_cell_readably(cell, text):
     last = str(Table("title", ("name", "value"), [("x", cell)])).splitlines()[-1]

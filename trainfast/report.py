@@ -166,5 +166,6 @@ def _text(cell: Any) -> str:
     if type(cell) is bool:
         return "yes" if cell else "no"
     if type(cell) is float:
-        return f"{cell:.4g}"
+        rounded = float(f"{cell:.4g}")
+        return f"{rounded:.0f}" if 1e4 <= abs(rounded) < 1e9 else f"{rounded:.4g}"
     return str(cell)
