@@ -180,7 +180,8 @@ class Learner:
     def load_state_dict(self, state: dict) -> None:
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.environments.state, self.environments.lengths = state["carts"]
+        carts = (tensor.to(self.device) for tensor in state["carts"])
+        self.environments.state, self.environments.lengths = carts
         self.generator.set_state(state["generator"].cpu())
         self.rewards = state["rewards"]
 
