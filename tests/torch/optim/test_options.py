@@ -144,6 +144,27 @@ def test_float64_is_clipped_in_float64(backend, device):
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("off", [None, 0, 0.0])
+def test_max_grad_norm_of_0_is_off(backend, device, off):
+    # the key `gradient_clip: 0` of a configuration means no clipping
+    params, theirs = (
+        make_params(device, torch.float32),
+        make_params(device, torch.float32),
+    )
+    ours, plain = AdamW(params, max_grad_norm=off), AdamW(theirs)
+    for step in range(3):
+        for p in (params, theirs):
+            set_grads(p, step)
+        ours.step()
+        plain.step()
+    assert ours.grad_norm is None
+    for p, q in zip(params, theirs, strict=True):
+        assert torch.equal(p, q)
+    clipped = AdamW(params, max_grad_norm=1e-3)
+    clipped.step()
+    assert clipped.grad_norm > 1e-3
+
+
 def test_one_float64_makes_the_norm_a_float64(backend, device):
     params = [torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)]
     optimizer = AdamW(params, max_grad_norm=1.0)
