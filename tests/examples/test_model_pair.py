@@ -105,7 +105,7 @@ def test_tables_are_consistent(example):
         config = example.CONFIGS[row[""]]
         predicted, capacity = example.gigabytes(config, "24GB", row["batch for 60 %"])
         assert capacity == 24
-        assert predicted == pytest.approx(0.6 * capacity, rel=0.03)
+        assert predicted == pytest.approx(0.6 * capacity, rel=0.1)
 
     assert [row["step"][0] for row in steps] == ["1", "2", "3"]
     gigabytes = [float(row["estimate"].split()[0]) for row in steps]
