@@ -295,7 +295,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.size = args.size or (48 if args.device == "cpu" else GUIDE_SIZE)
+    args.size = args.size or (48 if args.device == "cpu" else GUIDE_SIZE // 2)
     if args.size < PATCH or args.size % PATCH:
         parser.error(f"--size must be {PATCH} times a number, got {args.size}")
     args.device = torch.device(args.device)
