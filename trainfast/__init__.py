@@ -47,6 +47,10 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import AdamW as AdamW
     from trainfast.torch import CheckpointEvery as CheckpointEvery
     from trainfast.torch import GradScaler as GradScaler
+    from trainfast.torch import LeakTracker as LeakTracker
+    from trainfast.torch import LeakWarning as LeakWarning
+    from trainfast.torch import MemoryMonitor as MemoryMonitor
+    from trainfast.torch import Profiler as Profiler
     from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
     from trainfast.torch import accelerate as accelerate
     from trainfast.torch import auto_micro_batch as auto_micro_batch
@@ -121,7 +125,7 @@ _TORCHS = (
     *("benchmark_dataloader", "find_workers", "loader_kwargs"),
     *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
     *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
-    "print_gpu_memory",
+    *("print_gpu_memory", "LeakTracker", "LeakWarning", "MemoryMonitor", "Profiler"),
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 

@@ -1,6 +1,7 @@
 """What a machine is, as files and nvidia-smi describe it: CUDA and torch stay as they
 are."""
 
+import contextlib
 import math
 import os
 import platform
@@ -148,6 +149,18 @@ def _gpus_of_torch() -> list[dict[str, str]]:
                 "driver": "unknown (no nvidia-smi)",
             }
         )
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process and its children have started. psutil would read the
+    files of all processes of the machine."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children = read(f"/proc/{pid}/task/{thread}/children")
+            for child in map(int, children.split()):
+                found += [child, *descendants(child)]
     return found
 
 

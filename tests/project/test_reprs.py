@@ -165,6 +165,16 @@ EXAMPLES = {
         lambda kind, _: cuda_scaler(kind),
         "CudaGradScaler(device='cuda', enabled=False, hysteresis=1)",
     ),
+    "torch.LeakTracker": (lambda kind, _: kind(), "LeakTracker(steps=0, leaks=0)"),
+    "torch.LeakWarning": (lambda kind, _: kind("it grows"), "LeakWarning('it grows')"),
+    "torch.MemoryMonitor": (
+        lambda kind, _: kind().add([], "losses"),
+        "MemoryMonitor(names=['losses'])",
+    ),
+    "torch.Profiler": (
+        lambda kind, _: kind(0, "profiles"),
+        "Profiler(interval=0, dir='profiles', keep=10, steps=0)",
+    ),
     "torch.SkipAwareScheduler": (
         lambda kind, _: scheduler(kind),
         "SkipAwareScheduler(scheduler=<StepLR>, scaler=<GradScaler>, "

@@ -23,6 +23,7 @@ def launch(
     arguments: Sequence[str],
     *,
     show: str,
+    leaks: bool,
     cores: int | None,
     gpus: Sequence[dict[str, Any]],
 ) -> NoReturn:
@@ -36,6 +37,7 @@ def launch(
         target: the script's path or the module's name.
         arguments: the script's own.
         show: start-up lines on stderr: "text", "json" or "none".
+        leaks: whether to watch for memory that grows with every step.
         cores: of a CPU quota below the machine's cores, else None.
         gpus: of the machine, with their "capability", such as "8.6".
 
@@ -54,6 +56,7 @@ def launch(
             "precision": settings.float32_matmul_precision,
             "cudnn_benchmark": settings.cudnn_benchmark,
             "tf32": has_tf32(gpus),
+            "leaks": leaks,
         },
         "on": on,
         "notes": notes,

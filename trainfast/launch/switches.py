@@ -17,6 +17,7 @@ def turn_on(
     precision: str | None,
     cudnn_benchmark: bool | None,
     tf32: bool,
+    leaks: bool = False,
 ) -> tuple[list[str], list[str]]:
     """What was turned on, a line each, and what was not, with the reason.
 
@@ -25,6 +26,7 @@ def turn_on(
         precision: of `torch.set_float32_matmul_precision`; None leaves torch's.
         cudnn_benchmark: of `torch.backends.cudnn.benchmark`; None leaves torch's.
         tf32: whether every GPU has TF32.
+        leaks: whether to watch for memory that grows with every step.
     """
     on, notes = [], []
     if names is not None:
@@ -46,4 +48,12 @@ def turn_on(
             more = switches.set_switches(precision, cudnn_benchmark, tf32)
             on += more[0]
             notes += more[1]
+    if leaks:
+        try:
+            watch: Any = import_module("trainfast.torch.leaks.watch")
+        except ImportError as error:
+            notes.append(f"leaks are not watched for: {error}")
+        else:
+            watch.start()
+            on.append("Watching for memory that grows with every step")
     return on, notes

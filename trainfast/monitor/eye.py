@@ -6,7 +6,7 @@ import shutil
 import time
 from typing import Any
 
-from trainfast.machine import available_memory, read, usable_cores
+from trainfast.machine import available_memory, descendants, usable_cores
 from trainfast.monitor.nvml import Nvml
 from trainfast.monitor.sample import Gpu, Host, Sample, Tree
 
@@ -61,7 +61,7 @@ class Eye:
         except psutil.Error:
             return None  # it has ended
         members = [root]
-        for child in _descendants(pid):
+        for child in descendants(pid):
             with contextlib.suppress(psutil.Error):  # ended meanwhile
                 members.append(self._known(child))
         memory = threads = 0
@@ -101,15 +101,3 @@ class Eye:
             now = time.monotonic()
             self._shares[process.pid] = ratio, now + (now - began) / _SHARE_OF_TIME
         return int(resident * ratio)
-
-
-def _descendants(pid: int) -> list[int]:
-    """What the process and its children have started. psutil would read the files of
-    all processes of the machine."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            children = read(f"/proc/{pid}/task/{thread}/children")
-            for child in map(int, children.split()):
-                found += [child, *_descendants(child)]
-    return found

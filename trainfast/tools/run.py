@@ -7,6 +7,9 @@ import sys
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="YAML", help="what to turn on")
+    parser.add_argument(
+        "--leaks", action="store_true", help="name what grows with every step"
+    )
     parser.add_argument("--quiet", action="store_true", help="print no start-up lines")
     parser.add_argument(
         "-m", dest="module", action="store_true", help="the script is a module's name"
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
             args.script,
             args.arguments,
             show=show,
+            leaks=args.leaks,
             cores=cores_of_quota(cgroup_quota(), len(os.sched_getaffinity(0))),
             # nvidia-smi tells them: torch's own answer would start CUDA.
             gpus=gpus() if settings.float32_matmul_precision else [],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch.attention import attention, scaled_dot_product_attention
     from trainfast.torch.checkpoints import CheckpointEvery, resume, save_checkpoint
     from trainfast.torch.data import benchmark_dataloader, find_workers, loader_kwargs
+    from trainfast.torch.leaks import LeakTracker, LeakWarning, MemoryMonitor
     from trainfast.torch.memory import (
         auto_micro_batch,
         enable_checkpointing,
@@ -37,12 +38,14 @@ if TYPE_CHECKING:  # __getattr__ loads them
         clip_grad_value_,
         get_total_norm,
     )
+    from trainfast.torch.profiler import Profiler
 
 _PACKAGES = {
     "amp": ("Accumulator", "GradScaler", "SkipAwareScheduler"),
     "attention": ("attention", "scaled_dot_product_attention"),
     "checkpoints": ("CheckpointEvery", "resume", "save_checkpoint"),
     "data": ("benchmark_dataloader", "find_workers", "loader_kwargs"),
+    "leaks": ("LeakTracker", "LeakWarning", "MemoryMonitor"),
     "memory": (
         *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
         *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
@@ -52,6 +55,7 @@ _PACKAGES = {
         *("Adam", "AdamW"),
         *("clip_grad_norm_", "clip_grad_value_", "get_total_norm"),
     ),
+    "profiler": ("Profiler",),
 }
 _HOMES = {name: package for package, names in _PACKAGES.items() for name in names}
 _MODULES = (
@@ -73,6 +77,10 @@ __all__ = [
     "AdamW",
     "CheckpointEvery",
     "GradScaler",
+    "LeakTracker",
+    "LeakWarning",
+    "MemoryMonitor",
+    "Profiler",
     "SkipAwareScheduler",
     "attention",
     "auto_micro_batch",

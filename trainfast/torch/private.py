@@ -249,6 +249,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a COO tensor as they are: it is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
 @contextlib.contextmanager
 def fakes_converted() -> Iterator[None]:
     """Within it module.half() and module.to(...) put new parameters in place. torch

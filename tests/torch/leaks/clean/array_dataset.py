@@ -1,0 +1,29 @@
+import time
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Numbers(Dataset):
+    def __init__(self):
+        self.numbers = np.arange(2_400_000, dtype=np.int64)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, place):
+        return int(self.numbers[place])
+
+
+model = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+loader = DataLoader(Numbers(), batch_size=16000, shuffle=True, num_workers=2)
+for _ in range(2):
+    for batch in loader:
+        loss = model(batch[:, None].float()).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.05)  # of a larger model
