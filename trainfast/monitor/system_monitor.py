@@ -1,5 +1,6 @@
 """`SystemMonitor`: statistics of a run, from a thread that looks once a second."""
 
+import math
 import os
 import threading
 import time
@@ -181,6 +182,41 @@ class SystemMonitor:
         nvml = self._eye.nvml
         took = seen[-1].time - seen[0].time if seen else 0.0
         return MonitorStats(took, len(seen), values, nvml.missing if nvml else None)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes utilisation and memory over the time as a picture.
+
+        Args:
+            path: of the picture; its end names the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: nothing has been seen yet.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError(
+                "plot() needs matplotlib: pip install matplotlib"
+            ) from None
+        seen = self.samples()
+        if not seen:
+            raise ValueError("there is nothing to plot; call start() first")
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        above, below = figure.subplots(2, sharex=True)
+        seconds = [sample.time - seen[0].time for sample in seen]
+        for name in seen[-1].numbers():
+            what = name.partition(".")[2]
+            values = [sample.numbers().get(name, math.nan) for sample in seen]
+            if what in ("cpu", "utilization"):
+                above.plot(seconds, values, label=name.replace("utilization", "use"))
+            elif what in ("memory", "memory_used"):
+                below.plot(seconds, [n / MIB for n in values], label=name)
+        above.set(ylabel="per cent", ylim=(0, None))
+        below.set(xlabel="seconds", ylabel="MiB", ylim=(0, None))
+        for axes in (above, below):
+            axes.legend(loc="upper left", fontsize="small")
+        figure.savefig(path)
 
     def _repr_html_(self) -> str:
         return self.get_stats()._repr_html_()
