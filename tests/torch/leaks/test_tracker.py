@@ -2,6 +2,7 @@
 
 import gc
 import json
+import linecache
 import multiprocessing
 import os
 import re
@@ -134,6 +135,37 @@ def test_steps_by_hand_count_without_an_optimizer():
         tracking.step()
     assert [leak.what for leak in found] == ["list `kept`"]
     assert "1 bytearray a step" in found[0].contents
+
+
+def test_variable_of_a_notebook_is_found_in_its_cell():
+    """As IPython runs cells: no file, the source in linecache."""
+    cells = {
+        "/tmp/ipykernel_7/1.py": "import torch\n\noutputs = []\n",
+        "/tmp/ipykernel_7/2.py": (
+            "model = torch.nn.Linear(256, 64)\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+            "for _ in range(60):\n"
+            "    out = model(torch.randn(64, 256))\n"
+            "    optimizer.zero_grad()\n"
+            "    out.pow(2).mean().backward()\n"
+            "    optimizer.step()\n"
+            "    outputs.append(out)\n"
+        ),
+    }
+    found, variables = [], {"__name__": "__main__"}
+    try:
+        with trainfast.LeakTracker(on_leak=found.append):
+            for name, text in cells.items():
+                lines = text.splitlines(keepends=True)
+                linecache.cache[name] = len(text), None, lines, name
+                exec(compile(text, name, "exec"), variables)
+    finally:
+        for name in cells:
+            linecache.cache.pop(name, None)
+    (leak,) = found
+    assert (leak.file, leak.line) == ("/tmp/ipykernel_7/1.py", 3)
+    expected = "list `outputs` in line 3 of a cell, 1 tensor a step, each keeps its"
+    assert expected in str(leak) and "(added in line 8 of a cell)" in str(leak)
 
 
 def test_looking_holds_nothing():

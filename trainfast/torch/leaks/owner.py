@@ -17,9 +17,8 @@ from trainfast.torch.leaks.reach import state
 _DEEPEST = 8  # objects between a variable and what it holds
 _WIDEST = 24  # objects of one distance
 _Cache = type(functools.lru_cache(lambda: None))
-_Path = tuple[
-    str, ...
-]  # from an object to the target, such as (".history", "['loss']")
+# From an object to the target, such as (".history", "['loss']").
+_Path = tuple[str, ...]
 
 
 @dataclass
@@ -103,14 +102,22 @@ class _Roots:
         self.modules: dict[int, tuple[str, str]] = {}  # their names and files
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType):
-                file = getattr(module, "__file__", None) or ""
-                self.modules[id(vars(module))] = name, file
-        for frame in scopes.frames():  # runpy's script is no module
+                file = vars(module).get("__file__")
+                if isinstance(file, str):
+                    self.modules[id(vars(module))] = name, file
+        for frame in scopes.frames():  # a notebook's module, and runpy's, have no file
             file = frame.f_code.co_filename
             self.modules.setdefault(id(frame.f_globals), ("__main__", file))
 
     def of(self, each: Any, path: _Path) -> Iterator[Owner]:
         """Owners that are `each`; `path` leads from it to the target."""
+        if id(each) in self.modules and path:
+            module, file = self.modules[id(each)]
+            variable, rest = path[0][2:-2], path[1:]
+            made = scopes.variable_definition(file, variable)
+            prefix = "" if scopes.is_script(file) else f"{module}."
+            yield _owner(prefix + variable, each.get(variable), rest, made)
+            return
         for code, name in self.variables.get(id(each), ()):
             made = code.co_filename, scopes.definition(code, name)
             yield _owner(name, each, path, made)
@@ -120,12 +127,6 @@ class _Roots:
             own = attribute_of(each, path[0]) if path else None
             name = each.__qualname__ + "".join(path)
             yield Owner(name, *(own or place(each)), of_library=own is None)
-        elif id(each) in self.modules and path:
-            module, file = self.modules[id(each)]
-            variable, rest = path[0][2:-2], path[1:]
-            made = file, scopes.top_definition(file, variable) or 0
-            prefix = "" if scopes.is_script(file) else f"{module}."
-            yield _owner(prefix + variable, each.get(variable), rest, made)
 
 
 def _owner(name: str, holder: Any, path: _Path, made: tuple[str, int]) -> Owner:

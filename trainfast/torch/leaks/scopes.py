@@ -26,9 +26,21 @@ _LIBRARIES = tuple(
 
 def is_script(path: str) -> bool:
     """Whether a file is the user's: of no library, and no part of Python."""
-    if path.startswith("<") and not path.startswith("<ipython"):
+    if is_cell(path):
+        return True
+    if not path or path.startswith("<"):
         return False
     return not os.path.abspath(path).startswith(_LIBRARIES)
+
+
+def is_cell(path: str) -> bool:
+    """Whether it is the name that IPython gives a notebook's cell."""
+    return "ipykernel_" in path or path.startswith("<ipython")
+
+
+def place_name(path: str, line: int) -> str:
+    """Such as "train.py:88", or "line 3 of a cell"."""
+    return f"line {line} of a cell" if is_cell(path) else f"{Path(path).name}:{line}"
 
 
 def frames() -> Iterator[FrameType]:
@@ -75,8 +87,24 @@ def top_definition(path: str, name: str) -> int | None:
     return None if tree is None else _assignment(tree, name)
 
 
-def additions(path: str, name: str) -> list[int]:
-    """The lines where a file adds to the container of this name."""
+def variable_definition(path: str, name: str) -> tuple[str, int]:
+    """File and line where a script first assigns a variable, line 0 if it does not; of
+    a notebook the newest cell that does."""
+    if is_cell(path):
+        for cell in reversed(list(filter(is_cell, linecache.cache))):
+            line = top_definition(cell, name)
+            if line:
+                return cell, line
+    return path, top_definition(path, name) or 0
+
+
+def additions(path: str, name: str) -> list[tuple[str, int]]:
+    """The lines where a file, or a cell, adds to the container of this name."""
+    paths = filter(is_cell, list(linecache.cache)) if is_cell(path) else [path]
+    return [(each, line) for each in paths for line in _additions(each, name)]
+
+
+def _additions(path: str, name: str) -> list[int]:
     tree = _parse(path)
     lines = set()
     for node in ast.walk(tree) if tree else ():

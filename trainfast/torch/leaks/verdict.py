@@ -5,7 +5,6 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Leak:
     remedy: str
 
     def __str__(self) -> str:
-        where = f" in {Path(self.file).name}:{self.line}" if self.line else ""
+        where = f" in {scopes.place_name(self.file, self.line)}" if self.line else ""
         return f"{self.growth}: {self.what}{where}, {self.contents}; {self.remedy}"
 
 
@@ -165,7 +164,7 @@ def _of_container(
     else:
         added = scopes.additions(file, owner.variable)
         if added:
-            text += f" (added in {Path(file).name}:{', '.join(map(str, added))})"
+            text += f" (added in {scopes.place_name(*added[-1])})"
     grows = _a_step(max(measured, contents.bytes))
     return Leak(what, text, file, line, grows, _remedy(container, owner, contents))
 
