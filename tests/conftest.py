@@ -5,6 +5,7 @@ the backend `simt`.
 """
 
 import importlib.util
+import json
 import multiprocessing.popen_fork
 import os
 import random
@@ -113,9 +114,28 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """With --quick: leaves out slow tests, and of each test all but a sample of its
-    cases, which is the same on every run."""
-    if not config.getoption("--quick"):
+    cases, which is the same on every run.
+
+    The file that TRAINFAST_QUICK_TESTS names gets the quick tests, and without --quick
+    these are left out: .ci/run runs each test once.
+    """
+    listed = os.environ.get("TRAINFAST_QUICK_TESTS")
+    if config.getoption("--quick"):
+        kept = _quick(items)
+        worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
+        if listed and worker == "gw0":
+            names = [item.nodeid for item in items if item in kept]
+            Path(listed).write_text(json.dumps(names))
+    elif listed:
+        done = set(json.loads(Path(listed).read_text()))
+        kept = {item for item in items if item.nodeid not in done}
+    else:
         return
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _quick(items):
     cases = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
@@ -124,8 +144,7 @@ def pytest_collection_modifyitems(config, items):
     for (path, name), all_cases in cases.items():
         few = min(QUICK_CASES, len(all_cases))
         kept.update(random.Random(f"{path.name} {name}").sample(all_cases, few))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    return kept
 
 
 @pytest.fixture
