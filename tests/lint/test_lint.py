@@ -290,6 +290,15 @@ def test_hints_only_when_asked():
     assert [id for id, _ in found(on_the_cpu, hints=True)] == ["zipped-loader"]
 
 
+def test_zipped_loader_outside_of_training():
+    """A guide's warm-up of a loader, which fetches 11 batches."""
+    source = "for _ in zip(range(10), {}):\n    pass\n"
+    assert mended(source.format("loader"), hints=True) == [
+        "itertools.islice(loader, 10)"
+    ]
+    assert found(source.format("names"), hints=True) == []
+
+
 def test_mended_lines_of_waits():
     source = in_loop("a = x.cpu()", "b = x.detach().numpy()")
     assert mended(source, hints=True) == [

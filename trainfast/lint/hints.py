@@ -51,14 +51,17 @@ def copy_that_waits(script: Script) -> Found:
 
 
 def zipped_loader(script: Script) -> Found:
-    """zip(range(n), loader), which fetches one batch more than it uses."""
-    for loop in script.step_loops:
+    """zip(range(n), loader), which fetches one batch more than it uses; in a loop that
+    steps, or of what is called a loader."""
+    for loop in ast.walk(script.tree):
         value = getattr(loop, "iter", None)
         if not (isinstance(value, ast.Call) and last(value.func) == "zip"):
             continue
-        first = value.args[0] if value.args else None
-        if isinstance(first, ast.Call) and last(first.func) == "range":
-            loader = script.text(value.args[-1])
+        first, *others = value.args or [None]
+        if not (isinstance(first, ast.Call) and last(first.func) == "range" and others):
+            continue
+        loader = script.text(others[-1])
+        if loop in script.step_loops or "loader" in loader.lower():
             n = script.text(first.args[0]) if first.args else "n"
             yield value, f"itertools.islice({loader}, {n})"
 
