@@ -76,10 +76,10 @@ class LeakTracker:
 
     Every second step it samples what the host's allocator, Python's and torch's GPU
     allocator have given out (0.1 ms). Once the robust slope of one of them leaves zero,
-    it looks at all of Python's objects three times within 16 steps; that takes about a
-    second, and collects garbage. If a container grows each time, tracemalloc is on for
-    the last 8 of these steps. A leak is warned of once; without a container, graph or
-    class that grows there is no warning.
+    it looks at all of Python's objects three times within 16 steps; a look takes about
+    a second for half a million objects, and collects garbage. tracemalloc is on for the
+    last 8 of these steps. A leak is warned of once; without a container, graph or class
+    that grows there is no warning.
 
     Args:
         on_leak: called with each `Leak`; None: it is a `LeakWarning`.
