@@ -72,7 +72,8 @@ class Census:
         self._second: Counter[type] = Counter()
         self._candidates: list[Growth] = []
 
-    def look_again(self) -> None:
+    def look_again(self) -> bool:
+        """The second look: whether any container grew."""
         objects = _objects()
         grown: list[tuple[int, Any]] = []
         for each in _containers(objects):
@@ -86,6 +87,7 @@ class Census:
         del grown[_MOST_CANDIDATES:]
         self._candidates = [Growth(each) for _, each in grown]
         self.follow()
+        return bool(grown)
 
     def follow(self) -> None:
         for each in self._candidates:

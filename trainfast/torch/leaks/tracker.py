@@ -77,9 +77,9 @@ class LeakTracker:
     Every second step it samples what the host's allocator, Python's and torch's GPU
     allocator have given out (0.1 ms). Once the robust slope of one of them leaves zero,
     it looks at all of Python's objects three times within 16 steps; a look takes about
-    a second for half a million objects, and collects garbage. tracemalloc is on for the
-    last 8 of these steps. A leak is warned of once; without a container, graph or class
-    that grows there is no warning.
+    a second for half a million objects, and collects garbage. If a container has grown,
+    tracemalloc is on for the last 8 of these steps. A leak is warned of once; without a
+    container, graph or class that grows there is no warning.
 
     Args:
         on_leak: called with each `Leak`; None: it is a `LeakWarning`.
@@ -217,9 +217,9 @@ def _look(measured: float) -> Generator[int | list[Leak], None, None]:
     census = Census()
     graphs.mark(1)
     yield _HALF
-    census.look_again()
+    any_grew = census.look_again()
     graphs.mark(2)
-    with _tracing():
+    with _tracing() if any_grew else contextlib.nullcontext():
         for _ in range(_HALF):
             yield 1
             census.follow()
