@@ -57,10 +57,12 @@ def zipped_loader(script: Script) -> Found:
         value = getattr(loop, "iter", None)
         if not (isinstance(value, ast.Call) and last(value.func) == "zip"):
             continue
-        first, *others = value.args or [None]
-        if not (isinstance(first, ast.Call) and last(first.func) == "range" and others):
+        if len(value.args) < 2:
             continue
-        loader = script.text(others[-1])
+        first = value.args[0]
+        if not (isinstance(first, ast.Call) and last(first.func) == "range"):
+            continue
+        loader = script.text(value.args[-1])
         if loop in script.step_loops or "loader" in loader.lower():
             n = script.text(first.args[0]) if first.args else "n"
             yield value, f"itertools.islice({loader}, {n})"

@@ -33,15 +33,28 @@ class Growth:
     def grew(self) -> bool:
         return self.lengths[-1] > self.lengths[0]
 
-    @property
-    def steady(self) -> bool:
-        """Every step adds as much, or the second half of the steps hardly less than the
-        first if there are many: a cache that fills gets less and less."""
+    def is_steady(self, steps: int) -> bool:
+        """Whether it is no cache that fills, which gets less and less.
+
+        Few steps: each adds as much; to a dict or set also all steps before, or a cache
+        has had luck with its keys. Many steps: additions of one size at equal
+        distances; to others the second half may add a tenth less than the first.
+
+        Args:
+            steps: that the tracker has seen.
+        """
         added = [b - a for a, b in itertools.pairwise(self.lengths)]
+        places = [place for place, n in enumerate(added) if n]
+        gaps = {b - a for a, b in itertools.pairwise(places)}
+        regular = len({added[place] for place in places}) == 1 and len(gaps) == 1
+        may_be_cache = issubclass(type(self.container), dict | set)
         if len(added) < _MANY:
-            return min(added) == max(added) > 0
+            regular = regular and gaps == {1} and len(places) == len(added)
+            since_start = self.lengths[-1] >= added[-1] * (steps - 1)
+            return regular and (since_start or not may_be_cache)
         half = len(added) // 2
-        return sum(added[half:]) >= 0.9 * sum(added[:half]) > 0
+        lasting = sum(added[half:]) >= 0.9 * sum(added[:half]) > 0
+        return regular or (lasting and not may_be_cache)
 
     def new(self) -> list[Any]:
         """What it got since the second look; of a set all, which has no order."""

@@ -184,7 +184,8 @@ class LeakTracker:
         self._signals.take(self.steps)
         slopes = self._signals.slopes()
         if grows(slopes):
-            self._looks = _look(sum(n for k, n in slopes.items() if "bytes" in k))
+            measured = sum(n for name, n in slopes.items() if "bytes" in name)
+            self._looks = _look(self.steps, measured)
             found += self._go_on()
         return found
 
@@ -207,11 +208,12 @@ class LeakTracker:
         return found
 
 
-def _look(measured: float) -> Generator[int | list[Leak], None, None]:
+def _look(steps: int, measured: float) -> Generator[int | list[Leak], None, None]:
     """Looks at all objects, some steps apart; yields how many steps to wait for the
     next look, and at last the leaks.
 
     Args:
+        steps: seen until now.
         measured: bytes a step that the process got.
     """
     census = Census()
@@ -224,7 +226,7 @@ def _look(measured: float) -> Generator[int | list[Leak], None, None]:
             yield 1
             census.follow()
         grown = census.grown()
-        steady = [each for each in grown if each.steady]
+        steady = [each for each in grown if each.is_steady(steps + 2 * _HALF)]
         leaks = verdict.of_containers(steady, measured)
         if not leaks:
             other = verdict.of_graph({1, 2}, measured)
@@ -234,7 +236,8 @@ def _look(measured: float) -> Generator[int | list[Leak], None, None]:
         for _ in range(_LONGER):  # some may be caches that fill
             yield 1
             census.follow()
-        steady = [each for each in census.grown() if each.steady]
+        steps += 2 * _HALF + _LONGER
+        steady = [each for each in census.grown() if each.is_steady(steps)]
         leaks = verdict.of_containers(steady, measured)
     yield leaks
 
