@@ -103,6 +103,9 @@ class MemoryMonitor:
     def remove(self, name: str) -> None:
         """Forgets an object.
 
+        Args:
+            name: in the statistics.
+
         Raises:
             KeyError: no object has this name.
         """
