@@ -25,7 +25,7 @@ class Profiler:
             ...
             profiler.step()
 
-    Steps 1000 to 1005 are written as "step-1000.json.gz", which Perfetto and Chrome's
+    Steps 1001 to 1005 are written as "step-1000.json.gz", which Perfetto and Chrome's
     tracing page show, and "step-1000.txt", a table of the operations that took longest.
     Between the profiled steps a call of `step` does nothing.
 

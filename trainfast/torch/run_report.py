@@ -1,12 +1,12 @@
 """What the frameworks' callbacks share: EpochReport, Logger, samples of a batch."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from trainfast.log import EpochReport, Logger
+from trainfast.torch.data.batches import tensors
 
 _NOT_NAMES = ("step", "time")  # of the Logger's own columns
 
@@ -17,30 +17,16 @@ def samples_of(batch: Any) -> int:
     Raises:
         TypeError: there is no tensor with a dimension in the batch.
     """
-    count = _samples_in(batch)
-    if count is None:
-        raise TypeError(
-            f"cannot tell the samples of a batch of type {type(batch).__name__}; pass "
-            "`samples`, a function of the batch that returns their number"
-        )
-    return count
-
-
-def _samples_in(batch: Any) -> int | None:
     graphs = getattr(batch, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs
-    if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else None
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = vars(batch).values()
-    counts = (_samples_in(part) for part in parts)
-    return next((count for count in counts if count is not None), None)
+    for tensor in tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise TypeError(
+        f"cannot tell the samples of a batch of type {type(batch).__name__}; pass "
+        "`samples`, a function of the batch that returns their number"
+    )
 
 
 class RunReport:

@@ -1,13 +1,14 @@
 """What a batch holds, whatever made it."""
 
 from collections.abc import MutableMapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:
-    """The tensors in a batch: of nested containers, or of a PyG batch."""
+    """The tensors in a batch: of nested containers, dataclasses, or a PyG batch."""
     if hasattr(batch, "to_dict") and callable(batch.to_dict):
         batch = batch.to_dict()
     if isinstance(batch, torch.Tensor):
@@ -16,4 +17,6 @@ def tensors(batch: Any) -> list[torch.Tensor]:
         return [leaf for value in batch.values() for leaf in tensors(value)]
     if isinstance(batch, list | tuple):
         return [leaf for value in batch for leaf in tensors(value)]
+    if is_dataclass(batch):
+        return [leaf for value in vars(batch).values() for leaf in tensors(value)]
     return []

@@ -3,25 +3,18 @@
 import ast
 import linecache
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from trainfast.graph_cache.digest import is_own_file
+
 _ADDING = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
 _OPTIMIZED = 1  # flag of a function's code, whose f_locals is a copy
-_OWN = str(Path(__file__).parents[2])
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in (
-        *(_OWN, *site.getsitepackages(), site.getusersitepackages()),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")),
-    )
-)
+_PACKAGE = os.path.join(Path(__file__).parents[2], "")
 
 
 def is_script(path: str) -> bool:
@@ -30,7 +23,8 @@ def is_script(path: str) -> bool:
         return True
     if not path or path.startswith("<"):
         return False
-    return not os.path.abspath(path).startswith(_LIBRARIES)
+    path = os.path.abspath(path)
+    return not path.startswith(_PACKAGE) and is_own_file("", path)
 
 
 def is_cell(path: str) -> bool:
@@ -48,7 +42,7 @@ def frames() -> Iterator[FrameType]:
     for innermost in list(sys._current_frames().values()):
         frame: FrameType | None = innermost
         while frame is not None:
-            if not frame.f_code.co_filename.startswith(_LIBRARIES[0]):
+            if not frame.f_code.co_filename.startswith(_PACKAGE):
                 yield frame
             frame = frame.f_back
 
