@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from trainfast.torch.leaks import verdict
 from trainfast.torch.leaks.census import Growth
 
 
@@ -22,6 +23,16 @@ def test_same_addition_in_every_step_since_the_start(kind):
     assert not growth(kind, [2] * 7 + [3], first=70).is_steady(44)
     assert not growth(kind, [2] * 7 + [0], first=70).is_steady(44)
     assert not growth(kind, [0] * 8, first=70).is_steady(44)
+
+
+def test_set_has_no_order_so_that_all_its_elements_share_the_steps():
+    numbers = set(range(1000))
+    small = Growth(numbers, [1000 - 8 + i for i in range(9)])
+    assert len(small.new()) == 1000 and small.span() == 1000  # 1 number a step
+    assert not verdict._Contents(small.new(), small.old(), small.span()).matters
+    arrays = Growth([bytearray(1 << 20) for _ in range(9)], list(range(1, 10)))
+    contents = verdict._Contents(arrays.new(), arrays.old(), arrays.span())
+    assert contents.matters and contents.text == "1 bytearray a step"
 
 
 def test_cache_with_luck_is_shorter_than_a_leak():

@@ -62,6 +62,13 @@ class Growth:
             return gc.get_referents(self.container)
         return list(itertools.islice(_values(self.container), self.lengths[0], None))
 
+    def span(self) -> float:
+        """The steps in which `new` came; of a set as if it had always grown so."""
+        steps = len(self.lengths) - 1
+        if issubclass(type(self.container), set):
+            return steps * self.lengths[-1] / (self.lengths[-1] - self.lengths[0])
+        return steps
+
     def old(self) -> list[Any]:
         """The last element of before, if there is one."""
         if issubclass(type(self.container), set):

@@ -66,7 +66,7 @@ def of_containers(grown: list[Growth], measured: float) -> list[Leak]:
     hidden |= {id(each.__dict__) for each in grown}
     for growth in grown:
         new = growth.new()
-        contents = _Contents(new, growth.old(), len(growth.lengths) - 1)
+        contents = _Contents(new, growth.old(), growth.span())
         if not contents.matters:
             continue
         owner = find_owner(growth.container, hidden | {id(new)})
