@@ -388,11 +388,68 @@ typedef struct {
  * a device creates a handle, which allocates, so it must not be captured. */
 tfast_status tfast_gemm(const tfast_gemm_args *args);
 
+/* ---- Neighbours ------------------------------------------------------------------ */
+
+enum { TFAST_MAX_POINT_DIM = 8 };
+
+/* Points of several graphs, packed. Coordinate d of row i is
+ * data[i * row + d * column]; graph g has the rows ptr[g] .. ptr[g + 1] - 1. */
+typedef struct {
+    const void *data;
+    int64_t row, column; /* strides in elements */
+    int64_t n;
+    const int64_t *ptr; /* [n_graphs + 1], from 0 to n, not decreasing */
+} tfast_points;
+
+/* A search for neighbours: for each centre, the points of its graph that are within
+ * `radius`. tfast_neighbours_count() sets n_edges; the caller then provides the arrays
+ * that tfast_neighbours_fill() writes. */
+typedef struct {
+    /* [n_edges], ordered by centre, then by neighbour: */
+    void *neighbour, *centre; /* rows of `points` and of `centres`: int64, or int32
+                                 with short_indices */
+    void *distance;           /* of dtype; NULL: not wanted, also below */
+    void *relative_position;  /* [n_edges, dim]: the neighbour's minus the centre's */
+    void *unit_vector;        /* [n_edges, dim]: that divided by distance, 0 for 0 */
+    int64_t n_edges;
+
+    tfast_points points;
+    tfast_points centres; /* data NULL: the points are the centres */
+    int64_t n_graphs;
+    int64_t dim;   /* 1 .. TFAST_MAX_POINT_DIM */
+    double radius; /* >= 0 or infinity */
+    int64_t most;  /* at most so many neighbours of a centre, the nearest, of equally
+                      near ones those in front; negative: all */
+    bool below;    /* distance < radius instead of <= */
+    bool first;    /* of too many neighbours keep those in front, not the nearest */
+    bool loop;     /* where the points are the centres: each is its own neighbour,
+                      beside the others that `most` counts */
+    bool unit;     /* points are divided by their norms first: order by angle */
+    bool short_indices;
+    uint8_t dtype;
+    tfast_device device;
+} tfast_neighbours_args;
+
+/* What a search keeps between its two functions; opaque. */
+typedef struct tfast_neighbours_plan tfast_neighbours_plan;
+
+/* The squared distance is the sum, in the order of dimensions, of squared differences
+ * of coordinates, all in float64; it is compared with radius * radius in float64. Thus
+ * the same input gives the same edges on every backend and for any number of threads.
+ *
+ * TFAST_EINVAL for coordinates that are not finite. On success the caller ends the plan
+ * with tfast_neighbours_end(), whether it fills or not. */
+tfast_status tfast_neighbours_count(tfast_neighbours_plan **plan,
+                                    tfast_neighbours_args *args);
+tfast_status tfast_neighbours_fill(tfast_neighbours_plan *plan,
+                                   const tfast_neighbours_args *args);
+void tfast_neighbours_end(tfast_neighbours_plan *plan); /* NULL is allowed */
+
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Raise it whenever a struct in this file changes: a backend library that was built
  * with another value is refused. */
-#define TFAST_ABI 8
+#define TFAST_ABI 9
 
 /* A backend: one function for each operation, NULL if it lacks the operation. The
  * tfast_ functions validate the arguments before they call a backend. */
@@ -411,6 +468,8 @@ typedef struct tfast_backend {
     tfast_status (*attention_scratch)(int64_t *bytes, const tfast_attention_args *args,
                                       bool backward); /* NULL: none is needed */
     tfast_status (*gemm)(const tfast_gemm_args *args);
+    tfast_status (*neighbours_count)(tfast_neighbours_plan **plan,
+                                     tfast_neighbours_args *args);
 } tfast_backend;
 
 /* The one symbol that a backend library exports (the CUDA library; `simt` and `wide` of

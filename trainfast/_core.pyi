@@ -314,6 +314,23 @@ def attention_backward(
 def gemm(
     a: _Array, b: _Array, out: _Array, *, allow_tf32: bool = False, stream: int = 0
 ) -> None: ...
+def neighbours(
+    points: _Array,
+    centres: _Array | None,
+    ptr: _Array,
+    centres_ptr: _Array | None,
+    make: Callable[[int], tuple[_Array | None, ...]],
+    *,
+    r: float = 0.0,
+    most: int = -1,
+    below: bool = False,
+    first: bool = False,
+    loop: bool = False,
+    unit: bool = False,
+    short_indices: bool = False,
+) -> tuple[Any, ...]: ...
+
+# make(edges): neighbour, centre, distance, relative_position, unit_vector.
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...
 def num_threads() -> int: ...

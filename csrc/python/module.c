@@ -83,6 +83,9 @@ static PyMethodDef methods[] = {
      "The gradients of attention; see trainfast.attention_backward."},
     {"gemm", WITH_KEYWORDS(py_gemm), METH_FASTCALL | METH_KEYWORDS,
      "out = a b by cuBLAS, for dense CUDA matrices; see csrc/tfast.h."},
+    {"neighbours", WITH_KEYWORDS(py_neighbours), METH_FASTCALL | METH_KEYWORDS,
+     "Edges between near points; see trainfast.numpy and csrc/tfast.h. Calls\n"
+     "make(number of edges), which returns the arrays to fill, and returns them."},
     {"graph_collate", py_graph_collate, METH_VARARGS,
      "graph_collate(selection, indices, /)\n--\n\n"
      "Collates now; several threads copy a large batch."},

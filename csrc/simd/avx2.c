@@ -3,11 +3,18 @@
 #    include "cpu_backend.h"
 
 extern const tfast_type_kernels tfast_avx2_f32, tfast_avx2_f64;
+extern const tfast_neighbour_kernels tfast_avx2_neighbours;
 
 static const tfast_type_kernels *
 kernels_for(bool is_float64)
 {
     return is_float64 ? &tfast_avx2_f64 : &tfast_avx2_f32;
+}
+
+static const tfast_neighbour_kernels *
+neighbour_kernels(void)
+{
+    return &tfast_avx2_neighbours;
 }
 
 static const char *

@@ -4,6 +4,7 @@
 #define CPU_BACKEND_H
 
 #include "../kernels/type_kernels.h"
+#include "../neighbour_search.h"
 
 /* The kernels with float64 arithmetic, or those with float32 arithmetic, which also
  * serve float16 and bfloat16. */
@@ -33,12 +34,21 @@ attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool backwar
         ->attention_scratch(bytes, args, backward);
 }
 
+/* The kernels of the search for neighbours. */
+static const tfast_neighbour_kernels *neighbour_kernels(void);
+
+static tfast_status
+neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args)
+{
+    return tfast_neighbours_plan_cpu(plan, args, neighbour_kernels());
+}
+
 #define CPU_BACKEND(NAME)                                                              \
     {                                                                                  \
         .abi = TFAST_ABI, .name = NAME, .device = TFAST_CPU, .unusable = unusable,     \
         .adamw = adamw_step, .amp_grads = amp_grads, .amp_update = amp_update,         \
         .attention = attention, .attention_backward = attention_backward,              \
-        .attention_scratch = attention_scratch,                                        \
+        .attention_scratch = attention_scratch, .neighbours_count = neighbours_count,  \
     }
 
 #endif

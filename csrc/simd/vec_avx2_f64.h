@@ -48,4 +48,31 @@ static inline double vr_sum(vr a)
     return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
 }
 
+static inline uint32_t vr_mask_le(vr a, vr b)
+{
+    return (uint32_t)_mm256_movemask_pd(_mm256_cmp_pd(a, b, _CMP_LE_OQ));
+}
+/* For each mask, the lanes that it selects, in order. */
+static const int32_t v_selected[16][4] = {
+    {0, 0, 0, 0}, {0, 0, 0, 0}, {1, 0, 0, 0}, {0, 1, 0, 0},
+    {2, 0, 0, 0}, {0, 2, 0, 0}, {1, 2, 0, 0}, {0, 1, 2, 0},
+    {3, 0, 0, 0}, {0, 3, 0, 0}, {1, 3, 0, 0}, {0, 1, 3, 0},
+    {2, 3, 0, 0}, {0, 2, 3, 0}, {1, 2, 3, 0}, {0, 1, 2, 3},
+};
+static inline void vr_compress_indices(int32_t *p, const int32_t *from, uint32_t mask)
+{
+    const __m128i lanes = _mm_loadu_si128((const __m128i *)v_selected[mask]);
+    const __m128 a = _mm_loadu_ps((const float *)(const void *)from);
+    _mm_storeu_ps((float *)(void *)p, _mm_permutevar_ps(a, lanes));
+}
+static inline void vr_compress(double *p, vr a, uint32_t mask)
+{
+    /* Lane i of float64 is the lanes 2 i and 2 i + 1 of 32 bits. */
+    const __m256i lanes = _mm256_cvtepi32_epi64(_mm_loadu_si128((const __m128i *)v_selected[mask]));
+    const __m256i low = _mm256_slli_epi64(lanes, 1);
+    const __m256i high = _mm256_slli_epi64(_mm256_add_epi64(low, _mm256_set1_epi64x(1)), 32);
+    const __m256i halves = _mm256_or_si256(low, high);
+    _mm256_storeu_pd(p, _mm256_castps_pd(_mm256_permutevar8x32_ps(_mm256_castpd_ps(a), halves)));
+}
+
 #endif

@@ -55,4 +55,15 @@ static inline void vr_transpose(vr *r)
 }
 static inline double vr_sum(vr a) { return _mm512_reduce_add_pd(a); }
 
+static inline uint32_t vr_mask_le(vr a, vr b) { return _mm512_cmp_pd_mask(a, b, _CMP_LE_OQ); }
+static inline void vr_compress(double *p, vr a, uint32_t mask)
+{
+    _mm512_storeu_pd(p, _mm512_maskz_compress_pd((__mmask8)mask, a));
+}
+static inline void vr_compress_indices(int32_t *p, const int32_t *from, uint32_t mask)
+{
+    const __m256i a = _mm256_loadu_si256((const __m256i *)from);
+    _mm256_storeu_si256((__m256i *)p, _mm256_maskz_compress_epi32((__mmask8)mask, a));
+}
+
 #endif

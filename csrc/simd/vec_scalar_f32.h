@@ -8,7 +8,9 @@
  * a fused multiply-add. vr_madd is a * b + c, fused only if the set has FMA.
  * vr_if_less(a, b, x, y) is a < b ? x : y. vr_pow2(a) shifts the lowest bits of a into
  * the exponent field. vr_transpose() transposes VR_WIDTH vectors in place. vr_sum adds
- * the lanes. V_ROWS: registers suffice for V_ROWS x 2 vectors of accumulators of a
+ * the lanes. Of float64 only: vr_mask_le(a, b) has bit i set where a <= b in lane i;
+ * vr_compress() and vr_compress_indices() store the lanes that a mask selects one after
+ * another, and may write anything to the rest of VR_WIDTH places. V_ROWS: registers suffice for V_ROWS x 2 vectors of accumulators of a
  * matrix product, beside two factors and a broadcast.
  *
  * V_PAIRS is 1 where a lane may hold a pair of bfloat16, the first in its low half:

@@ -38,4 +38,12 @@ static inline vr vr_pow2(vr a)
 static inline void vr_transpose(vr *rows) { (void)rows; }
 static inline double vr_sum(vr a) { return a; }
 
+static inline uint32_t vr_mask_le(vr a, vr b) { return a <= b; }
+static inline void vr_compress(double *p, vr a, uint32_t mask) { (void)mask; *p = a; }
+static inline void vr_compress_indices(int32_t *p, const int32_t *from, uint32_t mask)
+{
+    (void)mask;
+    *p = *from;
+}
+
 #endif

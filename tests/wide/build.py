@@ -21,7 +21,7 @@ BUILT = ROOT / "build" / "wide"
 SOURCES = [*sorted(HERE.glob("*.c"))]
 SOURCES += [
     ROOT / "csrc" / f"{name}.c"
-    for name in ("cpuid", "cpus", "openmp", "parallel", "scratch")
+    for name in ("cpuid", "cpus", "neighbour_search", "openmp", "parallel", "scratch")
 ]
 # Optimised fully it compiles for longer than the whole module.
 FLAGS = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-DNDEBUG"]

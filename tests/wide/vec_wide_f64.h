@@ -55,6 +55,20 @@ static inline double vr_sum(vr a)
     for (int i = 0; i < 8; i++) { sum += a[i]; }
     return sum;
 }
+static inline uint32_t vr_mask_le(vr a, vr b)
+{
+    uint32_t mask = 0;
+    for (int i = 0; i < 8; i++) { mask |= (uint32_t)(a[i] <= b[i]) << i; }
+    return mask;
+}
+static inline void vr_compress(double *p, vr a, uint32_t mask)
+{
+    for (int i = 0, n = 0; i < 8; i++) { if (mask >> i & 1) { p[n++] = a[i]; } }
+}
+static inline void vr_compress_indices(int32_t *p, const int32_t *from, uint32_t mask)
+{
+    for (int i = 0, n = 0; i < 8; i++) { if (mask >> i & 1) { p[n++] = from[i]; } }
+}
 #undef EACH_LANE
 
 #endif

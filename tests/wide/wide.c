@@ -8,11 +8,18 @@
 #include <stdio.h>
 
 extern const tfast_type_kernels tfast_wide_f32, tfast_wide_f64;
+extern const tfast_neighbour_kernels tfast_wide_neighbours;
 
 static const tfast_type_kernels *
 kernels_for(bool is_float64)
 {
     return is_float64 ? &tfast_wide_f64 : &tfast_wide_f32;
+}
+
+static const tfast_neighbour_kernels *
+neighbour_kernels(void)
+{
+    return &tfast_wide_neighbours;
 }
 
 static const char *

@@ -1,6 +1,10 @@
 #include "vec_wide_f64.h"
 
+#include "kernels/neighbours.h"
 #include "simd/type_unit.h"
 
 extern const tfast_type_kernels tfast_wide_f64;
 const tfast_type_kernels tfast_wide_f64 = TYPE_KERNELS;
+
+extern const tfast_neighbour_kernels tfast_wide_neighbours;
+const tfast_neighbour_kernels tfast_wide_neighbours = NEIGHBOUR_KERNELS;

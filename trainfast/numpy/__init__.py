@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from trainfast.numpy.adamw import AdamW, adamw_step
 from trainfast.numpy.attention import AttentionGradients, attention, attention_backward
 from trainfast.numpy.loss_scaler import LossScaler
+from trainfast.numpy.neighbours import knn, knn_graph, radius, radius_graph
 
 __all__ = [
     "AdamW",
@@ -13,6 +14,10 @@ __all__ = [
     "adamw_step",
     "attention",
     "attention_backward",
+    "knn",
+    "knn_graph",
+    "radius",
+    "radius_graph",
 ]
 
 # torch's names that are asked for here, and what arrays have instead.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import trainfast.torch.private  # noqa: F401  (first: refuses a torch that is too old)
 
 if TYPE_CHECKING:  # __getattr__ loads them
+    from trainfast.numpy import knn, knn_graph, radius, radius_graph
     from trainfast.torch import accelerate as accelerate
     from trainfast.torch import flash_attn as flash_attn
     from trainfast.torch import huggingface as huggingface
@@ -58,6 +59,7 @@ _PACKAGES = {
     "profiler": ("Profiler",),
 }
 _HOMES = {name: package for package, names in _PACKAGES.items() for name in names}
+_NEIGHBOURS = ("knn", "knn_graph", "radius", "radius_graph")  # the same for all arrays
 _MODULES = (
     "accelerate",
     "amp",
@@ -95,9 +97,13 @@ __all__ = [
     "flash_attn",
     "get_total_norm",
     "huggingface",
+    "knn",
+    "knn_graph",
     "loader_kwargs",
     "print_gpu_memory",
     "profile_memory_usage",
+    "radius",
+    "radius_graph",
     "resume",
     "save_checkpoint",
     "scaled_dot_product_attention",
@@ -118,6 +124,8 @@ sys.modules[__name__].__class__ = _Face
 
 
 def __getattr__(name: str) -> object:
+    if name in _NEIGHBOURS:
+        return getattr(import_module("trainfast.numpy.neighbours"), name)
     if name in _HOMES:
         found = getattr(import_module(f"trainfast.torch.{_HOMES[name]}"), name)
         globals()[name] = found
@@ -128,4 +136,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES, *_MODULES, *_NEIGHBOURS})

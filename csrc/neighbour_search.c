@@ -1,0 +1,760 @@
+/* Graphs of few points are searched point by point; larger ones get a grid. Both phases
+ * of a search share out centres among threads; a centre's edges have a fixed place, so
+ * the result does not depend on the threads. */
+#include "neighbour_search.h"
+
+#include "half.h"
+#include "neighbour_grid.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    GRID_POINTS = 1024, /* from so many points on a graph gets a grid, */
+    GRID_CENTRES = 32,  /* and from so many centres on */
+    CHUNK = 64,         /* centres that a thread takes at once */
+    PIECE = 4096,       /* places that are searched before room is made for more */
+    SERIAL = 1 << 14,   /* pairs that are not worth another thread */
+};
+
+typedef struct {
+    tfast_cloud cloud;
+    tfast_grid grid;
+    int64_t first, n; /* its rows of `points` */
+} graph;
+
+typedef struct {
+    tfast_neighbours_plan plan;
+    const tfast_neighbour_kernels *kernels;
+    double limit;     /* of squared distances, inclusive */
+    bool itself;      /* the points are the centres */
+    int64_t *offsets; /* [centres + 1]: each centre's first edge */
+    double *axes;     /* [dim, n + TFAST_CLOUD_SLACK] */
+    int32_t *index;   /* [n + TFAST_CLOUD_SLACK] */
+    int32_t *start;   /* [n + n_graphs]: of the grids */
+    graph *graphs;
+} search;
+
+/* What a thread has found for one centre. */
+typedef struct {
+    int32_t *found, *spare;
+    double *squares;
+    int64_t n, room;
+} finding;
+
+/* One parallel phase. */
+typedef struct {
+    search *s;
+    const tfast_neighbours_args *args;
+    bool fill;
+    _Atomic int64_t next;
+    _Atomic int64_t bad; /* the first row that is not finite, or n */
+    _Atomic bool failed; /* no memory */
+} phase;
+
+/* ---- Points ---------------------------------------------------------------------- */
+
+/* Reads one point; false if a coordinate is not finite. */
+static bool
+load_point(double *out, const tfast_neighbours_args *args, const tfast_points *points,
+           int64_t row)
+{
+    const int64_t at = row * points->row;
+    double norm = 0, sum = 0;
+
+    for (int d = 0; d < (int)args->dim; d++) {
+        const int64_t i = at + d * points->column;
+
+        switch (args->dtype) {
+        case TFAST_F64:
+            out[d] = ((const double *)points->data)[i];
+            break;
+        case TFAST_F32:
+            out[d] = ((const float *)points->data)[i];
+            break;
+        case TFAST_F16:
+            out[d] = tfast_from_f16(((const uint16_t *)points->data)[i]);
+            break;
+        default:
+            out[d] = tfast_from_bf16(((const uint16_t *)points->data)[i]);
+        }
+        sum += out[d] - out[d]; /* NaN for infinities, too */
+        norm += out[d] * out[d];
+    }
+    if (args->unit && norm > 0) {
+        for (int d = 0; d < (int)args->dim; d++) {
+            out[d] /= sqrt(norm);
+        }
+    }
+    return sum == 0;
+}
+
+static void
+note_bad(phase *job, int64_t row)
+{
+    int64_t old = job->bad;
+
+    while (row < old && !atomic_compare_exchange_weak(&job->bad, &old, row)) {
+    }
+}
+
+/* Copies the points of a graph to its cloud. */
+static void
+prepare_plain(phase *job, const graph *g, double *axis, int64_t stride, int32_t *index)
+{
+    double point[TFAST_MAX_POINT_DIM] = {0};
+
+    for (int64_t i = 0; i < g->n; i++) {
+        if (!load_point(point, job->args, &job->args->points, g->first + i)) {
+            note_bad(job, g->first + i);
+        }
+        for (int d = 0; d < (int)job->args->dim; d++) {
+            axis[d * stride + i] = point[d];
+        }
+        index[i] = (int32_t)i;
+    }
+}
+
+/* The same in the order of a grid, which it plans. */
+static void
+prepare_grid(phase *job, graph *g, double *axis, int64_t stride, int32_t *index,
+             int32_t *start)
+{
+    const int dim = (int)job->args->dim;
+    double *points = malloc((size_t)g->n * (size_t)dim * sizeof *points);
+    bool finite = points != NULL;
+    int64_t cells, place = 0;
+
+    if (points == NULL) {
+        job->failed = true;
+    }
+    for (int64_t i = 0; i < g->n && points != NULL; i++) {
+        if (!load_point(points + i * dim, job->args, &job->args->points,
+                        g->first + i)) {
+            note_bad(job, g->first + i);
+            finite = false;
+        }
+    }
+    if (!finite) {
+        free(points);
+        return;
+    }
+    tfast_grid_plan(&g->grid, points, g->n, dim, job->args->radius,
+                    job->args->first ? -1 : job->args->most);
+    cells = tfast_grid_cells(&g->grid);
+    g->grid.start = start;
+    memset(start, 0, (size_t)(cells + 1) * sizeof *start);
+    for (int64_t i = 0; i < g->n; i++) {
+        start[tfast_grid_cell(&g->grid, points + i * dim) + 1]++;
+    }
+    for (int64_t c = 0; c < cells; c++) { /* from counts to where each cell begins */
+        const int64_t n = start[c + 1];
+
+        start[c + 1] = (int32_t)place;
+        place += n;
+    }
+    for (int64_t i = 0; i < g->n; i++) { /* ends with where each cell ends */
+        const int64_t at = start[tfast_grid_cell(&g->grid, points + i * dim) + 1]++;
+
+        for (int d = 0; d < dim; d++) {
+            axis[d * stride + at] = points[i * dim + d];
+        }
+        index[at] = (int32_t)i;
+    }
+    free(points);
+}
+
+static void
+prepare_part(void *context, int part, int parts)
+{
+    phase *job = context;
+    search *s = job->s;
+    const tfast_neighbours_args *args = job->args;
+    const tfast_points *centres = s->itself ? &args->points : &args->centres;
+    const int64_t stride = args->points.n + TFAST_CLOUD_SLACK;
+
+    (void)part;
+    (void)parts;
+    for (int64_t i = job->next++; i < args->n_graphs; i = job->next++) {
+        graph *g = &s->graphs[i];
+        double *axis = s->axes + (g->first = args->points.ptr[i]);
+
+        g->n = args->points.ptr[i + 1] - g->first;
+        g->grid.n_axes = 0;
+        g->grid.reach = args->radius;
+        for (int d = 0; d < (int)args->dim; d++) {
+            g->cloud.axis[d] = axis + d * stride;
+        }
+        g->cloud.index = s->index + g->first;
+        if (g->n < GRID_POINTS ||
+            centres->ptr[i + 1] - centres->ptr[i] < GRID_CENTRES) {
+            prepare_plain(job, g, axis, stride, s->index + g->first);
+        } else {
+            prepare_grid(job, g, axis, stride, s->index + g->first,
+                         s->start + g->first + i);
+        }
+    }
+}
+
+/* ---- The neighbours of one centre ------------------------------------------------ */
+
+static bool
+reserve(finding *f, int64_t n)
+{
+    const int64_t room = n + n / 2 + PIECE;
+    void *found, *spare, *squares;
+
+    if (n + TFAST_CLOUD_SLACK <= f->room) {
+        return true;
+    }
+    found = realloc(f->found, (size_t)room * sizeof *f->found);
+    f->found = found == NULL ? f->found : found;
+    spare = realloc(f->spare, (size_t)room * sizeof *f->spare);
+    f->spare = spare == NULL ? f->spare : spare;
+    squares = realloc(f->squares, (size_t)room * sizeof *f->squares);
+    f->squares = squares == NULL ? f->squares : squares;
+    if (found == NULL || spare == NULL || squares == NULL) {
+        return false;
+    }
+    f->room = room;
+    return true;
+}
+
+static bool
+is_before(const finding *f, int64_t i, double square, int32_t number)
+{
+    return f->squares[i] < square || (f->squares[i] == square && f->found[i] < number);
+}
+
+static void
+swap(finding *f, int64_t i, int64_t j)
+{
+    const double square = f->squares[i];
+    const int32_t number = f->found[i];
+
+    f->squares[i] = f->squares[j];
+    f->found[i] = f->found[j];
+    f->squares[j] = square;
+    f->found[j] = number;
+}
+
+/* Keeps the `most` nearest, in any order (Hoare's selection). */
+static void
+select_nearest(finding *f, int64_t most)
+{
+    int64_t low = 0, high = f->n - 1;
+
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        int64_t i = low, j = high;
+        double square;
+        int32_t number;
+
+        if (is_before(f, middle, f->squares[low], f->found[low])) {
+            swap(f, low, middle);
+        }
+        if (is_before(f, high, f->squares[low], f->found[low])) {
+            swap(f, low, high);
+        }
+        if (is_before(f, high, f->squares[middle], f->found[middle])) {
+            swap(f, middle, high);
+        }
+        square = f->squares[middle];
+        number = f->found[middle];
+        while (i <= j) {
+            while (is_before(f, i, square, number)) {
+                i++;
+            }
+            while (f->squares[j] > square ||
+                   (f->squares[j] == square && f->found[j] > number)) {
+                j--;
+            }
+            if (i <= j) {
+                swap(f, i++, j--);
+            }
+        }
+        if (most - 1 <= j) {
+            high = j;
+        } else if (most - 1 >= i) {
+            low = i;
+        } else {
+            break;
+        }
+    }
+    f->n = f->n < most ? f->n : most;
+}
+
+/* One centre that is searched for. */
+typedef struct {
+    const phase *job;
+    const graph *g;
+    const double *centre;
+    int64_t place; /* of the point that must not be found, or -1 */
+    int64_t most;  /* keep the nearest; negative: all */
+    double limit;
+    int64_t total; /* found so far, also those that were dropped */
+} query;
+
+/* Searches places first .. end - 1. f NULL: only counts. False without memory. */
+static bool
+search_places(query *q, finding *f, int64_t first, int64_t end)
+{
+    const tfast_neighbours_args *args = q->job->args;
+    const tfast_neighbour_kernels *kernels = q->job->s->kernels;
+
+    if (q->place >= first && q->place < end) {
+        const int64_t place = q->place;
+        bool ok;
+
+        q->place = -1;
+        ok = search_places(q, f, first, place) && search_places(q, f, place + 1, end);
+        q->place = place;
+        return ok;
+    }
+    if (f == NULL) {
+        q->total += kernels->within(&q->g->cloud, (int)args->dim, q->centre, q->limit,
+                                    first, end, NULL, NULL);
+        return true;
+    }
+    for (; first < end; first += PIECE) {
+        const int64_t stop = end - first < PIECE ? end : first + PIECE;
+        int64_t n;
+
+        if (!reserve(f, f->n + stop - first)) {
+            return false;
+        }
+        n = kernels->within(&q->g->cloud, (int)args->dim, q->centre, q->limit, first,
+                            stop, f->found + f->n,
+                            q->most < 0 ? NULL : f->squares + f->n);
+        f->n += n;
+        q->total += n;
+        if (q->most >= 0 && f->n > 2 * q->most + CHUNK) {
+            select_nearest(f, q->most);
+            q->limit = 0;
+            for (int64_t i = 0; i < f->n; i++) {
+                q->limit = fmax(q->limit, f->squares[i]);
+            }
+        }
+    }
+    return true;
+}
+
+/* Searches all cells within `radius`; *all is whether these are all the cells. */
+static bool
+search_cells(query *q, finding *f, double radius, bool *all)
+{
+    const tfast_grid *grid = &q->g->grid;
+    int64_t first[TFAST_GRID_AXES] = {0}, last[TFAST_GRID_AXES] = {0};
+    int64_t rows = 1, outer[TFAST_GRID_AXES] = {1, 1, 1};
+    const int inner = grid->n_axes - 1;
+
+    *all = true;
+    if (grid->n_axes == 0) {
+        return search_places(q, f, 0, q->g->n);
+    }
+    for (int a = 0; a < grid->n_axes; a++) {
+        tfast_grid_range(grid, a, q->centre, radius, &first[a], &last[a]);
+        *all = *all && first[a] == 0 && last[a] == grid->cells[a] - 1;
+    }
+    for (int a = 0; a < inner; a++) {
+        outer[a] = last[a] - first[a] + 1;
+        rows *= outer[a];
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t cell = 0, left = row;
+
+        for (int a = inner - 1, scale = 1; a >= 0; a--) {
+            cell += (first[a] + left % outer[a]) * scale;
+            left /= outer[a];
+            scale *= (int)grid->cells[a];
+        }
+        cell *= grid->cells[inner];
+        if (!search_places(q, f, grid->start[cell + first[inner]],
+                           grid->start[cell + last[inner] + 1])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Finds the neighbours of a centre; f NULL: only counts them, in q->total. */
+static bool
+find(query *q, finding *f)
+{
+    const search *s = q->job->s;
+    const double radius = q->job->args->radius;
+    double reach = q->most < 0 ? radius : q->g->grid.reach;
+    bool all;
+
+    for (;; reach *= 2) {
+        const bool last = !(reach > 0) || reach >= radius;
+
+        q->limit = last ? s->limit : fmin(s->limit, reach * reach);
+        q->total = 0;
+        if (f != NULL) {
+            f->n = 0;
+        }
+        if (!search_cells(q, f, last ? radius : reach, &all)) {
+            return false;
+        }
+        if (last || (q->most >= 0 && q->total >= q->most)) {
+            return true;
+        }
+        if (all) {
+            reach = radius; /* the limit was too low, not the box too small */
+        }
+    }
+}
+
+/* ---- Edges ----------------------------------------------------------------------- */
+
+static void
+store(const tfast_neighbours_args *args, void *out, int64_t i, double value)
+{
+    switch (args->dtype) {
+    case TFAST_F64:
+        ((double *)out)[i] = value;
+        break;
+    case TFAST_F32:
+        ((float *)out)[i] = (float)value;
+        break;
+    case TFAST_F16:
+        ((uint16_t *)out)[i] = tfast_to_f16((float)value);
+        break;
+    default:
+        ((uint16_t *)out)[i] = tfast_to_bf16((float)value);
+    }
+}
+
+/* Writes the features of edges from the points found[i] of a graph to a centre. */
+static void
+write_features(const query *q, const finding *f, int64_t at)
+{
+    const tfast_neighbours_args *args = q->job->args;
+    const int dim = (int)args->dim;
+    double point[TFAST_MAX_POINT_DIM] = {0};
+
+    for (int64_t e = 0; e < f->n; e++) {
+        double square = 0, distance;
+
+        load_point(point, args, &args->points, q->g->first + f->found[e]);
+        for (int d = 0; d < dim; d++) {
+            point[d] -= q->centre[d];
+            square += point[d] * point[d];
+        }
+        distance = sqrt(square);
+        if (args->distance != NULL) {
+            store(args, args->distance, at + e, distance);
+        }
+        for (int d = 0; d < dim; d++) {
+            const int64_t i = (at + e) * dim + d;
+
+            if (args->relative_position != NULL) {
+                store(args, args->relative_position, i, point[d]);
+            }
+            if (args->unit_vector != NULL) {
+                store(args, args->unit_vector, i,
+                      distance > 0 ? point[d] / distance : 0);
+            }
+        }
+    }
+}
+
+/* Adds a point to those that were found. */
+static bool
+add_found(finding *f, int64_t number)
+{
+    if (!reserve(f, f->n + 1)) {
+        return false;
+    }
+    f->found[f->n++] = (int32_t)number;
+    return true;
+}
+
+/* Finds the edges of a centre, and puts them in order. `own`: its number if it is its
+ * own neighbour beside those that are searched for, else -1. */
+static bool
+find_edges(query *q, finding *f, int64_t own)
+{
+    const phase *job = q->job;
+    const int64_t most = job->args->most;
+
+    q->most = job->args->first ? -1 : most;
+    if (most != 0 && !find(q, f)) {
+        return false;
+    }
+    if (most == 0) {
+        f->n = 0;
+    } else if (q->most > 0) {
+        select_nearest(f, most);
+    } else if (most > 0) {
+        job->s->kernels->sort(f->found, f->spare, f->n);
+        f->n = f->n < most ? f->n : most;
+    }
+    if (own >= 0 && !add_found(f, own)) {
+        return false;
+    }
+    if (q->g->grid.n_axes > 0 || most >= 0) {
+        job->s->kernels->sort(f->found, f->spare, f->n);
+    }
+    return true;
+}
+
+/* Finds and writes the edges of centre `row`, or counts them. */
+static bool
+take_centre(query *q, finding *f, int64_t row)
+{
+    const phase *job = q->job;
+    const tfast_neighbours_args *args = job->args;
+    const bool own = job->s->itself && args->loop && job->s->limit >= 0;
+    int64_t *offsets = job->s->offsets;
+
+    if (own && args->most < 0) {
+        q->place = -1; /* then the search finds it */
+    }
+    if (!job->fill) {
+        q->total = q->g->n - (q->place >= 0);
+        if (job->s->limit < INFINITY && !find(q, NULL)) {
+            return false;
+        }
+        if (args->most >= 0) {
+            q->total = q->total < args->most ? q->total : args->most;
+            q->total += own;
+        }
+        offsets[row + 1] = q->total;
+        return true;
+    }
+    if (offsets[row + 1] == offsets[row]) {
+        return true;
+    }
+    if (!find_edges(q, f, own && args->most >= 0 ? row - q->g->first : -1)) {
+        return false;
+    }
+    job->s->kernels->emit(args, offsets[row], f->found, f->n, q->g->first, row);
+    if (args->distance != NULL || args->relative_position != NULL ||
+        args->unit_vector != NULL) {
+        write_features(q, f, offsets[row]);
+    }
+    return true;
+}
+
+/* The graph that row `row` of the centres belongs to. */
+static int64_t
+graph_of(const int64_t *ptr, int64_t n_graphs, int64_t row)
+{
+    int64_t low = 0, high = n_graphs - 1; /* the last one with ptr[graph] <= row */
+
+    while (low < high) {
+        const int64_t middle = low + (high - low + 1) / 2;
+
+        if (ptr[middle] <= row) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return low;
+}
+
+/* Takes the centre that is number i in the order of the search. */
+static bool
+take_number(const phase *job, const int64_t *ptr, int64_t i, int64_t g, finding *f)
+{
+    const tfast_neighbours_args *args = job->args;
+    const search *s = job->s;
+    query q = {.job = job, .g = &s->graphs[g], .place = -1, .most = -1};
+    double centre[TFAST_MAX_POINT_DIM] = {0};
+    int64_t row = i;
+
+    q.centre = centre;
+    if (s->itself) { /* in the order of the grid, so that near centres follow */
+        const int64_t place = i - ptr[g];
+
+        row = ptr[g] + q.g->cloud.index[place];
+        for (int d = 0; d < (int)args->dim; d++) {
+            centre[d] = q.g->cloud.axis[d][place];
+        }
+        q.place = place;
+    } else {
+        load_point(centre, args, &args->centres, i);
+    }
+    return take_centre(&q, f, row);
+}
+
+static void
+search_part(void *context, int part, int parts)
+{
+    phase *job = context;
+    const tfast_neighbours_args *args = job->args;
+    const tfast_points *centres = job->s->itself ? &args->points : &args->centres;
+    finding f = {0};
+
+    (void)part;
+    (void)parts;
+    for (int64_t i = atomic_fetch_add(&job->next, CHUNK);
+         i < centres->n && !job->failed; i = atomic_fetch_add(&job->next, CHUNK)) {
+        const int64_t end = centres->n - i < CHUNK ? centres->n : i + CHUNK;
+        int64_t g = graph_of(centres->ptr, args->n_graphs, i);
+
+        for (int64_t j = i; j < end; j++) {
+            while (centres->ptr[g + 1] <= j) {
+                g++;
+            }
+            if (!take_number(job, centres->ptr, j, g, &f)) {
+                job->failed = true;
+                break;
+            }
+        }
+    }
+    free(f.found);
+    free(f.spare);
+    free(f.squares);
+}
+
+/* ---- The two functions of a plan ------------------------------------------------- */
+
+static void
+end(tfast_neighbours_plan *plan)
+{
+    search *s = (search *)plan;
+
+    free(s->offsets);
+    free(s->axes);
+    free(s->index);
+    free(s->start);
+    free(s->graphs);
+    free(s);
+}
+
+static tfast_status
+no_memory(void)
+{
+    return tfast_fail(TFAST_ENOMEM, "no memory for the search for neighbours");
+}
+
+static int
+count_parts(const tfast_neighbours_args *args)
+{
+    int64_t pairs = 0;
+
+    for (int64_t g = 0; g < args->n_graphs && pairs < SERIAL; g++) {
+        const int64_t n = args->points.ptr[g + 1] - args->points.ptr[g];
+
+        pairs += n < SERIAL ? n * n : SERIAL;
+    }
+    return pairs < SERIAL ? 1 : tfast_num_threads();
+}
+
+static tfast_status
+fill(tfast_neighbours_plan *plan, const tfast_neighbours_args *args)
+{
+    phase job = {.s = (search *)plan, .args = args, .fill = true};
+
+    tfast_parallel(count_parts(args), search_part, &job);
+    return job.failed ? no_memory() : TFAST_OK;
+}
+
+/* The largest square that counts as within the radius. */
+static double
+find_limit(const tfast_neighbours_args *args)
+{
+    const double square = args->radius * args->radius;
+
+    return args->below ? nextafter(square, -INFINITY) : square;
+}
+
+static search *
+new_search(const tfast_neighbours_args *args, const tfast_neighbour_kernels *kernels)
+{
+    const size_t n = (size_t)args->points.n + TFAST_CLOUD_SLACK;
+    search *s = calloc(1, sizeof *s);
+
+    if (s == NULL) {
+        return NULL;
+    }
+    s->plan.fill = fill;
+    s->plan.end = end;
+    s->kernels = kernels;
+    s->limit = find_limit(args);
+    s->itself = args->centres.data == NULL;
+    s->offsets = calloc((size_t)(s->itself ? args->points.n : args->centres.n) + 1,
+                        sizeof *s->offsets);
+    s->axes = malloc(n * (size_t)args->dim * sizeof *s->axes);
+    s->index = malloc(n * sizeof *s->index);
+    s->start = malloc((n + (size_t)args->n_graphs) * sizeof *s->start);
+    s->graphs = malloc(((size_t)args->n_graphs + 1) * sizeof *s->graphs);
+    if (s->offsets == NULL || s->axes == NULL || s->index == NULL || s->start == NULL ||
+        s->graphs == NULL) {
+        end(&s->plan);
+        return NULL;
+    }
+    for (int64_t d = 0; d < args->dim; d++) { /* what vectors read past the points */
+        memset(s->axes + (d + 1) * (int64_t)n - TFAST_CLOUD_SLACK, 0,
+               TFAST_CLOUD_SLACK * sizeof *s->axes);
+    }
+    memset(s->index + args->points.n, 0, TFAST_CLOUD_SLACK * sizeof *s->index);
+    return s;
+}
+
+/* The first centre that is not finite, or their number. */
+static int64_t
+find_bad_centre(const tfast_neighbours_args *args)
+{
+    double centre[TFAST_MAX_POINT_DIM];
+
+    for (int64_t i = 0; i < args->centres.n; i++) {
+        if (!load_point(centre, args, &args->centres, i)) {
+            return i;
+        }
+    }
+    return args->centres.n;
+}
+
+static tfast_status
+not_finite(const char *what, int64_t row)
+{
+    return tfast_fail(TFAST_EINVAL,
+                      "%s must be finite, got NaN or infinity in row %lld", what,
+                      (long long)row);
+}
+
+tfast_status
+tfast_neighbours_plan_cpu(tfast_neighbours_plan **plan, tfast_neighbours_args *args,
+                          const tfast_neighbour_kernels *kernels)
+{
+    search *s = new_search(args, kernels);
+    phase job = {.s = s, .args = args, .bad = args->points.n};
+    const int parts = count_parts(args);
+    tfast_status status = TFAST_OK;
+    int64_t n, bad;
+
+    if (s == NULL) {
+        return no_memory();
+    }
+    n = s->itself ? args->points.n : args->centres.n;
+    bad = s->itself ? n : find_bad_centre(args);
+    tfast_parallel(parts, prepare_part, &job);
+    if (job.bad < args->points.n) {
+        status = not_finite("points", job.bad);
+    } else if (bad < n) {
+        status = not_finite("centres", bad);
+    } else if (!job.failed) {
+        job.next = 0;
+        tfast_parallel(parts, search_part, &job);
+    }
+    if (job.failed) {
+        status = no_memory();
+    }
+    if (status != TFAST_OK) {
+        end(&s->plan);
+        return status;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        s->offsets[i + 1] += s->offsets[i];
+    }
+    args->n_edges = s->offsets[n];
+    *plan = &s->plan;
+    return TFAST_OK;
+}

@@ -1,0 +1,43 @@
+/* The search for neighbours on the CPU: neighbour_search.c has the plan, grid and
+ * threads, kernels/neighbours.h the loops of each instruction set. */
+#ifndef NEIGHBOUR_SEARCH_H
+#define NEIGHBOUR_SEARCH_H
+
+#include "tfast.h"
+
+enum { TFAST_CLOUD_SLACK = 8 }; /* places past the end of an array that vectors touch */
+
+/* The points of one graph, in the order of its grid, if it has one. */
+typedef struct {
+    const double *axis[TFAST_MAX_POINT_DIM]; /* coordinate d of the point at a place */
+    const int32_t *index;                    /* its number in the graph */
+} tfast_cloud;
+
+typedef struct {
+    /* Stores the numbers of the points at places first .. end - 1 whose squared
+     * distance from `centre` is <= limit, and these squares, in the order of places;
+     * returns how many there are. `found` and `squares` have room for
+     * TFAST_CLOUD_SLACK more; both or `squares` may be NULL. */
+    int64_t (*within)(const tfast_cloud *cloud, int dim, const double *centre,
+                      double limit, int64_t first, int64_t end, int32_t *found,
+                      double *squares);
+    /* Sorts n different numbers below INT32_MAX; `spare` has room for n. */
+    void (*sort)(int32_t *values, int32_t *spare, int64_t n);
+    /* Writes edges `at` .. at + n - 1: from found[i] + add to centre. */
+    void (*emit)(const tfast_neighbours_args *args, int64_t at, const int32_t *found,
+                 int64_t n, int64_t add, int64_t centre);
+} tfast_neighbour_kernels;
+
+/* A backend's plan begins with this. */
+struct tfast_neighbours_plan {
+    tfast_status (*fill)(tfast_neighbours_plan *plan,
+                         const tfast_neighbours_args *args);
+    void (*end)(tfast_neighbours_plan *plan);
+};
+
+/* See tfast_neighbours_count(). */
+tfast_status tfast_neighbours_plan_cpu(tfast_neighbours_plan **plan,
+                                       tfast_neighbours_args *args,
+                                       const tfast_neighbour_kernels *kernels);
+
+#endif
