@@ -4,9 +4,9 @@ A capability registers which public names it replaces. `patch()` rebinds these n
 every module's global that was imported from them before; names imported later find the
 replacement by themselves, so that it does not matter which comes first. Only globals of
 modules are rebound: existing objects, subclasses, defaults of arguments and entries of
-containers stay what they are. So do the framework's other modules, which pickle and its
-own classes look into, and trainfast's. What this version of the framework lacks is
-skipped, and the report says so.
+containers stay what they are. So do trainfast's modules and, unless a target says
+otherwise, the framework's other ones, which pickle and its own classes look into. What
+this version of the framework lacks is skipped, and the report says so.
 """
 
 from trainfast.patching import targets  # noqa: F401  (registers them)

@@ -19,6 +19,7 @@ class Target(NamedTuple):
 
     old: str
     new: str
+    everywhere: bool = False  # also in the framework's other modules
 
 
 class Setting(NamedTuple):
@@ -91,7 +92,7 @@ class Replacement:
         places.sort(key=lambda place: str(place) != self.target.old)  # itself first
         for place in places:
             inside = _in_package(place.module, owner)
-            if inside and str(place) != self.target.old:
+            if inside and str(place) != self.target.old and not self.target.everywhere:
                 continue
             self.places.append(place)
             place.namespace[place.attribute] = self.new

@@ -31,14 +31,15 @@ _lock = RLock()
 
 def register(
     name: str,
-    targets: Iterable[tuple[str, str]],
+    targets: Iterable[tuple[str, str] | tuple[str, str, bool]],
     settings: Iterable[tuple[str, str, Any]] = (),
     opt_in: bool = False,
     by_name: Iterable[tuple[str, str, Any]] = (),
 ) -> None:
     """Makes `patch(name)` replace the first name of each pair by the second.
 
-    Both are dotted names of a module's attribute, looked up when `patch` needs them. So
+    Both are dotted names of a module's attribute, looked up when `patch` needs them;
+    True after them rebinds the name in the framework's other modules, too. So
     are the first two of each setting: what reads it, what writes it, and the value.
     `opt_in`: not without being named, as for a package that few have. `by_name`:
     settings that are made only when `patch` is given the name.
@@ -56,7 +57,8 @@ def patch(*names: str) -> "Patch":
     """Replaces a framework's names by trainfast's; without names all of torch's.
 
     Names: "adamw", "amp", "clip" and "attention"; and one that must be asked for: "pyg"
-    replaces the function that makes PyG's batches of lists of graphs in RAM.
+    replaces the function that makes PyG's batches of lists of graphs in RAM, and
+    `radius_graph`, `knn_graph`, `radius` and `knn`, which then need no pyg-lib.
 
     On a GPU where torch has flash attention, "attention" changes nothing unless it is
     given by name.

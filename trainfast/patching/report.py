@@ -44,7 +44,7 @@ class PatchReport(Report):
         left: Iterable[Place | str] = (),
     ) -> None:
         changed, kept = ([str(place) for place in some] for some in (places, left))
-        self.changes.append(Change(name, *target, changed, kept))
+        self.changes.append(Change(name, target.old, target.new, changed, kept))
 
     def __str__(self) -> str:
         """One line: what changed, and what did not."""

@@ -65,6 +65,15 @@ register(
             "torch_geometric.data.in_memory_dataset.collate",
             "trainfast.torch.pyg.collate.collate_dataset",
         ),
+        # Functions that PyG's models have imported by name.
+        *(
+            (
+                f"torch_geometric.nn.pool.{name}",
+                f"trainfast.torch.pyg.neighbours.{name}",
+                True,
+            )
+            for name in ("radius_graph", "knn_graph", "radius", "knn")
+        ),
     ],
     opt_in=True,
 )
