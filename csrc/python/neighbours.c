@@ -122,8 +122,8 @@ take_made(py_call *call, int row, PyObject *object, int64_t n, int64_t columns,
     if (array == NULL) {
         return -1;
     }
-    if (array->numel != n * columns || array->shape[0] != n ||
-        array->ndim != (columns == 1 ? 1 : 2) || !py_is_dense(array) ||
+    if (array->numel != n * columns || array->ndim < 1 || array->ndim > 2 ||
+        array->shape[0] != n || !py_is_dense(array) ||
         (n > 1 && array->strides[0] != columns)) {
         return py_shape_error(PyExc_ValueError, parameters[row].name, array,
                               "must be dense and have shape (%lld, %lld)", (long long)n,

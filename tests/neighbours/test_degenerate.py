@@ -14,7 +14,7 @@ from tests.neighbours.clouds import (
     same,
     sorted_batch,
 )
-from trainfast.neighbours import knn, knn_graph, radius, radius_graph
+from trainfast.numpy import knn, knn_graph, radius, radius_graph
 
 # ---- Degenerate input ----------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from tests.neighbours.clouds import (
     same,
     sorted_batch,
 )
-from trainfast.neighbours import knn, knn_graph, radius, radius_graph
+from trainfast.numpy import knn, knn_graph, radius, radius_graph
 
 # ---- The campaign --------------------------------------------------------------------
 
@@ -232,11 +232,11 @@ def test_misaligned_and_read_only_arrays(backend, rng, dtype, offset):
     frame.get()
 
 
-def test_bytes_that_are_not_aligned_to_elements(backend, rng):
+def test_bytes_that_are_not_aligned_to_elements_are_an_error(backend):
     raw = bytearray(1 + 8 * 60)
     pos = np.frombuffer(raw, np.float64, 60, offset=1).reshape(20, 3)
-    pos[...] = rng.standard_normal((20, 3))
-    same(radius_graph(pos, r=1.0), reference.radius_graph(pos.copy(), 1.0))
+    with pytest.raises(ValueError, match="aligned to 8 bytes"):
+        radius_graph(pos, r=1.0)
 
 
 @pytest.mark.parametrize("index_dtype", ["int64", "int32"])
@@ -276,7 +276,7 @@ def test_other_numbers_of_dimensions_are_an_error(backend, dim):
 
 @pytest.mark.parametrize("pos", [np.zeros((4, 2), np.int64), np.zeros((4, 2), complex)])
 def test_other_dtypes_are_an_error(backend, pos):
-    with pytest.raises((TypeError, ValueError), match=r"float|dtype"):
+    with pytest.raises(NotImplementedError, match="must be float64, float32"):
         radius_graph(pos, r=1.0)
 
 

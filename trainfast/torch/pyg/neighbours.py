@@ -7,12 +7,11 @@ the nearest, and `knn_graph` finds exactly k neighbours where a graph has them.
 
 from typing import Any
 
-import torch
 import torch_geometric.typing
 from torch import Tensor
 from torch_geometric.nn import pool
 
-from trainfast import neighbours
+from trainfast.numpy import neighbours
 from trainfast.stats import count_call, count_fallback
 
 __all__ = ["knn", "knn_graph", "radius", "radius_graph"]
@@ -56,19 +55,17 @@ def radius_graph(
         return theirs(
             x, r, batch, loop, max_num_neighbors, flow, num_workers, batch_size
         )
-    return _back(
-        x,
-        neighbours.radius_graph(
-            _positions(x),
-            r=float(r),
-            batch=_on_cpu(batch),
-            batch_size=batch_size,
-            loop=loop,
-            max_num_neighbors=max_num_neighbors,
-            flow=flow,
-            boundary="<",
-        ),
+    edges: Tensor = neighbours.radius_graph(
+        _positions(x),
+        r=float(r),
+        batch=batch,
+        batch_size=batch_size,
+        loop=loop,
+        max_num_neighbors=max_num_neighbors,
+        flow=flow,
+        boundary="<",
     )
+    return edges
 
 
 def knn_graph(
@@ -103,18 +100,16 @@ def knn_graph(
     theirs = _for_gpu("knn_graph", x)
     if theirs is not None:
         return theirs(x, k, batch, loop, flow, cosine, num_workers, batch_size)
-    return _back(
-        x,
-        neighbours.knn_graph(
-            _positions(x),
-            k=k,
-            batch=_on_cpu(batch),
-            batch_size=batch_size,
-            loop=loop,
-            flow=flow,
-            cosine=cosine,
-        ),
+    edges: Tensor = neighbours.knn_graph(
+        _positions(x),
+        k=k,
+        batch=batch,
+        batch_size=batch_size,
+        loop=loop,
+        flow=flow,
+        cosine=cosine,
     )
+    return edges
 
 
 def radius(
@@ -152,17 +147,15 @@ def radius(
         return theirs(
             x, y, r, batch_x, batch_y, max_num_neighbors, num_workers, batch_size
         )
-    return _back(
-        x,
-        neighbours.radius(
-            _positions(x),
-            _positions(y),
-            r=float(r),
-            **_batches(x, y, batch_x, batch_y, batch_size),
-            max_num_neighbors=max_num_neighbors,
-            boundary="<",
-        ),
+    edges: Tensor = neighbours.radius(
+        _positions(x),
+        _positions(y),
+        r=float(r),
+        **_batches(batch_x, batch_y, batch_size),
+        max_num_neighbors=max_num_neighbors,
+        boundary="<",
     )
+    return edges
 
 
 def knn(
@@ -198,31 +191,27 @@ def knn(
     theirs = _for_gpu("knn", x)
     if theirs is not None:
         return theirs(x, y, k, batch_x, batch_y, cosine, num_workers, batch_size)
-    return _back(
-        x,
-        neighbours.knn(
-            _positions(x),
-            _positions(y),
-            k=k,
-            **_batches(x, y, batch_x, batch_y, batch_size),
-            cosine=cosine,
-        ),
+    edges: Tensor = neighbours.knn(
+        _positions(x),
+        _positions(y),
+        k=k,
+        **_batches(batch_x, batch_y, batch_size),
+        cosine=cosine,
     )
+    return edges
 
 
 def _for_gpu(name: str, x: Tensor) -> Any:
-    """PyG's own function for tensors on a GPU, if it has what it needs for that."""
-    if x.device.type == "cpu":
-        count_call("pyg", name)
-        return None
-    if _has_libraries():
-        count_fallback("pyg", f"{name} on a GPU")
+    """PyG's own function for tensors on a GPU, if it has the library that it needs.
+    Without it the tensors are searched on the CPU, which `neighbours` counts."""
+    if x.device.type != "cpu" and _has_library():
+        count_fallback("pyg", f"{name} on a GPU is left to PyG")
         return _theirs[name]
-    count_fallback("pyg", f"{name} on a GPU, copied to the CPU")
+    count_call("pyg", name)
     return None
 
 
-def _has_libraries() -> bool:
+def _has_library() -> bool:
     """Whether PyG's own functions can run: since PyG 2.8 with pyg-lib, before with
     torch-cluster."""
     known = torch_geometric.typing
@@ -232,43 +221,23 @@ def _has_libraries() -> bool:
 
 def _positions(x: Tensor) -> Tensor:
     """Positions as the kernel takes them; integers become float64."""
-    x = x.detach().cpu()
-    x = x if x.is_floating_point() else x.double()
+    x = x.detach() if x.is_floating_point() else x.double()
     return x.view(-1, 1) if x.dim() == 1 else x
 
 
-def _on_cpu(batch: Tensor | None) -> Tensor | None:
-    return None if batch is None else batch.cpu()
-
-
-def _back(x: Tensor, edges: Any) -> Tensor:
-    """The edges where the positions are."""
-    return torch.as_tensor(edges, device=x.device)
-
-
 def _batches(
-    x: Tensor,
-    y: Tensor,
-    batch_x: Tensor | None,
-    batch_y: Tensor | None,
-    batch_size: int | None,
+    batch_x: Tensor | None, batch_y: Tensor | None, batch_size: int | None
 ) -> dict[str, Any]:
-    """The batch vectors as keywords, with the number of graphs of both together: each
-    may lack the points of graphs at its end."""
+    """The batch vectors as keywords; one alone is an error, except for one graph."""
     given = [batch for batch in (batch_x, batch_y) if batch is not None]
-    if not given:
-        return {"batch_size": batch_size}
-    if batch_size is None:
+    if len(given) == 1:
         # Sorted, so that the last one is the largest.
-        batch_size = max([1, *(int(b[-1]) + 1 for b in given if len(b))])
-    if len(given) == 1 and batch_size > 1:
-        missing = "batch_x" if batch_x is None else "batch_y"
-        raise ValueError(
-            f"{missing} must be given for {batch_size} graphs, got None; pass the "
-            "graph of each point"
-        )
-    full = [
-        torch.zeros(len(points), dtype=torch.int64) if batch is None else batch.cpu()
-        for points, batch in ((x, batch_x), (y, batch_y))
-    ]
-    return {"batch_x": full[0], "batch_y": full[1], "batch_size": batch_size}
+        last = int(given[0][-1]) if len(given[0]) else 0
+        graphs = last + 1 if batch_size is None else batch_size
+        if graphs > 1:
+            missing = "batch_x" if batch_x is None else "batch_y"
+            raise ValueError(
+                f"{missing} must be given for {graphs} graphs, got None; pass the "
+                "graph of each of its points"
+            )
+    return {"batch_x": batch_x, "batch_y": batch_y, "batch_size": batch_size}
