@@ -3,6 +3,7 @@
 from trainfast.graph_cache.build import BuildError, BuildReport, StaleCacheError, build
 from trainfast.graph_cache.cache import Cache, Subset, VerifyReport, open
 from trainfast.graph_cache.loader import Loader
+from trainfast.graph_cache.points import build_from_points
 from trainfast.graph_cache.schema import Counted, Rule, Schema
 from trainfast.graph_cache.writer import Writer
 
@@ -19,5 +20,6 @@ __all__ = [
     "VerifyReport",
     "Writer",
     "build",
+    "build_from_points",
     "open",
 ]
