@@ -4,7 +4,7 @@
 #include "neighbour_search.h"
 
 #include "half.h"
-#include "neighbour_grid.h"
+#include "neighbour_find.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -15,15 +15,8 @@ enum {
     GRID_POINTS = 1024, /* from so many points on a graph gets a grid, */
     GRID_CENTRES = 32,  /* and from so many centres on */
     CHUNK = 64,         /* centres that a thread takes at once */
-    PIECE = 4096,       /* places that are searched before room is made for more */
     SERIAL = 1 << 14,   /* pairs that are not worth another thread */
 };
-
-typedef struct {
-    tfast_cloud cloud;
-    tfast_grid grid;
-    int64_t first, n; /* its rows of `points` */
-} graph;
 
 typedef struct {
     tfast_neighbours_plan plan;
@@ -34,15 +27,8 @@ typedef struct {
     double *axes;     /* [dim, n + TFAST_CLOUD_SLACK] */
     int32_t *index;   /* [n + TFAST_CLOUD_SLACK] */
     int32_t *start;   /* [n + n_graphs]: of the grids */
-    graph *graphs;
+    tfast_point_graph *graphs;
 } search;
-
-/* What a thread has found for one centre. */
-typedef struct {
-    int32_t *found, *spare;
-    double *squares;
-    int64_t n, room;
-} finding;
 
 /* One parallel phase. */
 typedef struct {
@@ -102,7 +88,8 @@ note_bad(phase *job, int64_t row)
 
 /* Copies the points of a graph to its cloud. */
 static void
-prepare_plain(phase *job, const graph *g, double *axis, int64_t stride, int32_t *index)
+prepare_plain(phase *job, const tfast_point_graph *g, double *axis, int64_t stride,
+              int32_t *index)
 {
     double point[TFAST_MAX_POINT_DIM] = {0};
 
@@ -119,8 +106,8 @@ prepare_plain(phase *job, const graph *g, double *axis, int64_t stride, int32_t 
 
 /* The same in the order of a grid, which it plans. */
 static void
-prepare_grid(phase *job, graph *g, double *axis, int64_t stride, int32_t *index,
-             int32_t *start)
+prepare_grid(phase *job, tfast_point_graph *g, double *axis, int64_t stride,
+             int32_t *index, int32_t *start)
 {
     const int dim = (int)job->args->dim;
     double *points = malloc((size_t)g->n * (size_t)dim * sizeof *points);
@@ -178,7 +165,7 @@ prepare_part(void *context, int part, int parts)
     (void)part;
     (void)parts;
     for (int64_t i = job->next++; i < args->n_graphs; i = job->next++) {
-        graph *g = &s->graphs[i];
+        tfast_point_graph *g = &s->graphs[i];
         double *axis = s->axes + (g->first = args->points.ptr[i]);
 
         g->n = args->points.ptr[i + 1] - g->first;
@@ -194,216 +181,6 @@ prepare_part(void *context, int part, int parts)
         } else {
             prepare_grid(job, g, axis, stride, s->index + g->first,
                          s->start + g->first + i);
-        }
-    }
-}
-
-/* ---- The neighbours of one centre ------------------------------------------------ */
-
-static bool
-reserve(finding *f, int64_t n)
-{
-    const int64_t room = n + n / 2 + PIECE;
-    void *found, *spare, *squares;
-
-    if (n + TFAST_CLOUD_SLACK <= f->room) {
-        return true;
-    }
-    found = realloc(f->found, (size_t)room * sizeof *f->found);
-    f->found = found == NULL ? f->found : found;
-    spare = realloc(f->spare, (size_t)room * sizeof *f->spare);
-    f->spare = spare == NULL ? f->spare : spare;
-    squares = realloc(f->squares, (size_t)room * sizeof *f->squares);
-    f->squares = squares == NULL ? f->squares : squares;
-    if (found == NULL || spare == NULL || squares == NULL) {
-        return false;
-    }
-    f->room = room;
-    return true;
-}
-
-static bool
-is_before(const finding *f, int64_t i, double square, int32_t number)
-{
-    return f->squares[i] < square || (f->squares[i] == square && f->found[i] < number);
-}
-
-static void
-swap(finding *f, int64_t i, int64_t j)
-{
-    const double square = f->squares[i];
-    const int32_t number = f->found[i];
-
-    f->squares[i] = f->squares[j];
-    f->found[i] = f->found[j];
-    f->squares[j] = square;
-    f->found[j] = number;
-}
-
-/* Keeps the `most` nearest, in any order (Hoare's selection). */
-static void
-select_nearest(finding *f, int64_t most)
-{
-    int64_t low = 0, high = f->n - 1;
-
-    while (low < high) {
-        const int64_t middle = low + (high - low) / 2;
-        int64_t i = low, j = high;
-        double square;
-        int32_t number;
-
-        if (is_before(f, middle, f->squares[low], f->found[low])) {
-            swap(f, low, middle);
-        }
-        if (is_before(f, high, f->squares[low], f->found[low])) {
-            swap(f, low, high);
-        }
-        if (is_before(f, high, f->squares[middle], f->found[middle])) {
-            swap(f, middle, high);
-        }
-        square = f->squares[middle];
-        number = f->found[middle];
-        while (i <= j) {
-            while (is_before(f, i, square, number)) {
-                i++;
-            }
-            while (f->squares[j] > square ||
-                   (f->squares[j] == square && f->found[j] > number)) {
-                j--;
-            }
-            if (i <= j) {
-                swap(f, i++, j--);
-            }
-        }
-        if (most - 1 <= j) {
-            high = j;
-        } else if (most - 1 >= i) {
-            low = i;
-        } else {
-            break;
-        }
-    }
-    f->n = f->n < most ? f->n : most;
-}
-
-/* One centre that is searched for. */
-typedef struct {
-    const phase *job;
-    const graph *g;
-    const double *centre;
-    int64_t place; /* of the point that must not be found, or -1 */
-    int64_t most;  /* keep the nearest; negative: all */
-    double limit;
-    int64_t total; /* found so far, also those that were dropped */
-} query;
-
-/* Searches places first .. end - 1. f NULL: only counts. False without memory. */
-static bool
-search_places(query *q, finding *f, int64_t first, int64_t end)
-{
-    const tfast_neighbours_args *args = q->job->args;
-    const tfast_neighbour_kernels *kernels = q->job->s->kernels;
-
-    if (q->place >= first && q->place < end) {
-        const int64_t place = q->place;
-        bool ok;
-
-        q->place = -1;
-        ok = search_places(q, f, first, place) && search_places(q, f, place + 1, end);
-        q->place = place;
-        return ok;
-    }
-    if (f == NULL) {
-        q->total += kernels->within(&q->g->cloud, (int)args->dim, q->centre, q->limit,
-                                    first, end, NULL, NULL);
-        return true;
-    }
-    for (; first < end; first += PIECE) {
-        const int64_t stop = end - first < PIECE ? end : first + PIECE;
-        int64_t n;
-
-        if (!reserve(f, f->n + stop - first)) {
-            return false;
-        }
-        n = kernels->within(&q->g->cloud, (int)args->dim, q->centre, q->limit, first,
-                            stop, f->found + f->n,
-                            q->most < 0 ? NULL : f->squares + f->n);
-        f->n += n;
-        q->total += n;
-        if (q->most >= 0 && f->n > 2 * q->most + CHUNK) {
-            select_nearest(f, q->most);
-            q->limit = 0;
-            for (int64_t i = 0; i < f->n; i++) {
-                q->limit = fmax(q->limit, f->squares[i]);
-            }
-        }
-    }
-    return true;
-}
-
-/* Searches all cells within `radius`; *all is whether these are all the cells. */
-static bool
-search_cells(query *q, finding *f, double radius, bool *all)
-{
-    const tfast_grid *grid = &q->g->grid;
-    int64_t first[TFAST_GRID_AXES] = {0}, last[TFAST_GRID_AXES] = {0};
-    int64_t rows = 1, outer[TFAST_GRID_AXES] = {1, 1, 1};
-    const int inner = grid->n_axes - 1;
-
-    *all = true;
-    if (grid->n_axes == 0) {
-        return search_places(q, f, 0, q->g->n);
-    }
-    for (int a = 0; a < grid->n_axes; a++) {
-        tfast_grid_range(grid, a, q->centre, radius, &first[a], &last[a]);
-        *all = *all && first[a] == 0 && last[a] == grid->cells[a] - 1;
-    }
-    for (int a = 0; a < inner; a++) {
-        outer[a] = last[a] - first[a] + 1;
-        rows *= outer[a];
-    }
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t cell = 0, left = row;
-
-        for (int a = inner - 1, scale = 1; a >= 0; a--) {
-            cell += (first[a] + left % outer[a]) * scale;
-            left /= outer[a];
-            scale *= (int)grid->cells[a];
-        }
-        cell *= grid->cells[inner];
-        if (!search_places(q, f, grid->start[cell + first[inner]],
-                           grid->start[cell + last[inner] + 1])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Finds the neighbours of a centre; f NULL: only counts them, in q->total. */
-static bool
-find(query *q, finding *f)
-{
-    const search *s = q->job->s;
-    const double radius = q->job->args->radius;
-    double reach = q->most < 0 ? radius : q->g->grid.reach;
-    bool all;
-
-    for (;; reach *= 2) {
-        const bool last = !(reach > 0) || reach >= radius;
-
-        q->limit = last ? s->limit : fmin(s->limit, reach * reach);
-        q->total = 0;
-        if (f != NULL) {
-            f->n = 0;
-        }
-        if (!search_cells(q, f, last ? radius : reach, &all)) {
-            return false;
-        }
-        if (last || (q->most >= 0 && q->total >= q->most)) {
-            return true;
-        }
-        if (all) {
-            reach = radius; /* the limit was too low, not the box too small */
         }
     }
 }
@@ -430,16 +207,16 @@ store(const tfast_neighbours_args *args, void *out, int64_t i, double value)
 
 /* Writes the features of edges from the points found[i] of a graph to a centre. */
 static void
-write_features(const query *q, const finding *f, int64_t at)
+write_features(const tfast_neighbours_args *args, const tfast_query *q,
+               const tfast_finding *f, int64_t at)
 {
-    const tfast_neighbours_args *args = q->job->args;
     const int dim = (int)args->dim;
     double point[TFAST_MAX_POINT_DIM] = {0};
 
     for (int64_t e = 0; e < f->n; e++) {
         double square = 0, distance;
 
-        load_point(point, args, &args->points, q->g->first + f->found[e]);
+        load_point(point, args, &args->points, q->graph->first + f->found[e]);
         for (int d = 0; d < dim; d++) {
             point[d] -= q->centre[d];
             square += point[d] * point[d];
@@ -464,9 +241,9 @@ write_features(const query *q, const finding *f, int64_t at)
 
 /* Adds a point to those that were found. */
 static bool
-add_found(finding *f, int64_t number)
+add_found(tfast_finding *f, int64_t number)
 {
-    if (!reserve(f, f->n + 1)) {
+    if (!tfast_neighbours_reserve(f, f->n + 1)) {
         return false;
     }
     f->found[f->n++] = (int32_t)number;
@@ -476,19 +253,18 @@ add_found(finding *f, int64_t number)
 /* Finds the edges of a centre, and puts them in order. `own`: its number if it is its
  * own neighbour beside those that are searched for, else -1. */
 static bool
-find_edges(query *q, finding *f, int64_t own)
+find_edges(const phase *job, tfast_query *q, tfast_finding *f, int64_t own)
 {
-    const phase *job = q->job;
     const int64_t most = job->args->most;
 
     q->most = job->args->first ? -1 : most;
-    if (most != 0 && !find(q, f)) {
+    if (most != 0 && !tfast_find_neighbours(q, f)) {
         return false;
     }
     if (most == 0) {
         f->n = 0;
     } else if (q->most > 0) {
-        select_nearest(f, most);
+        tfast_select_nearest(f, most);
     } else if (most > 0) {
         job->s->kernels->sort(f->found, f->spare, f->n);
         f->n = f->n < most ? f->n : most;
@@ -496,7 +272,7 @@ find_edges(query *q, finding *f, int64_t own)
     if (own >= 0 && !add_found(f, own)) {
         return false;
     }
-    if (q->g->grid.n_axes > 0 || most >= 0) {
+    if (q->graph->grid.n_axes > 0 || most >= 0) {
         job->s->kernels->sort(f->found, f->spare, f->n);
     }
     return true;
@@ -504,9 +280,8 @@ find_edges(query *q, finding *f, int64_t own)
 
 /* Finds and writes the edges of centre `row`, or counts them. */
 static bool
-take_centre(query *q, finding *f, int64_t row)
+take_centre(const phase *job, tfast_query *q, tfast_finding *f, int64_t row)
 {
-    const phase *job = q->job;
     const tfast_neighbours_args *args = job->args;
     const bool own = job->s->itself && args->loop && job->s->limit >= 0;
     int64_t *offsets = job->s->offsets;
@@ -515,8 +290,8 @@ take_centre(query *q, finding *f, int64_t row)
         q->place = -1; /* then the search finds it */
     }
     if (!job->fill) {
-        q->total = q->g->n - (q->place >= 0);
-        if (job->s->limit < INFINITY && !find(q, NULL)) {
+        q->total = q->graph->n - (q->place >= 0);
+        if (job->s->limit < INFINITY && !tfast_find_neighbours(q, NULL)) {
             return false;
         }
         if (args->most >= 0) {
@@ -529,13 +304,13 @@ take_centre(query *q, finding *f, int64_t row)
     if (offsets[row + 1] == offsets[row]) {
         return true;
     }
-    if (!find_edges(q, f, own && args->most >= 0 ? row - q->g->first : -1)) {
+    if (!find_edges(job, q, f, own && args->most >= 0 ? row - q->graph->first : -1)) {
         return false;
     }
-    job->s->kernels->emit(args, offsets[row], f->found, f->n, q->g->first, row);
+    job->s->kernels->emit(args, offsets[row], f->found, f->n, q->graph->first, row);
     if (args->distance != NULL || args->relative_position != NULL ||
         args->unit_vector != NULL) {
-        write_features(q, f, offsets[row]);
+        write_features(args, q, f, offsets[row]);
     }
     return true;
 }
@@ -560,27 +335,34 @@ graph_of(const int64_t *ptr, int64_t n_graphs, int64_t row)
 
 /* Takes the centre that is number i in the order of the search. */
 static bool
-take_number(const phase *job, const int64_t *ptr, int64_t i, int64_t g, finding *f)
+take_number(const phase *job, const int64_t *ptr, int64_t i, int64_t g,
+            tfast_finding *f)
 {
     const tfast_neighbours_args *args = job->args;
     const search *s = job->s;
-    query q = {.job = job, .g = &s->graphs[g], .place = -1, .most = -1};
     double centre[TFAST_MAX_POINT_DIM] = {0};
+    tfast_query q = {.kernels = s->kernels,
+                     .graph = &s->graphs[g],
+                     .dim = (int)args->dim,
+                     .centre = centre,
+                     .radius = args->radius,
+                     .bound = s->limit,
+                     .place = -1,
+                     .most = -1};
     int64_t row = i;
 
-    q.centre = centre;
     if (s->itself) { /* in the order of the grid, so that near centres follow */
         const int64_t place = i - ptr[g];
 
-        row = ptr[g] + q.g->cloud.index[place];
+        row = ptr[g] + q.graph->cloud.index[place];
         for (int d = 0; d < (int)args->dim; d++) {
-            centre[d] = q.g->cloud.axis[d][place];
+            centre[d] = q.graph->cloud.axis[d][place];
         }
         q.place = place;
     } else {
         load_point(centre, args, &args->centres, i);
     }
-    return take_centre(&q, f, row);
+    return take_centre(job, &q, f, row);
 }
 
 static void
@@ -589,7 +371,7 @@ search_part(void *context, int part, int parts)
     phase *job = context;
     const tfast_neighbours_args *args = job->args;
     const tfast_points *centres = job->s->itself ? &args->points : &args->centres;
-    finding f = {0};
+    tfast_finding f = {0};
 
     (void)part;
     (void)parts;

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILT = ROOT / "build" / "wide"
 SOURCES = [*sorted(HERE.glob("*.c"))]
-CORE = ("cpuid", "cpus", "neighbour_grid", "neighbour_search")
+CORE = ("cpuid", "cpus", "neighbour_find", "neighbour_grid", "neighbour_search")
 CORE += ("openmp", "parallel", "scratch")
 SOURCES += [ROOT / "csrc" / f"{name}.c" for name in CORE]
 # Optimised fully it compiles for longer than the whole module.
