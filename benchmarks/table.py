@@ -25,6 +25,7 @@ TITLES = {
     "attention-memory": "Attention, growth of the peak memory",
     "gemm": "Products of matrices",
     "graph-cache": "Graph cache, batches of 32 graphs",
+    "neighbours": "Graphs of neighbours",
 }
 NOTES = {
     "attention": "A causal case counts half of the operations, a backward 2.5 times "
@@ -40,6 +41,8 @@ NOTES = {
     "runs before each batch. The bound is a copy of the batch's bytes inside the CPU's "
     "caches; for writing, `write()` of the same bytes; for verifying, one read of the "
     "bytes; for a step, the step without a loader.",
+    "neighbours": "Graphs lie on a field of 105 x 68, the radius is 30. trainfast sorts"
+    " its edges; scipy's are unsorted. The bound is a copy of the edges' bytes.",
 }
 
 
@@ -254,6 +257,7 @@ KINDS = {
     "attention-cuda": (throughput,),
     "attention-memory": (_memory,),
     "graph-cache": (_graphs, _disk),
+    "neighbours": (_graphs,),
 }
 
 

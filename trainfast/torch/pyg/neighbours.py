@@ -26,7 +26,7 @@ def radius_graph(
     batch: Tensor | None = None,
     loop: bool = False,
     max_num_neighbors: int = 32,
-    flow: str = "source_to_target",
+    flow: neighbours.Flow = "source_to_target",
     num_workers: int = 1,
     batch_size: int | None = None,
 ) -> Tensor:
@@ -73,7 +73,7 @@ def knn_graph(
     k: int,
     batch: Tensor | None = None,
     loop: bool = False,
-    flow: str = "source_to_target",
+    flow: neighbours.Flow = "source_to_target",
     cosine: bool = False,
     num_workers: int = 1,
     batch_size: int | None = None,

@@ -1,0 +1,46 @@
+"""benchmarks.bench_neighbours: every installed contender finds the same edges."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_neighbours, table
+
+
+def test_benchmark_runs_and_prints_its_aims(tmp_path, capsys):
+    path = tmp_path / "neighbours.json"
+    assert bench_neighbours.main(["--smoke", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [case["name"] for case in report["cases"]] == [
+        problem.name for problem in bench_neighbours.problems()
+    ]
+    for case in report["cases"]:
+        assert case["edges"] > 0
+        roles = {line["role"] for line in case["lines"]}
+        assert {"ours", "bound"} <= roles
+    rows = table.KINDS["neighbours"][0](report)
+    assert len(rows) == 1 + len(report["cases"])
+    printed = capsys.readouterr().out
+    if "scipy pairs" in printed:
+        assert "(aim 4)" in printed and "(no aim)" in printed
+
+
+def test_problems_have_the_neighbours_that_their_titles_say():
+    setup = bench_neighbours.Setup(bench_neighbours.problems()[0], 1)
+    degree = setup.edges.shape[1] / len(setup.flat)
+    assert 60 < degree < 76
+
+
+def test_contender_that_finds_other_edges_is_refused():
+    setup = bench_neighbours.Setup(bench_neighbours.problems()[2], 1)
+    setup.check("itself", setup.edges)
+    setup.check("backwards", setup.edges[:, ::-1])
+    with pytest.raises(RuntimeError, match="loose must find int64"):
+        setup.check("loose", setup.edges[:, 1:])
+    other = setup.edges.copy()
+    other[:, 0] = other[:, 1]
+    with pytest.raises(RuntimeError, match="loose must find the edges"):
+        setup.check("loose", other)
+    with pytest.raises(RuntimeError, match="int32"):
+        setup.check("loose", setup.edges.astype(np.int32))
