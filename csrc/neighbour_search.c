@@ -15,7 +15,7 @@ enum {
     GRID_POINTS = 1024, /* from so many points on a graph gets a grid, */
     GRID_CENTRES = 32,  /* and from so many centres on */
     CHUNK = 64,         /* centres that a thread takes at once */
-    SERIAL = 1 << 14,   /* pairs that are not worth another thread */
+    SERIAL = 1 << 18,   /* pairs that are not worth another thread */
 };
 
 typedef struct {
