@@ -25,6 +25,7 @@ TITLES = {
     "attention-memory": "Attention, growth of the peak memory",
     "gemm": "Products of matrices",
     "graph-cache": "Graph cache, batches of 32 graphs",
+    "trajectory": "Trajectory metrics",
 }
 NOTES = {
     "attention": "A causal case counts half of the operations, a backward 2.5 times "

@@ -207,6 +207,7 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_attention_backward,
     tfast_cuda_attention_scratch,
     tfast_cuda_gemm,
+    nullptr, /* trajectory: on the CPU only */
 };
 
 extern "C" __attribute__((visibility("default"))) const tfast_backend *

@@ -314,6 +314,20 @@ def attention_backward(
 def gemm(
     a: _Array, b: _Array, out: _Array, *, allow_tf32: bool = False, stream: int = 0
 ) -> None: ...
+def trajectory(
+    pred: _Array,
+    target: _Array,
+    totals: _Array,
+    agents: _Array | None = None,
+    mask: _Array | None = None,
+    probabilities: _Array | None = None,
+    *,
+    definition: str = "seed",
+    top_k: int | None = None,
+    miss_threshold: float = 2.0,
+    strict_final: bool = False,
+    stream: int = 0,
+) -> None: ...
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...
 def num_threads() -> int: ...

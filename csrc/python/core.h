@@ -59,5 +59,7 @@ PyObject *py_attention_backward(PyObject *module, PyObject *const *args, Py_ssiz
                                 PyObject *names);
 PyObject *py_gemm(PyObject *module, PyObject *const *args, Py_ssize_t n,
                   PyObject *names);
+PyObject *py_trajectory(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                        PyObject *names);
 
 #endif

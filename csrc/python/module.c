@@ -83,6 +83,9 @@ static PyMethodDef methods[] = {
      "The gradients of attention; see trainfast.attention_backward."},
     {"gemm", WITH_KEYWORDS(py_gemm), METH_FASTCALL | METH_KEYWORDS,
      "out = a b by cuBLAS, for dense CUDA matrices; see csrc/tfast.h."},
+    {"trajectory", WITH_KEYWORDS(py_trajectory), METH_FASTCALL | METH_KEYWORDS,
+     "Errors of predicted trajectories; see trainfast.trajectory_metrics and\n"
+     "csrc/tfast.h."},
     {"graph_collate", py_graph_collate, METH_VARARGS,
      "graph_collate(selection, indices, /)\n--\n\n"
      "Collates now; several threads copy a large batch."},

@@ -13,6 +13,7 @@ static const char *unusable(void);
 
 #include "../kernels/adamw_step.h"
 #include "../kernels/amp_step.h"
+#include "../kernels/trajectory_step.h"
 
 static tfast_status
 attention(const tfast_attention_args *args)
@@ -38,7 +39,7 @@ attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool backwar
         .abi = TFAST_ABI, .name = NAME, .device = TFAST_CPU, .unusable = unusable,     \
         .adamw = adamw_step, .amp_grads = amp_grads, .amp_update = amp_update,         \
         .attention = attention, .attention_backward = attention_backward,              \
-        .attention_scratch = attention_scratch,                                        \
+        .attention_scratch = attention_scratch, .trajectory = trajectory,              \
     }
 
 #endif
