@@ -58,8 +58,8 @@ trajectory_read(const void *array, tfast_dtype dtype, int64_t i)
     }
 }
 
-/* Copies the coordinates of n <= TILE steps from element `first` on to `tile`, and zeros
- * up to a whole lanes. `strides`: of a step and of a coordinate. */
+/* Copies the coordinates of n <= TILE steps from element `first` on to `tile`, and
+ * zeros up to a whole row. `strides`: of a step and of a coordinate. */
 static void
 trajectory_copy(real *tile, const void *array, tfast_dtype dtype, int64_t first,
                 const int64_t *strides, int n, int dim)
@@ -374,8 +374,8 @@ trajectory_values(trajectory_agent *a, double *values)
     return most >= 0;
 }
 
-/* The elements of pred at which a tile may begin that is read in place: none unless pred
- * is dense and of `real`, and not the last ones, where a whole row may pass its end. */
+/* The elements of pred at which a tile may begin that is read in place: none unless
+ * pred is dense and of `real`, and not the last ones, where a whole row may pass its end. */
 static int64_t
 trajectory_readable(const tfast_trajectory_args *args)
 {

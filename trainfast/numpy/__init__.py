@@ -6,9 +6,6 @@ from trainfast.numpy.adamw import AdamW, adamw_step
 from trainfast.numpy.attention import AttentionGradients, attention, attention_backward
 from trainfast.numpy.loss_scaler import LossScaler
 
-if TYPE_CHECKING:  # __getattr__ loads it: it needs arrays of this package itself
-    from trainfast.metrics.trajectory import trajectory_metrics
-
 __all__ = [
     "AdamW",
     "AttentionGradients",
@@ -16,7 +13,6 @@ __all__ = [
     "adamw_step",
     "attention",
     "attention_backward",
-    "trajectory_metrics",
 ]
 
 # torch's names that are asked for here, and what arrays have instead.
@@ -30,10 +26,6 @@ _INSTEAD = {
 if not TYPE_CHECKING:  # a type checker reports wrong names itself
 
     def __getattr__(name: str) -> object:
-        if name == "trajectory_metrics":
-            from trainfast.metrics.trajectory import trajectory_metrics
-
-            return trajectory_metrics
         error = f"module 'trainfast.numpy' has no attribute {name!r}"
         if name in _INSTEAD:
             error += f"; use {_INSTEAD[name]}, or trainfast.{name} for torch's tensors"
