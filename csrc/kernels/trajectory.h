@@ -375,7 +375,7 @@ trajectory_values(trajectory_agent *a, double *values)
 }
 
 /* The elements of pred at which a tile may begin that is read in place: none unless
- * pred is dense and of `real`, and not the last ones, where a whole row may pass its end. */
+ * pred is dense and of `real`, and not the last ones, where a row may pass its end. */
 static int64_t
 trajectory_readable(const tfast_trajectory_args *args)
 {
