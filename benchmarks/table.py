@@ -26,6 +26,7 @@ TITLES = {
     "gemm": "Products of matrices",
     "graph-cache": "Graph cache, batches of 32 graphs",
     "neighbours": "Graphs of neighbours",
+    "trajectory": "Trajectory metrics",
 }
 NOTES = {
     "attention": "A causal case counts half of the operations, a backward 2.5 times "

@@ -444,6 +444,75 @@ tfast_status tfast_neighbours_count(tfast_neighbours_plan **plan,
 tfast_status tfast_neighbours_fill(tfast_neighbours_plan *plan,
                                    const tfast_neighbours_args *args);
 void tfast_neighbours_end(tfast_neighbours_plan *plan); /* NULL is allowed */
+/* ---- Trajectory metrics ---------------------------------------------------------- */
+
+/* What the metrics mean; see tfast_trajectory(). */
+typedef enum {
+    TFAST_TRAJECTORY_SEED = 0,
+    TFAST_TRAJECTORY_AV2,
+    TFAST_TRAJECTORY_NUSCENES
+} tfast_trajectory_definition;
+
+/* Columns of the results. */
+enum {
+    TFAST_ADE = 0,
+    TFAST_FDE,
+    TFAST_MIN_ADE,
+    TFAST_MIN_FDE,
+    TFAST_MISS,
+    TFAST_BRIER_MIN_ADE,
+    TFAST_BRIER_MIN_FDE,
+    TFAST_TRAJECTORY_METRICS
+};
+
+/* Predicted trajectories of `n` agents and what happened. Strides are in elements and
+ * may have any sign. */
+typedef struct {
+    double *totals; /* [2, METRICS], dense: sums over agents, then how many agents each
+                       sum has */
+    double *agents; /* [n, METRICS], dense; NaN where an agent lacks a metric; NULL:
+                       not wanted */
+    const void *pred;          /* [n, modes, steps, dim] */
+    const void *target;        /* [n, steps, dim] */
+    const bool *mask;          /* [n, steps]: true: the step counts; NULL: all do */
+    const void *probabilities; /* [n, modes], in [0, 1] or NaN; NULL: none */
+    int64_t pred_stride[4], target_stride[3], mask_stride[2], probability_stride[2];
+    int64_t n, modes, steps;
+    int64_t dim;           /* 2 or 3 */
+    int64_t top_k;         /* min_ and miss look at this many most probable modes; 0:
+                              at all; below `modes` only with probabilities */
+    double miss_threshold; /* >= 0 */
+    tfast_trajectory_definition definition;
+    bool strict_final; /* the final step is the last one, and agents for which it does
+                          not count have no FDE; else the last step that counts */
+    uint8_t pred_dtype, target_dtype, probability_dtype; /* tfast_dtype */
+    tfast_device device;
+    void *stream;
+} tfast_trajectory_args;
+
+/* Of one agent, with d the distance between prediction and target at a step, ade the
+ * mean of d over the steps that count, fde the d of the final step, largest the largest
+ * d, p the probability of a mode, and the most probable mode the first one without
+ * probabilities (of equal ones the first, here and in top_k):
+ *
+ *   ADE, FDE        ade and fde of the most probable mode
+ *   minADE, minFDE  least ade and least fde; av2: ade of the mode with the least fde
+ *   miss            1 or 0: FDE > threshold; av2: minFDE > threshold; nuscenes: the
+ *                   least `largest` >= threshold
+ *   brier-minADE    minADE + (1 - p)^2 of the mode that minADE is of; brier-minFDE
+ *                   likewise; absent without probabilities
+ *
+ * An agent without a step that counts has no metric. One whose final step does not
+ * count lacks FDE, minFDE, brier-minFDE and seed's and av2's miss, with av2 also minADE
+ * and brier-minADE. NaN in a step that counts (or inf - inf) of a mode that is looked
+ * at, or in a probability, makes all metrics of the agent NaN; steps that do not count
+ * and modes that are not looked at are not read, or have no effect.
+ *
+ * Distances are float32, or float64 if pred or target is, with a relative error below
+ * 2^-22 (2^-51) while squares neither overflow nor underflow. Sums are float64, in an
+ * order that depends on n and steps alone: the same inputs give the same bits for any
+ * number of threads and on every CPU backend. */
+tfast_status tfast_trajectory(const tfast_trajectory_args *args);
 
 /* ---- Backends -------------------------------------------------------------------- */
 
@@ -470,6 +539,7 @@ typedef struct tfast_backend {
     tfast_status (*gemm)(const tfast_gemm_args *args);
     tfast_status (*neighbours_count)(tfast_neighbours_plan **plan,
                                      tfast_neighbours_args *args);
+    tfast_status (*trajectory)(const tfast_trajectory_args *args);
 } tfast_backend;
 
 /* The one symbol that a backend library exports (the CUDA library; `simt` and `wide` of

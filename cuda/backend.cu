@@ -208,6 +208,7 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_attention_scratch,
     tfast_cuda_gemm,
     nullptr, /* neighbours_count: points on a GPU are searched on the CPU */
+    nullptr, /* trajectory: on the CPU only */
 };
 
 extern "C" __attribute__((visibility("default"))) const tfast_backend *

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.arrays import DTYPES
 
-ABI = 8  # TFAST_ABI
+ABI = 9  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -162,6 +162,7 @@ class Backend(ctypes.Structure):
             ),
         ),
         ("gemm", POINTER),
+        ("trajectory", POINTER),
     ]
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.memory.advice import oom_advice as oom_advice
     from trainfast.memory.advice import oom_help as oom_help
     from trainfast.memory.batch_size import scale_lr as scale_lr
+    from trainfast.metrics.targets import targets as targets
+    from trainfast.metrics.trajectory import trajectory_metrics as trajectory_metrics
     from trainfast.monitor import SystemMonitor as SystemMonitor
     from trainfast.parallel import parallel_map as parallel_map
     from trainfast.tools.env import env as env
@@ -71,6 +73,9 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import save_checkpoint as save_checkpoint
     from trainfast.torch import scaled_dot_product_attention as _sdpa
     from trainfast.torch.attention.functional import attention as attention
+    from trainfast.torch.trajectory_metrics import (
+        TrajectoryMetrics as TrajectoryMetrics,
+    )
 
     scaled_dot_product_attention = _sdpa
 
@@ -97,6 +102,8 @@ __all__ = [
     "scale_lr",
     "selftest",
     "stats",
+    "targets",
+    "trajectory_metrics",
     "unpatch",
     "use_backend",
 ]
@@ -117,6 +124,12 @@ _OTHERS = {
     "parallel_map": "trainfast.parallel",
     "progress": "trainfast.log",
     "scale_lr": "trainfast.memory.batch_size",
+    "targets": "trainfast.metrics",
+    "trajectory_metrics": "trainfast.metrics",
+}
+# Classes that derive from a framework's: the module, and the package that it needs.
+_DERIVED = {
+    "TrajectoryMetrics": ("trainfast.torch.trajectory_metrics", "torchmetrics"),
 }
 _TORCHS = (
     *("Accumulator", "Adam", "AdamW", "GradScaler", "SkipAwareScheduler", "attention"),
@@ -156,6 +169,8 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(f"trainfast.tools.{name}"), name)
     if name in _OTHERS:
         return getattr(import_module(_OTHERS[name]), name)
+    if name in _DERIVED:
+        return getattr(import_module(_DERIVED[name][0]), name)
     if name in _TORCHS:
         return _of_torch(name)
     error = f"module 'trainfast' has no attribute {name!r}"
@@ -187,4 +202,5 @@ def __dir__() -> list[str]:
     if find_spec("torch") is None:  # help() would stop at the ImportErrors
         return sorted(names - {"torch", *_TORCHS})
     frameworks = {ours for ours, theirs in _FRAMEWORKS.items() if find_spec(theirs)}
-    return sorted(names | frameworks)
+    derived = {ours for ours, (_, theirs) in _DERIVED.items() if find_spec(theirs)}
+    return sorted(names | frameworks | derived)

@@ -314,6 +314,8 @@ def attention_backward(
 def gemm(
     a: _Array, b: _Array, out: _Array, *, allow_tf32: bool = False, stream: int = 0
 ) -> None: ...
+
+# make(edges): neighbour, centre, distance, relative_position, unit_vector.
 def neighbours(
     points: _Array,
     centres: _Array | None,
@@ -329,8 +331,20 @@ def neighbours(
     unit: bool = False,
     short_indices: bool = False,
 ) -> tuple[Any, ...]: ...
-
-# make(edges): neighbour, centre, distance, relative_position, unit_vector.
+def trajectory(
+    pred: _Array,
+    target: _Array,
+    totals: _Array,
+    agents: _Array | None = None,
+    mask: _Array | None = None,
+    probabilities: _Array | None = None,
+    *,
+    definition: str = "seed",
+    top_k: int | None = None,
+    miss_threshold: float = 2.0,
+    strict_final: bool = False,
+    stream: int = 0,
+) -> None: ...
 def backend_in_use() -> str: ...
 def backends() -> list[tuple[str, str | None, bool]]: ...
 def num_threads() -> int: ...

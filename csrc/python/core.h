@@ -61,5 +61,7 @@ PyObject *py_gemm(PyObject *module, PyObject *const *args, Py_ssize_t n,
                   PyObject *names);
 PyObject *py_neighbours(PyObject *module, PyObject *const *args, Py_ssize_t n,
                         PyObject *names);
+PyObject *py_trajectory(PyObject *module, PyObject *const *args, Py_ssize_t n,
+                        PyObject *names);
 
 #endif

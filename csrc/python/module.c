@@ -86,6 +86,9 @@ static PyMethodDef methods[] = {
     {"neighbours", WITH_KEYWORDS(py_neighbours), METH_FASTCALL | METH_KEYWORDS,
      "Edges between near points; see trainfast.numpy and csrc/tfast.h. Calls\n"
      "make(number of edges), which returns the arrays to fill, and returns them."},
+    {"trajectory", WITH_KEYWORDS(py_trajectory), METH_FASTCALL | METH_KEYWORDS,
+     "Errors of predicted trajectories; see trainfast.trajectory_metrics and\n"
+     "csrc/tfast.h."},
     {"graph_collate", py_graph_collate, METH_VARARGS,
      "graph_collate(selection, indices, /)\n--\n\n"
      "Collates now; several threads copy a large batch."},

@@ -14,6 +14,7 @@ static const char *unusable(void);
 
 #include "../kernels/adamw_step.h"
 #include "../kernels/amp_step.h"
+#include "../kernels/trajectory_step.h"
 
 static tfast_status
 attention(const tfast_attention_args *args)
@@ -49,6 +50,7 @@ neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args)
         .adamw = adamw_step, .amp_grads = amp_grads, .amp_update = amp_update,         \
         .attention = attention, .attention_backward = attention_backward,              \
         .attention_scratch = attention_scratch, .neighbours_count = neighbours_count,  \
+        .trajectory = trajectory,                                                      \
     }
 
 #endif

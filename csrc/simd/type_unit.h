@@ -7,6 +7,7 @@
 #include "../kernels/amp.h"
 #include "../kernels/attention_backward.h"
 #include "../kernels/attention_forward.h"
+#include "../kernels/trajectory.h"
 #include "../kernels/type_kernels.h"
 
 #define TYPE_KERNELS                                                                   \
@@ -14,6 +15,7 @@
         .adamw_span = adamw_span, .amp_span = amp_span,                                \
         .attention = attention_forward, .attention_backward = attention_backward,      \
         .attention_scratch = attention_scratch,                                        \
+        .trajectory_agents = trajectory_agents,                                        \
     }
 
 #endif

@@ -76,6 +76,18 @@ static inline void vr_store_bf16(uint16_t *p, vr a)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(half),
                                                     _mm256_extracti128_si256(half, 1)));
 }
+static inline vr vr_add_pairs(vr a, vr b)
+{
+    const __m256d halves = _mm256_castps_pd(_mm256_hadd_ps(a, b));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(halves, 0xD8));
+}
+static inline void vr_accumulate(double *sums, vr a)
+{
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(a));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1));
+    _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), low));
+    _mm256_storeu_pd(sums + 4, _mm256_add_pd(_mm256_loadu_pd(sums + 4), high));
+}
 static inline float vr_sum(vr a)
 {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

@@ -42,6 +42,14 @@ static inline void vr_transpose(vr *r)
     r[2] = _mm256_permute2f128_pd(a, c, 0x31);
     r[3] = _mm256_permute2f128_pd(b, d, 0x31);
 }
+static inline vr vr_add_pairs(vr a, vr b)
+{
+    return _mm256_permute4x64_pd(_mm256_hadd_pd(a, b), 0xD8);
+}
+static inline void vr_accumulate(double *sums, vr a)
+{
+    _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), a));
+}
 static inline double vr_sum(vr a)
 {
     const __m128d x = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));

@@ -53,6 +53,17 @@ static inline void vr_transpose(vr *r)
         r[i + 6] = _mm512_shuffle_f64x2(quad[i + 2], quad[i + 6], 0xDD);
     }
 }
+static inline vr vr_add_pairs(vr a, vr b)
+{
+    const __m512i even = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+    const __m512i odd = _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15);
+    return _mm512_add_pd(_mm512_permutex2var_pd(a, even, b),
+                         _mm512_permutex2var_pd(a, odd, b));
+}
+static inline void vr_accumulate(double *sums, vr a)
+{
+    _mm512_storeu_pd(sums, _mm512_add_pd(_mm512_loadu_pd(sums), a));
+}
 static inline double vr_sum(vr a) { return _mm512_reduce_add_pd(a); }
 
 static inline uint32_t vr_mask_le(vr a, vr b) { return _mm512_cmp_pd_mask(a, b, _CMP_LE_OQ); }

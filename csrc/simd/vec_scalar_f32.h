@@ -8,9 +8,14 @@
  * a fused multiply-add. vr_madd is a * b + c, fused only if the set has FMA.
  * vr_if_less(a, b, x, y) is a < b ? x : y. vr_pow2(a) shifts the lowest bits of a into
  * the exponent field. vr_transpose() transposes VR_WIDTH vectors in place. vr_sum adds
- * the lanes. Of float64 only: vr_mask_le(a, b) has bit i set where a <= b in lane i;
- * vr_compress() and vr_compress_indices() store the lanes that a mask selects one after
- * another, and may write anything to the rest of VR_WIDTH places. V_ROWS: registers suffice for V_ROWS x 2 vectors of accumulators of a
+ * the lanes. vr_add_pairs(a, b) is the sums of neighbouring lanes of a followed by b, and
+ * vr_accumulate(sums, a) adds the lanes to as many float64.
+ *
+ * Of float64 only: vr_mask_le(a, b) has bit i set where a <= b in lane i; vr_compress()
+ * and vr_compress_indices() store the lanes that a mask selects one after another, and
+ * may write anything to the rest of VR_WIDTH places.
+ *
+ * V_ROWS: registers suffice for V_ROWS x 2 vectors of accumulators of a
  * matrix product, beside two factors and a broadcast.
  *
  * V_PAIRS is 1 where a lane may hold a pair of bfloat16, the first in its low half:
@@ -56,6 +61,8 @@ static inline vr vr_pow2(vr a)
     return a;
 }
 static inline void vr_transpose(vr *rows) { (void)rows; }
+static inline vr vr_add_pairs(vr a, vr b) { return a + b; }
+static inline void vr_accumulate(double *sums, vr a) { *sums += (double)a; }
 static inline float vr_sum(vr a) { return a; }
 static inline vr vr_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
 static inline void vr_store_f16(uint16_t *p, vr a) { *p = tfast_to_f16(a); }

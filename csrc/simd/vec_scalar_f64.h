@@ -36,6 +36,8 @@ static inline vr vr_pow2(vr a)
     return a;
 }
 static inline void vr_transpose(vr *rows) { (void)rows; }
+static inline vr vr_add_pairs(vr a, vr b) { return a + b; }
+static inline void vr_accumulate(double *sums, vr a) { *sums += a; }
 static inline double vr_sum(vr a) { return a; }
 
 static inline uint32_t vr_mask_le(vr a, vr b) { return a <= b; }

@@ -14,6 +14,7 @@ MODULES = {
     "trainfast.torch.flash_attn": "torch",
     "trainfast.torch.huggingface": "transformers",
     "trainfast.torch.lightning": "lightning",
+    "trainfast.torch.trajectory_metrics": "torchmetrics",
 }
 
 

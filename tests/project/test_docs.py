@@ -19,7 +19,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # Pages for owners, whose code is not for users to run.
 OWNERS = ("docs/design/", "docs/graph_cache_format.md")
-OPTIONAL = ("accelerate", "lightning", "torch_geometric", "transformers")
+OPTIONAL = (
+    *("accelerate", "lightning", "torch_geometric", "torchmetrics", "transformers"),
+)
 IMPORT = r"^(?:from|import) {}\b"
 
 

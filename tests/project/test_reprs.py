@@ -117,6 +117,18 @@ EXAMPLES = {
         lambda kind, _: kind("p", ["input 3"]),
         "StaleCacheError('the cache at p is stale",
     ),
+    "metrics.TargetCheck": (
+        lambda kind, _: kind("competition", (("ade", 0.1, 0.2, True),)),
+        "Targets competition: passed",
+    ),
+    "metrics.Targets": (
+        lambda *_: trainfast.targets("competition"),
+        "Targets competition",
+    ),
+    "metrics.TrajectoryResult": (
+        lambda *_: trainfast.trajectory_metrics(np.ones((1, 2, 2)), np.ones((1, 2, 2))),
+        "Trajectories of 1 agents, definition seed (one mode)",
+    ),
     "numpy.AdamW": (
         lambda kind, _: numpy_adamw(kind),
         "AdamW(params=1, lr=0.5, betas=(0.5, 0.75), eps=1e-08, weight_decay=0.01, "
@@ -195,6 +207,10 @@ EXAMPLES = {
     "torch.lightning.Precision": (
         lambda kind, _: kind("16-mixed", "cpu"),
         "MixedPrecision(precision='16-mixed', device='cpu')",
+    ),
+    "torch.trajectory_metrics.TrajectoryMetrics": (
+        lambda kind, _: kind("av2"),
+        "TrajectoryMetrics(definition='av2', miss_threshold=2.0, final='last')",
     ),
     "torch.pyg.CachedDataset": (lambda _, f: cached(f), "CachedDataset(4)"),
     "torch.pyg.DataLoader": (

@@ -86,6 +86,14 @@ static inline vr vr_dot(vr a, vr b, vr c)
     return c + (vr)(x << 16) * (vr)(y << 16);
 }
 
+static inline vr vr_add_pairs(vr a, vr b)
+{
+    EACH_LANE(vr, 16, i < 8 ? a[2 * i] + a[2 * i + 1] : b[2 * i - 16] + b[2 * i - 15]);
+}
+static inline void vr_accumulate(double *sums, vr a)
+{
+    for (int i = 0; i < 16; i++) { sums[i] += a[i]; }
+}
 static inline float vr_sum(vr a)
 {
     float sum = 0;

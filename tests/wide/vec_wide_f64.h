@@ -49,6 +49,14 @@ static inline void vr_transpose(vr *rows)
         for (int j = 0; j < 8; j++) { rows[i][j] = copy[j][i]; }
     }
 }
+static inline vr vr_add_pairs(vr a, vr b)
+{
+    EACH_LANE(vr, 8, i < 4 ? a[2 * i] + a[2 * i + 1] : b[2 * i - 8] + b[2 * i - 7]);
+}
+static inline void vr_accumulate(double *sums, vr a)
+{
+    for (int i = 0; i < 8; i++) { sums[i] += a[i]; }
+}
 static inline double vr_sum(vr a)
 {
     double sum = 0;

@@ -1,0 +1,77 @@
+/* The public function of trajectory metrics: validates, then calls the backend. */
+#include "trajectory.h"
+
+/* NaN passes: padding agents often have it. On a GPU nothing is read. */
+static tfast_status
+check_probabilities(const tfast_trajectory_args *args)
+{
+    if (args->probabilities == NULL || args->device.type != TFAST_CPU) {
+        return TFAST_OK;
+    }
+    for (int64_t agent = 0; agent < args->n; agent++) {
+        for (int64_t mode = 0; mode < args->modes; mode++) {
+            const double p = tfast_trajectory_probability(args, agent, mode);
+
+            if (p < 0 || p > 1) {
+                return tfast_fail(TFAST_EINVAL,
+                                  "probabilities must be in [0, 1], got %g for agent "
+                                  "%lld, mode %lld; apply softmax to logits",
+                                  p, (long long)agent, (long long)mode);
+            }
+        }
+    }
+    return TFAST_OK;
+}
+
+static tfast_status
+check_sizes(const tfast_trajectory_args *args)
+{
+    if (args->dim != 2 && args->dim != 3) {
+        return tfast_fail(TFAST_EINVAL,
+                          "pred must have 2 or 3 coordinates in its last dimension, "
+                          "got %lld; pass pred[..., :2]",
+                          (long long)args->dim);
+    }
+    if (args->n < 0 || args->modes < 1 || args->steps < 1) {
+        return tfast_fail(TFAST_EINVAL,
+                          "pred must have at least one mode and one step, got %lld "
+                          "and %lld",
+                          (long long)args->modes, (long long)args->steps);
+    }
+    if (args->top_k < 0 || args->top_k > args->modes) {
+        return tfast_fail(TFAST_EINVAL, "top_k must be 1 to %lld (the modes), got %lld",
+                          (long long)args->modes, (long long)args->top_k);
+    }
+    if (args->top_k > 0 && args->top_k < args->modes && args->probabilities == NULL) {
+        return tfast_fail(TFAST_EINVAL,
+                          "top_k needs probabilities, got none; pass probabilities or "
+                          "leave top_k out");
+    }
+    return TFAST_OK;
+}
+
+tfast_status
+tfast_trajectory(const tfast_trajectory_args *args)
+{
+    const tfast_backend *backend = tfast_backend_for(args->device.type);
+    tfast_status status = check_sizes(args);
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    if (!(args->miss_threshold >= 0)) {
+        return tfast_fail(TFAST_EINVAL, "miss_threshold must be >= 0, got %g",
+                          args->miss_threshold);
+    }
+    if (backend == NULL) {
+        return TFAST_EUNSUPPORTED;
+    }
+    if (backend->trajectory == NULL) {
+        return tfast_fail(TFAST_EUNSUPPORTED,
+                          "trajectory_metrics has no kernel on backend %s; pass arrays "
+                          "on the CPU (.cpu())",
+                          backend->name);
+    }
+    status = check_probabilities(args);
+    return status == TFAST_OK ? backend->trajectory(args) : status;
+}
