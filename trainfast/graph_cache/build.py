@@ -15,6 +15,7 @@ import numpy as np
 
 from trainfast import _core
 from trainfast.graph_cache import keys
+from trainfast.graph_cache.executor import make_by_executor
 from trainfast.graph_cache.fit import agrees
 from trainfast.graph_cache.job import BuildError, Job, Todo
 from trainfast.graph_cache.origin import StaleCacheError
@@ -36,6 +37,7 @@ def build(
     key: Callable[[Any], keys.Key] | None = None,
     transform_id: keys.Key | None = None,
     workers: int = 0,
+    executor: Any = None,
     progress: bool = True,
     rebuild: bool | None = None,
     rules: Mapping[Hashable, Rule] | None = None,
@@ -78,6 +80,9 @@ def build(
         workers: processes that make graphs. Inputs and `make` are sent to them, so with
             the start method "spawn" they must pickle. The first few graphs are made in
             this process.
+        executor: a `concurrent.futures.Executor` whose tasks make the graphs, in place
+            of `workers`; of several machines, if `path` is on storage that they share.
+            `make` and inputs must pickle. It is not shut down.
         progress: shows a bar with rate and remaining time (needs tqdm).
         rebuild: True makes all graphs again. False keeps the stored graphs where only
             code has changed and the graphs that are made again are the same.
@@ -98,11 +103,13 @@ def build(
         OSError: the disk is full, or another build of this cache runs.
         What was made before is kept in all cases, also after Ctrl-C.
     """
-    _check_arguments(inputs, make, key, workers)
+    _check_arguments(inputs, make, key, workers, executor)
     sequence: Any = inputs if _is_sequence(inputs) else None
     given = make is None
-    if make is None and key is None and sequence is not None:
+    sent = executor is not None and isinstance(inputs, list | tuple)
+    if make is None and key is None and sequence is not None and not sent:
         # The workers get the graphs by themselves, and only those that are missing.
+        # An executor would get a whole list with each task.
         make, inputs = sequence.__getitem__, range(len(sequence))
     job = Job(
         as_path(path),
@@ -115,7 +122,9 @@ def build(
     named = transform_id is not None
     functions = {} if given or named else {"make": make}
     source = Source(functions, named=named, given=given)
-    return run(job, inputs, source, key, transform_id, workers, rebuild, progress)
+    return run(
+        job, inputs, source, key, transform_id, workers, rebuild, progress, executor
+    )
 
 
 def run(
@@ -127,6 +136,7 @@ def run(
     workers: int,
     rebuild: bool | None,
     progress: bool,
+    executor: Any = None,
 ) -> "BuildReport":
     """Runs a build whose graphs come from `source`."""
     name = keys.name_of(transform_id)
@@ -137,18 +147,25 @@ def run(
             return keys.key_maker(key, transform_id, reuse.now.salt)
 
         try:
-            one = _Build(job, key_maker, key is not None, workers, reuse)
+            one = _Build(job, key_maker, key is not None, workers, executor, reuse)
             return one.run(inputs, progress)
         except KeyboardInterrupt as error:
             error.add_note("What was made is kept; the next build goes on from there.")
             raise
 
 
-def _check_arguments(inputs: Any, make: Any, key: Any, workers: Any) -> None:
+def _check_arguments(
+    inputs: Any, make: Any, key: Any, workers: Any, executor: Any
+) -> None:
     if not isinstance(workers, SupportsIndex):
         raise TypeError(f"workers must be an integer, got {workers!r}")
     if workers.__index__() < 0:
         raise ValueError(f"workers must be at least 0, got {workers}")
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        rule = "executor must have submit(), as a concurrent.futures.Executor has"
+        raise TypeError(f"{rule}, got {executor!r}")
+    if executor is not None and workers:
+        raise ValueError("`workers` cannot be combined with `executor`; pass one")
     if not hasattr(inputs, "__iter__") and not hasattr(inputs, "__getitem__"):
         raise TypeError(f"inputs must be iterable, got {type(inputs).__name__}")
     for name, function in (("make", make), ("key", key)):
@@ -184,6 +201,7 @@ class _Build:
     key_maker: Callable[[], Callable[[int, Any], bytes]]
     has_key: bool  # of the user's own
     workers: int
+    executor: Any
     reuse: Reuse
     key_of: Callable[[int, Any], bytes] = field(init=False)
     keys: list[bytes] | None = None  # of all inputs, where they are known beforehand
@@ -309,11 +327,18 @@ class _Build:
         old = schema_of(self.job.path) if has_manifest(self.job.path) else None
         schema = None if fresh else old
         made = 0
-        if not self.workers or schema is None:
+        if not self._sends or schema is None:
             made, schema = self._make_here(todo, schema, old, bar)
-        if not self.workers or schema is None:
+        if not self._sends or schema is None:
             return made
+        if self.executor is not None:
+            return made + make_by_executor(self.job, self.executor, schema, todo, bar)
         return made + make_in_processes(self.job, self.workers, schema, todo, bar)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether other processes make graphs."""
+        return bool(self.workers) or self.executor is not None
 
     def _make_here(
         self,
@@ -341,7 +366,7 @@ class _Build:
                 self.job.append(writer, *item)
                 made += 1
                 bar.made(1)
-                if self.workers and writer.schema is not None:
+                if self._sends and writer.schema is not None:
                     break
                 item = next(todo, None)
         return made, writer.schema
@@ -382,6 +407,9 @@ def _only_builder(path: str) -> Iterator[None]:
         except BlockingIOError:
             message = f"another build of {path} is running; wait for it or end it"
             raise BlockingIOError(message) from None
-        yield
+        try:
+            yield
+        finally:  # closing alone keeps the lock if an executor's processes were forked
+            fcntl.flock(directory, fcntl.LOCK_UN)
     finally:
         os.close(directory)

@@ -155,7 +155,7 @@ class _Pool:
             worker.process.join()
             self.workers.remove(worker)
         else:
-            raise _error_of(*rest)
+            raise error_of(*rest)
 
     def _death(self, worker: _Worker) -> BuildError:
         worker.process.join()
@@ -185,7 +185,7 @@ def _ctrl_c_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _error_of(place: int | None, kind: str, text: str, trace: str, data: Any) -> Any:
+def error_of(place: int | None, kind: str, text: str, trace: str, data: Any) -> Any:
     """The error that a worker met, as the parent raises it."""
     error: BaseException
     if kind == "make":
@@ -217,7 +217,8 @@ def _work(
     try:
         _make_all(pipe, stopping, job, schema, parent)
     except BaseException as error:
-        _report(pipe, error)
+        with suppress(OSError):  # nobody listens any more
+            pipe.send(("failed", *packed_error(error)))
 
 
 def _make_all(
@@ -248,7 +249,8 @@ def _receive(pipe: Connection, stopping: Any, parent: int) -> list[Todo] | None:
     return None
 
 
-def _report(pipe: Connection, error: BaseException) -> None:
+def packed_error(error: BaseException) -> tuple[int | None, str, str, str, bytes]:
+    """What `error_of` makes the error from; it pickles whatever the error is."""
     place = getattr(error, "place", None)
     kind = type(error).__name__
     text = str(error)
@@ -266,5 +268,4 @@ def _report(pipe: Connection, error: BaseException) -> None:
     except Exception:
         data = b""
     trace = "".join(traceback.format_exception(error))
-    with suppress(OSError):  # nobody listens any more
-        pipe.send(("failed", place, kind, text, trace, data))
+    return place, kind, text, trace, data
