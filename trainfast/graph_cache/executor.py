@@ -99,6 +99,8 @@ class _Tasks:
         self.limit = _FIRST_IN_FLIGHT
         self.in_task = 1
         self.in_flight: dict[Any, _Task] = {}
+        self.keys: set[bytes] = set()
+        self.twice: set[bytes] = set()  # keys of several inputs
         # Not concurrent.futures.wait: it never hears of futures that are cancelled
         # before they run.
         self.finished: SimpleQueue[Any] = SimpleQueue()
@@ -108,6 +110,8 @@ class _Tasks:
         while left or self.in_flight:
             while left and len(self.in_flight) < self.limit:
                 chunk = list(islice(todo, self.in_task))
+                for _, key, _ in chunk:
+                    (self.twice if key in self.keys else self.keys).add(key)
                 left = bool(chunk)
                 if chunk:
                     self._submit(chunk, 1)
@@ -155,6 +159,8 @@ class _Tasks:
             _core.graph_adopt(self.job.path)
         found = _core.GraphCache(self.job.path, partial=True).keys()
         have = {found[i : i + keys.SIZE] for i in range(0, len(found), keys.SIZE)}
+        # Of inputs with one key nothing tells which was committed: all are made again.
+        have -= self.twice
         chunk = [one for one in task.chunk if one[1] not in have]
         self._done(len(task.chunk) - len(chunk))
         if not chunk:
