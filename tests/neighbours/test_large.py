@@ -64,7 +64,7 @@ def check_against_tree(pos, r, got):
     assert (np.sort(numbers) == directed(inner)).all()
 
 
-@pytest.mark.parametrize("n", [5_000, 50_000])
+@pytest.mark.parametrize("n", [5_000, pytest.param(50_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dim", [1, 2, 3])
 @pytest.mark.parametrize("make", CLOUDS)
 def test_radius_graph_of_large_clouds(backend, rng, make, dim, n):
@@ -82,35 +82,35 @@ def test_radius_graph_of_large_clouds_in_many_dimensions(backend, rng, dim):
     check_against_tree(pos, r, radius_graph(pos, r=r))
 
 
-@pytest.mark.parametrize("cap", [1, 5, 40])
+@pytest.mark.parametrize("cap", [1, 5])
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("make", CLOUDS)
 def test_cap_and_options_on_large_clouds(backend, rng, make, selection, cap):
-    pos = make(rng, 3000, 2).astype(np.float32)
+    pos = make(rng, 1500, 2).astype(np.float32)
     r = radius_of(pos, 12)
     options = {"max_num_neighbors": cap, "selection": selection, "loop": cap == 5}
     got = radius_graph(pos, r=r, flow=FLOWS[1], **options)
     same(got, reference.radius_graph(pos, r, flow=FLOWS[1], **options))
 
 
-@pytest.mark.parametrize("k", [1, 8, 33])
+@pytest.mark.parametrize("k", [1, 33])
 @pytest.mark.parametrize("make", CLOUDS)
-@pytest.mark.parametrize("dim", [1, 2, 3, 8])
+@pytest.mark.parametrize("dim", [2, 3, 8])
 def test_knn_graph_of_large_clouds(backend, rng, make, dim, k):
-    pos = make(rng, 3000, dim)
+    pos = make(rng, 1500, dim)
     same(knn_graph(pos, k=k), nearest_by_brute_force(make, dim, k))
 
 
 @functools.cache  # the same for every backend
 def nearest_by_brute_force(make, dim, k):
-    pos = make(np.random.default_rng(1234), 3000, dim)
+    pos = make(np.random.default_rng(1234), 1500, dim)
     return reference.knn_graph(pos, k)
 
 
 @pytest.mark.parametrize("make", CLOUDS)
 def test_large_sets_of_different_extent(backend, rng, make):
     """Centres outside the cells of the points, on every side."""
-    x, y = make(rng, 3000, 3), 3 * make(rng, 1500, 3) - 1
+    x, y = make(rng, 1500, 3), 3 * make(rng, 700, 3) - 1
     r = radius_of(x, 10)
     for cap in (None, 3):
         options = {"max_num_neighbors": cap}
@@ -119,8 +119,8 @@ def test_large_sets_of_different_extent(backend, rng, make):
 
 
 def test_large_items_beside_small_ones(backend, rng):
-    ptr = np.array([0, 5, 3005, 3005, 3030, 6000, 6001])
-    pos, batch = rng.random((6001, 2)), np.repeat(np.arange(6), np.diff(ptr))
+    ptr = np.array([0, 5, 1505, 1505, 1530, 3000, 3001])
+    pos, batch = rng.random((3001, 2)), np.repeat(np.arange(6), np.diff(ptr))
     options = {"max_num_neighbors": 9}
     same(
         radius_graph(pos, r=0.05, ptr=ptr, **options),
@@ -138,8 +138,8 @@ def test_radius_that_makes_one_cell_or_none(backend, rng, r):
 
 def test_lattice_across_the_borders_of_cells(backend, rng):
     """Points whose distance is r lie in neighbouring cells, on their borders."""
-    axis = np.arange(60) * 0.1
-    pos = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)[rng.permutation(3600)]
+    axis = np.arange(40) * 0.1
+    pos = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)[rng.permutation(1600)]
     for r, boundary in product((0.1, axis[3] - axis[2], 0.2), BOUNDARIES):
         got = radius_graph(pos, r=r, boundary=boundary)
         same(got, reference.radius_graph(pos, r, boundary=boundary))
