@@ -36,35 +36,37 @@ import torch, torch.distributed as dist
 from tests.graph_cache.loading import epoch
 from trainfast import graph_cache as gc
 
-path, store, rank = sys.argv[1:]
+path, shares = sys.argv[1:]
 cache = gc.open(path)
 before = gc.Loader(cache, 4)
-store = dist.FileStore(store, 2)
-dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 loaders = [
     before,
     gc.Loader(cache, 4, shuffle=True),
-    gc.Loader(cache, 4, sampler=[int(rank), 7]),
+    gc.Loader(cache, 4, sampler=[rank, 7]),
     gc.Loader(cache, 4, rank=0, world_size=1),
-    gc.Loader(cache, 4, rank=int(rank), world_size=3),
+    gc.Loader(cache, 4, rank=rank, world_size=3),
     gc.Loader(cache, 4, world_size=1),
 ]
-print(json.dumps([[(l.rank, l.world_size), epoch(l)] for l in loaders]))
+with open(f"{shares}/{rank}.json", "w") as file:
+    json.dump([[(l.rank, l.world_size), epoch(l)] for l in loaders], file)
 dist.destroy_process_group()
 """
 
 
 def test_ranks_of_torch_distributed_are_the_default(cache, tmp_path):
     pytest.importorskip("torch.distributed").is_available() or pytest.skip("without it")
-    command = [sys.executable, "-c", SHARES, str(cache.path), str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment()
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
-    shares = [json.loads(text.splitlines()[-1]) for text in printed]  # after gloo's own
+    script = tmp_path / "shares.py"
+    script.write_text(SHARES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", script, cache.path, tmp_path],
+        env=environment(),
+        check=True,
+        timeout=240,
+    )
+    shares = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     whole = epoch(gc.Loader(cache, 4))
     for rank, share in enumerate(shares):
         before, default, sampled, alone, given, undivided = share
