@@ -116,6 +116,18 @@ def test_lost_repeated_and_reordered_tasks_change_nothing(path, tmp_path, seed, 
     assert quiet(path, range(N), graph).made == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_inputs_with_one_key_survive_lost_tasks(path, seed, short):
+    def of_a_third(n):
+        return graph(n // 3)
+
+    careless = Careless(seed, lost=0.2)
+    options = {"executor": careless, "key": lambda n: n // 3, "commit_every": 2}
+    quiet(path, range(90), of_a_third, transform_id="thirds", **options)
+    careless.pool.shutdown()
+    assert_same(read(path), [graph(n // 3) for n in range(90)])
+
+
 def test_a_task_that_is_always_lost_names_its_input(path, short):
     careless = Careless(1, lost=1.0)
     with pytest.raises(BuildError, match=r"input \d+ was lost 4 times") as caught:

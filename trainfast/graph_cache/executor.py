@@ -99,7 +99,7 @@ class _Tasks:
         self.limit = _FIRST_IN_FLIGHT
         self.in_task = 1
         self.in_flight: dict[Any, _Task] = {}
-        self.keys: set[bytes] = set()
+        self.keys = self._stored()
         self.twice: set[bytes] = set()  # keys of several inputs
         # Not concurrent.futures.wait: it never hears of futures that are cancelled
         # before they run.
@@ -157,8 +157,7 @@ class _Tasks:
         """After a task was lost: submits what it has not committed."""
         with suppress(OSError):
             _core.graph_adopt(self.job.path)
-        found = _core.GraphCache(self.job.path, partial=True).keys()
-        have = {found[i : i + keys.SIZE] for i in range(0, len(found), keys.SIZE)}
+        have = self._stored()
         # Of inputs with one key nothing tells which was committed: all are made again.
         have -= self.twice
         chunk = [one for one in task.chunk if one[1] not in have]
@@ -174,6 +173,11 @@ class _Tasks:
             if part:
                 # A part that is smaller has told something new, and starts over.
                 self._submit(part, task.attempt + 1 if len(chunk) == 1 else 1)
+
+    def _stored(self) -> set[bytes]:
+        """The keys of the graphs that are in the cache."""
+        found = _core.GraphCache(self.job.path, partial=True).keys()
+        return {found[i : i + keys.SIZE] for i in range(0, len(found), keys.SIZE)}
 
     def _done(self, n: int) -> None:
         self.made += n
