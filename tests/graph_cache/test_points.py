@@ -143,6 +143,7 @@ def test_ragged_graphs(path):
         assert_edges(graph, expected(points[ptr[g] : ptr[g + 1]], 1.5))
 
 
+@pytest.mark.forks
 def test_workers_and_chunks_change_nothing(path, tmp_path, monkeypatch):
     points = plays(40)
     build_from_points(path, points, r=6, frame=FRAME, track=TRACK)
