@@ -76,7 +76,7 @@ take_points(const py_call *call, int row, int ptr_row, int64_t dim, int64_t n_gr
         return py_argument_error(PyExc_TypeError, (py_argument){"centres_ptr", -1},
                                  "must be given with centres");
     }
-    if (ptr->ndim != 1 || ptr->shape[0] != n_graphs + 1 ||
+    if (ptr->ndim != 1 || n_graphs < 0 || ptr->shape[0] != n_graphs + 1 ||
         (n_graphs > 0 && ptr->strides[0] != 1)) {
         return py_shape_error(PyExc_ValueError, parameters[ptr_row].name, ptr,
                               "must be dense and have shape (graphs + 1,)");
