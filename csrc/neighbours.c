@@ -2,8 +2,6 @@
  * backend. */
 #include "neighbour_search.h"
 
-#include <math.h>
-
 /* Checks that `ptr` divides n rows into n_graphs graphs. It is on the CPU. */
 static tfast_status
 check_ptr(const char *name, const tfast_points *points, int64_t n_graphs)

@@ -487,7 +487,6 @@ typedef struct {
                           not count have no FDE; else the last step that counts */
     uint8_t pred_dtype, target_dtype, probability_dtype; /* tfast_dtype */
     tfast_device device;
-    void *stream;
 } tfast_trajectory_args;
 
 /* Of one agent, with d the distance between prediction and target at a step, ade the

@@ -162,6 +162,7 @@ class Backend(ctypes.Structure):
             ),
         ),
         ("gemm", POINTER),
+        ("neighbours_count", POINTER),
         ("trajectory", POINTER),
     ]
 

@@ -25,6 +25,19 @@ fail:
     return status;
 }
 
+tfast_status
+tfast_graph_is_building(const char *path, bool *building)
+{
+    graph_contents contents = {.order = NULL};
+    tfast_status status;
+
+    TRY(graph_contents_load(&contents, path));
+    *building = contents.head.building != 0;
+fail:
+    graph_contents_free(&contents);
+    return status;
+}
+
 /* records[n]: the record numbers of the new order, in which no record may occur twice.
  * order NULL: the first n graphs. used[s]: the order has a record of segment s. */
 static tfast_status

@@ -6,6 +6,8 @@
 
 #include <string.h>
 
+_Static_assert(VR_WIDTH <= TFAST_CLOUD_SLACK, "vectors touch places past the end");
+
 /* See `within` of tfast_neighbour_kernels. Inlined for each number of dimensions and
  * for what is stored. */
 static inline __attribute__((always_inline)) int64_t

@@ -84,20 +84,14 @@ take_rewrite(PyObject *object, tfast_amp_rewrite *rewrite)
     static const char *const names[] = {[TFAST_AMP_READ] = "read",
                                         [TFAST_AMP_MULTIPLY] = "multiply",
                                         [TFAST_AMP_CLAMP] = "clamp"};
+    int choice = (int)*rewrite;
 
-    if (object == NULL) {
-        return 0;
+    if (py_take_choice(object, "rewrite", names, (int)(sizeof names / sizeof *names),
+                       &choice) < 0) {
+        return -1;
     }
-    for (int i = 0; i < (int)(sizeof names / sizeof *names); i++) {
-        if (PyUnicode_Check(object) &&
-            PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
-            *rewrite = (tfast_amp_rewrite)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "rewrite must be 'read', 'multiply' or 'clamp', got %R", object);
-    return -1;
+    *rewrite = (tfast_amp_rewrite)choice;
+    return 0;
 }
 
 static int

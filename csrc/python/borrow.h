@@ -130,6 +130,11 @@ typedef struct {
 int py_parse(py_call *call, const py_operation *operation, void *fields,
              PyObject *const *args, Py_ssize_t n, PyObject *names);
 
+/* Sets *choice to the index of the text `object` among n >= 2 names; NULL: leaves it.
+ * Returns 0, or -1 with ValueError, which calls the argument `name`. */
+int py_take_choice(PyObject *object, const char *name, const char *const *names, int n,
+                   int *choice);
+
 /* Borrows the given arrays in the order of the table, and stores the addresses of
  * scalars in `fields`. Returns 0, or -1 with an exception. */
 int py_borrow_arrays(py_call *call, void *fields);

@@ -103,6 +103,9 @@ static PyMethodDef methods[] = {
     {"graph_build_begin", py_graph_build_begin, METH_VARARGS,
      "graph_build_begin(path, /)\n--\n\n"
      "Begins a build; until it ends, the cache opens only with `partial`."},
+    {"graph_is_building", py_graph_is_building, METH_VARARGS,
+     "graph_is_building(path, /)\n--\n\n"
+     "Whether a build has begun and not ended."},
     {"graph_build_end", py_graph_build_end, METH_VARARGS,
      "graph_build_end(path, order, /)\n--\n\n"
      "Ends a build. order: indices of the graphs to keep; None: all, in their order."},

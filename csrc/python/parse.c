@@ -1,6 +1,7 @@
 /* py_parse(): matches the arguments of a call to the table of its operation. */
 #include "borrow.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* ---- Numbers --------------------------------------------------------------------- */
@@ -106,6 +107,34 @@ store_number(const py_parameter *parameter, PyObject *object, void *fields)
     default:
         return store_integer(parameter, object, field);
     }
+}
+
+int
+py_take_choice(PyObject *object, const char *name, const char *const *names, int n,
+               int *choice)
+{
+    char text[PY_SHAPE_TEXT];
+    size_t used = 0;
+
+    for (int i = 0; object != NULL && i < n; i++) {
+        if (PyUnicode_Check(object) &&
+            PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
+            *choice = i;
+            return 0;
+        }
+    }
+    if (object == NULL) {
+        return 0;
+    }
+    for (int i = 0; i < n && used < sizeof text; i++) {
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s'%s'",
+                                 i == 0       ? ""
+                                 : i == n - 1 ? " or "
+                                              : ", ",
+                                 names[i]);
+    }
+    PyErr_Format(PyExc_ValueError, "%s must be %s, got %R", name, text, object);
+    return -1;
 }
 
 /* ---- Arguments ------------------------------------------------------------------- */

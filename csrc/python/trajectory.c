@@ -14,7 +14,6 @@ enum {
     TOP_K,
     MISS_THRESHOLD,
     STRICT_FINAL,
-    STREAM,
     N_PARAMETERS
 };
 
@@ -36,7 +35,6 @@ static const py_parameter parameters[N_PARAMETERS] = {
                         .kind = PY_REAL,
                         .at = AT(miss_threshold)},
     [STRICT_FINAL] = {.name = "strict_final", .kind = PY_FLAG, .at = AT(strict_final)},
-    [STREAM] = {.name = "stream", .kind = PY_STREAM, .at = AT(stream)},
 };
 
 static const uint8_t order[] = {PRED, TARGET, TOTALS, AGENTS, MASK, PROBABILITIES};
@@ -52,20 +50,14 @@ take_definition(PyObject *object, tfast_trajectory_definition *definition)
     static const char *const names[] = {[TFAST_TRAJECTORY_SEED] = "seed",
                                         [TFAST_TRAJECTORY_AV2] = "av2",
                                         [TFAST_TRAJECTORY_NUSCENES] = "nuscenes"};
+    int choice = (int)*definition;
 
-    if (object == NULL) {
-        return 0;
+    if (py_take_choice(object, "definition", names, (int)(sizeof names / sizeof *names),
+                       &choice) < 0) {
+        return -1;
     }
-    for (int i = 0; i < (int)(sizeof names / sizeof *names); i++) {
-        if (PyUnicode_Check(object) &&
-            PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
-            *definition = (tfast_trajectory_definition)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "definition must be 'seed', 'av2' or 'nuscenes', got %R", object);
-    return -1;
+    *definition = (tfast_trajectory_definition)choice;
+    return 0;
 }
 
 /* Checks the shape of an array and takes its strides. */

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -189,7 +188,6 @@ points.build_from_points({path!r}, plays(3000), r=6.0, transform_id="p", progres
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    time.sleep(0.1)
     report = build_from_points(path, plays(3000), r=6.0, transform_id="p")
     assert report.graphs == 3000
     assert 50 <= report.reused < 3000

@@ -7,13 +7,11 @@ record for each key, and segments without wanted graphs are deleted then.
 """
 
 import pickle
-import struct
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -30,8 +28,6 @@ _TASK_LIMIT = 1024  # inputs in a task
 _FIRST_IN_FLIGHT = 16  # tasks
 _MOST_IN_FLIGHT = 4096
 _ATTEMPTS = 4  # of a task whose result is lost
-_BUILDING = struct.Struct("<I")  # in the manifest; see the format document
-_BUILDING_AT = 56
 _NOT_PICKLED = (pickle.PicklingError, AttributeError, TypeError)
 
 
@@ -62,19 +58,14 @@ def run_task(task: _Task) -> tuple[float, Any]:
 
 
 def _make_all(task: _Task) -> None:
-    if not _building(task.job.path):
+    if not _core.graph_is_building(task.job.path):
         return  # the executor has repeated a task of a build that has ended
     with task.job.writer(Schema.decode(task.schema)) as writer:
         for place, key, item in task.chunk:
             task.job.append(writer, place, key, item)
         writer.commit()
-        if not _building(task.job.path):
+        if not _core.graph_is_building(task.job.path):
             writer._abandon(adopt=False)  # the cache is complete without these graphs
-
-
-def _building(path: str) -> bool:
-    data = (Path(path) / "manifest").read_bytes()
-    return bool(_BUILDING.unpack_from(data, _BUILDING_AT)[0])
 
 
 def make_by_executor(

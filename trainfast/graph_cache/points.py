@@ -1,7 +1,7 @@
 """A cache of graphs that are made from positions: near points are joined by edges."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, overload
 
@@ -114,19 +114,19 @@ class _Points:
 
     def part(self, first: int, end: int) -> "_Points":
         """The points of these graphs that there are."""
-        rows = slice(self.ptr[first], self.ptr[end])
-        ptr = self.ptr[first : end + 1] - self.ptr[first]
-        take: Callable[[Array], Array] = lambda array: array[rows]  # noqa: E731
+        begin, stop = self.ptr[first], self.ptr[end]
+        ptr = self.ptr[first : end + 1] - begin
+        rows: slice | Array = slice(begin, stop)
         if self.mask is not None:
             kept = self.mask[rows]
+            rows = begin + np.flatnonzero(kept)
             ptr = np.concatenate(([0], kept.cumsum()))[ptr]
-            take = lambda array: array[rows][kept]  # noqa: E731
         return _Points(
             ptr,
-            take(self.pos),
-            None if self.frame is None else take(self.frame),
-            None if self.track is None else take(self.track),
-            {name: take(array) for name, array in self.fields.items()},
+            self.pos[rows],
+            None if self.frame is None else self.frame[rows],
+            None if self.track is None else self.track[rows],
+            {name: array[rows] for name, array in self.fields.items()},
             None,
         )
 

@@ -61,6 +61,23 @@ py_graph_build_begin(PyObject *Py_UNUSED(module), PyObject *args)
     return py_result(status);
 }
 
+PyObject *
+py_graph_is_building(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *path = NULL;
+    bool building = false;
+    tfast_status status;
+
+    if (!PyArg_ParseTuple(args, "O&:graph_is_building", PyUnicode_FSConverter, &path)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = tfast_graph_is_building(PyBytes_AsString(path), &building);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    return status == TFAST_OK ? PyBool_FromLong(building) : py_result(status);
+}
+
 /* Refuses negative numbers, because the core reads uint64_t. Returns 0, or -1 with
  * ValueError. */
 static int
