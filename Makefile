@@ -1,5 +1,5 @@
 # make demo    a small GPT trained with torch's kernels and trainfast's, side by side
-# make demo-graphs   a graph network fed from source, files and a graph cache
+# make demo-graphs   graph networks fed from source, files, positions and a graph cache
 # make test    every capability on the best backend and the scalar one, in minutes
 # make test-all   everything that pytest can run on this machine
 # make check   make lint: formatting, lint, types; and make stubs: warnings as errors,
@@ -32,8 +32,9 @@ CHECK_CUDA := $(if $(shell PATH="$$PATH:$$CUDA_HOME/bin:/usr/local/cuda/bin" \
 demo: .venv/.demo build
 	$(RUN) examples/char_transformer.py
 
-demo-graphs: .venv/.demo build
+demo-graphs: .venv/.demo-graphs build
 	$(RUN) examples/graph_syntax_trees.py
+	$(RUN) examples/trajectories.py
 
 test: .venv/.test build
 	$(RUN) -m pytest --quick $(PARALLEL)
@@ -57,7 +58,8 @@ $(INSTALLED): .venv/.build pyproject.toml
 	@touch $@
 
 # .test and .demo build nothing, but need what the build needs for tests of packaging.
-.venv/.test .venv/.demo .venv/.dev .venv/.wheel .venv/.docs: .venv/.build
+.venv/.test .venv/.demo .venv/.demo-graphs .venv/.dev .venv/.wheel .venv/.docs: \
+    .venv/.build
 .venv/.oracles: .venv/.test # so that the torch that they find is ours
 .venv/.clients: .venv/.oracles build/clients/.installed
 

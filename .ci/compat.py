@@ -46,7 +46,7 @@ NOT_HERE += ("torch/test_accelerate_tracker",)
 NOT_HERE += ("graph_cache/test_lightning", "core/test_output_hashes")
 NOT_HERE += ("examples/test_char_transformer", "examples/test_graph_syntax_trees")
 NOT_HERE += ("examples/test_amp_resume", "examples/test_quickstart")
-NOT_HERE += ("examples/test_image_classifier",)
+NOT_HERE += ("examples/test_image_classifier", "examples/test_trajectories")
 # Reasons for skips that come from the machine.
 OF_THE_CPU = re.compile("avx-?512", re.IGNORECASE)
 

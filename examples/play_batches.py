@@ -149,7 +149,9 @@ def temporal(pos: Tensor) -> tuple[Tensor, Tensor]:
 def collate(graphs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """One graph that is all of them side by side."""
     batch = {
-        key: torch.cat([graph[key] for graph in graphs], 1 if key == "edge_index" else 0)
+        key: torch.cat(
+            [graph[key] for graph in graphs], 1 if key == "edge_index" else 0
+        )
         for key in KEYS
     }
     counts = torch.tensor([len(graph["pos"]) for graph in graphs])

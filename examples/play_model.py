@@ -10,6 +10,7 @@ from play_simulation import SECONDS
 from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]
+SPREAD = 0.5  # metres
 
 
 class Round(nn.Module):
@@ -22,7 +23,9 @@ class Round(nn.Module):
         self.own = nn.Linear(2 * width, width)
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor, edges: Tensor, index: Tensor, degree: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, edges: Tensor, index: Tensor, degree: Tensor
+    ) -> Tensor:
         neighbour, centre = index
         messages = self.neighbour(x).index_select(0, neighbour)
         messages = messages + self.centre(x).index_select(0, centre) + edges
@@ -63,8 +66,9 @@ class PlayNet(nn.Module):
             x = round(x, edges, index, degree)
         last = graphs["frame"] == PAST - 1
         x = self.head(x[last])
-        bends = self.futures(x).float().view(-1, self.modes, FUTURE, 2)
-        return straight_on(velocity[last])[:, None] + bends, self.scores(x).float()
+        turns = self.futures(x).float().view(-1, self.modes, FUTURE, 2)
+        speeds = velocity[last][:, None, None] + 3 * turns  # metres a second
+        return SECONDS * speeds.cumsum(2), self.scores(x).float()
 
 
 def straight_on(velocity: Tensor) -> Tensor:
@@ -74,7 +78,8 @@ def straight_on(velocity: Tensor) -> Tensor:
 
 
 def loss_of(futures: Tensor, scores: Tensor, truth: Tensor) -> Tensor:
-    """The error of each track's best mode, in metres, and how surprising it was."""
+    """How unlikely the truth is where each mode is right to SPREAD, in metres, and the
+    error of each track's best mode, so that the modes differ."""
     errors = (futures - truth[:, None]).norm(dim=-1).mean(-1)  # [tracks, modes]
-    error, best = errors.min(1)
-    return error.mean() + 0.1 * F.cross_entropy(scores, best)
+    likely = torch.logsumexp(scores.log_softmax(1) - errors / SPREAD, 1)
+    return 0.3 * errors.amin(1).mean() - SPREAD * likely.mean()

@@ -15,11 +15,11 @@ TRACKS = len(TEAM)
 SECONDS = 0.1  # from a frame to the next one
 
 _TOP_SPEED = np.array([7.5, 7.5, 18.0], np.float32)[TEAM][:, None]  # metres a second
-_INERTIA = np.array([0.5, 0.4, 0.2], np.float32)[TEAM][:, None]  # seconds to the speed
-_PUSH = np.array([4.0, 4.0, 0.0], np.float32)[TEAM][:, None]  # of near players
+_INERTIA = np.array([1.2, 1.0, 0.5], np.float32)[TEAM][:, None]  # seconds
+_PUSH = np.array([8.0, 8.0, 0.0], np.float32)[TEAM][:, None]  # of near players
 _PUSH_RANGE = 1.5  # metres
 _NEW_SPOT, _PASS = 0.03, 0.05  # chance in a frame
-_WARM_UP = 12  # frames until all move
+_WARM_UP = 6  # frames until they have found their places
 _CHUNK = 250  # plays simulated at once
 
 
@@ -37,7 +37,7 @@ def _simulate(tracks: np.ndarray, rng: np.random.Generator) -> None:
     every = np.arange(plays)
     middle = FIELD * rng.uniform(0.25, 0.75, (plays, 1, 2)).astype(np.float32)
     pos = middle + _normal(rng, (plays, TRACKS, 2)) * np.float32([16, 12])
-    speed = np.zeros_like(pos)
+    speed = np.float32([3, 3, 8])[TEAM][:, None] * _normal(rng, pos.shape)
     spot = pos[:, :11] + 12 * _normal(rng, (plays, 11, 2))
     attacker = rng.permuted(np.tile(np.arange(11), (plays, 1)), axis=1)
     carrier = rng.integers(11, size=plays)
