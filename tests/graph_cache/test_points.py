@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -218,3 +219,24 @@ def test_bad_arguments_are_refused(path, options, message):
     points = arguments.pop("points")
     with pytest.raises((ValueError, graph_cache.BuildError), match=message):
         build_from_points(path, points, **arguments)
+
+
+def test_what_is_the_same_for_all_graphs_is_not_repeated(path, monkeypatch):
+    monkeypatch.setattr("trainfast.graph_cache.points._CHUNK_NODES", 500)
+    n = 3000
+    points = plays(n)
+    fields = {"number": np.arange(len(FRAME))}
+    mask = np.ones(len(FRAME), bool)
+    mask[5] = False
+    graph_cache.build(path.with_name("warm"), [{"x": np.zeros(3)}], progress=False)
+    tracemalloc.start()
+    build_from_points(
+        path, points, r=0, frame=FRAME, track=TRACK, mask=mask, node_fields=fields,
+        progress=False,
+    )  # fmt: skip
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    one = 8 * n * len(FRAME)  # bytes of an array of integers for all points
+    assert peak < 2 * one
+    with graph_cache.open(path) as cache:
+        assert cache[n - 1]["number"].tolist() == [*range(5), *range(6, len(FRAME))]

@@ -248,10 +248,10 @@ class _Build:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
         try:
-            return _core.GraphCache(self.job.path).keys()
+            return keys.stored(self.job.path)
         except (OSError, ValueError):  # a build has not ended; else it fails again
             self._begin()
-            return _core.GraphCache(self.job.path, partial=True).keys()
+            return keys.stored(self.job.path, partial=True)
 
     def _begin(self) -> None:
         """Says in the cache that a build runs, once there is something to do."""
@@ -374,7 +374,7 @@ class _Build:
     def _order(self, wanted: bytes) -> np.ndarray[Any, Any]:
         """The record of each wanted key: of several with one key the newest."""
         records: dict[bytes, list[int]] = {}
-        found = _core.GraphCache(self.job.path, partial=True).keys()
+        found = keys.stored(self.job.path, partial=True)
         for record, key in enumerate(_split(found)):
             records.setdefault(key, []).append(record)
         order = [records[key].pop() for key in reversed(_split(wanted))]

@@ -167,7 +167,7 @@ class _Tasks:
 
     def _stored(self) -> set[bytes]:
         """The keys of the graphs that are in the cache."""
-        found = _core.GraphCache(self.job.path, partial=True).keys()
+        found = keys.stored(self.job.path, partial=True)
         return {found[i : i + keys.SIZE] for i in range(0, len(found), keys.SIZE)}
 
     def _done(self, n: int) -> None:

@@ -12,7 +12,10 @@ from hashlib import blake2b
 from operator import index
 from typing import Any, SupportsIndex, TypeAlias
 
+from trainfast import _core
+
 SIZE = 16
+_LARGE = 4096  # bytes of a graph
 
 Key: TypeAlias = str | bytes | SupportsIndex | tuple["Key", ...]
 
@@ -61,3 +64,15 @@ def stable(value: Key, what: str = "a key") -> bytes:
     except TypeError:
         kinds = "str, bytes, int or a tuple of them"
         raise TypeError(f"{what} must be {kinds}, got {type(value).__name__}") from None
+
+
+def stored(path: str, partial: bool = False) -> bytes:
+    """The keys of all graphs in a cache, in order.
+
+    Keys of large graphs are read, not mapped: each key is in a page of its own, and the
+    kernel maps the pages around it too, in the end the whole file.
+    """
+    core = _core.GraphCache(path, partial=partial)
+    if core.file_bytes > _LARGE * len(core):
+        core = _core.GraphCache(path, partial=partial, pread=True)
+    return core.keys()

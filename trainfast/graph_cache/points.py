@@ -103,7 +103,8 @@ def build_from_points(
 
 @dataclass
 class _Points:
-    """All points, one after another."""
+    """All points, one after another. An array that is the same for all graphs, of
+    equally many nodes, is there once."""
 
     ptr: Array  # [graphs + 1]
     pos: Array
@@ -117,16 +118,23 @@ class _Points:
         begin, stop = self.ptr[first], self.ptr[end]
         ptr = self.ptr[first : end + 1] - begin
         rows: slice | Array = slice(begin, stop)
+
+        def take(array: Array) -> Array:
+            if len(array) == len(self.pos):
+                return array[rows]
+            numbers = np.arange(begin, stop) if isinstance(rows, slice) else rows
+            return array[numbers % len(array)]
+
         if self.mask is not None:
-            kept = self.mask[rows]
+            kept = take(self.mask)
             rows = begin + np.flatnonzero(kept)
             ptr = np.concatenate(([0], kept.cumsum()))[ptr]
         return _Points(
             ptr,
-            self.pos[rows],
-            None if self.frame is None else self.frame[rows],
-            None if self.track is None else self.track[rows],
-            {name: array[rows] for name, array in self.fields.items()},
+            take(self.pos),
+            None if self.frame is None else take(self.frame),
+            None if self.track is None else take(self.track),
+            {name: take(array) for name, array in self.fields.items()},
             None,
         )
 
@@ -152,8 +160,8 @@ def _ragged(
 
     def flat(name: str, value: Any) -> Array:
         array = np.asarray(value)
-        if array.shape == pos.shape[1:-1]:  # the same for all graphs
-            array = np.broadcast_to(array, pos.shape[:-1])
+        if array.ndim == 1 and array.shape == pos.shape[1:-1]:
+            return array  # the same for all graphs
         if array.shape[: pos.ndim - 1] != pos.shape[:-1]:
             rule = f"{name} must have shape {list(pos.shape[:-1])}"
             raise ValueError(f"{rule}, got {list(array.shape)}")
@@ -219,12 +227,8 @@ class _Graphs(Sequence[Graph]):
         made = []
         for i in range(end - first):
             a, b = points.ptr[i], points.ptr[i + 1]
-            e = slice(edges.ptr[i], edges.ptr[i + 1])
             graph = {name: array[a:b] for name, array in nodes.items()}
-            graph["edge_index"] = edges.index[:, e] - a
-            graph["edge_attr"] = edges.distance[e, None]
-            if edges.kind is not None:
-                graph["edge_type"] = edges.kind[e]
+            graph.update(_joined([part.of(i, a) for part in edges]))
             for name, value in self.graph_fields.items():
                 graph[name] = value[first + i]
             made.append(graph)
@@ -236,15 +240,35 @@ class _Graphs(Sequence[Graph]):
 
 @dataclass
 class _Edges:
-    """The edges of several graphs, one graph after another."""
+    """Edges of one kind of several graphs, one graph after another."""
 
     ptr: Array  # [graphs + 1]
     index: Array  # [2, edges]
     distance: Array
-    kind: Array | None  # 0 spatial, 1 temporal
+
+    def of(self, i: int, node: int) -> tuple[Array, Array]:
+        """Index and distance of graph i, whose first node is `node`."""
+        e = slice(self.ptr[i], self.ptr[i + 1])
+        return self.index[:, e] - node, self.distance[e]
 
 
-def _edges(points: _Points, r: float, most: int | None) -> _Edges:
+def _joined(kinds: Sequence[tuple[Array, Array]]) -> Graph:
+    """A graph's edges of one kind, or spatial ones and then temporal ones."""
+    if len(kinds) == 1:
+        index, distance = kinds[0]
+        return {"edge_index": index, "edge_attr": distance[:, None]}
+    (index, distance), (late_index, late_distance) = kinds
+    kind = np.zeros(len(distance) + len(late_distance), np.uint8)
+    kind[len(distance) :] = 1
+    return {
+        "edge_index": np.concatenate((index, late_index), axis=1),
+        "edge_attr": np.concatenate((distance, late_distance))[:, None],
+        "edge_type": kind,
+    }
+
+
+def _edges(points: _Points, r: float, most: int | None) -> list[_Edges]:
+    """Spatial edges and, with frames, temporal ones."""
     graph = np.repeat(np.arange(len(points.ptr) - 1), np.diff(points.ptr))
     if points.frame is None:
         index, features = radius_graph(
@@ -254,31 +278,17 @@ def _edges(points: _Points, r: float, most: int | None) -> _Edges:
             max_num_neighbors=most,
             features=_DISTANCE,
         )
-        return _Edges(
-            _count(graph, index, len(points.ptr)), index, features["distance"], None
-        )
+        ptr = _count(graph, index, len(points.ptr))
+        return [_Edges(ptr, index, features["distance"])]
     index, distance = _in_frames(points, graph, r, most)
     later = _in_tracks(points, graph)
-    ptr = _count(graph, index, len(points.ptr))
-    late_ptr = _count(graph, later, len(points.ptr))
-    both = ptr + late_ptr
-    # Each graph's spatial edges move behind the temporal ones of the graphs before it.
-    at = np.arange(index.shape[1]) + np.repeat(late_ptr[:-1], np.diff(ptr))
-    late_at = np.arange(later.shape[1]) + np.repeat(ptr[1:], np.diff(late_ptr))
-    made = _Edges(
-        both,
-        np.empty((2, both[-1]), np.int64),
-        np.empty(both[-1], distance.dtype),
-        np.zeros(both[-1], np.uint8),
-    )
-    assert made.kind is not None
-    made.index[:, at], made.index[:, late_at] = index, later
-    made.kind[late_at] = 1
     pos = points.pos.astype(np.float64, copy=False)
     gap = pos[later[0]] - pos[later[1]]
-    made.distance[at] = distance
-    made.distance[late_at] = np.sqrt((gap * gap).sum(1))
-    return made
+    late_distance = np.sqrt((gap * gap).sum(1)).astype(distance.dtype)
+    return [
+        _Edges(_count(graph, index, len(points.ptr)), index, distance),
+        _Edges(_count(graph, later, len(points.ptr)), later, late_distance),
+    ]
 
 
 def _count(graph: Array, index: Array, n: int) -> Array:

@@ -226,7 +226,7 @@ class Reuse:
     def _cache(self) -> tuple[_core.GraphCache, bytes]:
         """The cache as it was before, and the keys of all its records."""
         core = _core.GraphCache(self._job.path, partial=True)
-        return core, core.keys()
+        return core, keys.stored(self._job.path, partial=True)
 
     def _note_input(self, key: bytes, content: str | None) -> None:
         if content is not None:
