@@ -82,4 +82,4 @@ def loss_of(futures: Tensor, scores: Tensor, truth: Tensor) -> Tensor:
     error of each track's best mode, so that the modes differ."""
     errors = (futures - truth[:, None]).norm(dim=-1).mean(-1)  # [tracks, modes]
     likely = torch.logsumexp(scores.log_softmax(1) - errors / SPREAD, 1)
-    return 0.3 * errors.amin(1).mean() - SPREAD * likely.mean()
+    return 0.15 * errors.amin(1).mean() - SPREAD * likely.mean()

@@ -48,7 +48,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 GUIDE = (0.13, 1.2, 2.1)  # it/s of a performance guide: no cache, cache, half precision
-VALIDATION = 512  # plays, at most
+VALIDATION = 256  # plays, at most
 TARGETS = ("competition", "world_class")
 
 
@@ -114,9 +114,8 @@ class Forecaster(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         values = self.metrics.compute()
-        self.log("val_ade", values["ade"].float())
-        self.log("val_minADE", values["min_ade"].float())
-        self.log("val_fde", values["fde"].float())
+        names = {"val_ade": "ade", "val_minADE": "min_ade", "val_fde": "fde"}
+        self.log_dict({tag: values[name] for tag, name in names.items()})
         self.result = self.metrics.report()
         self.metrics.reset()
 
