@@ -8,7 +8,7 @@ run once more with its batches. The runs take turns of a few iterations, so that
 whatever else the machine does slows all of them alike. At the end stand a table of
 speeds and of the time spent waiting for data, and the same as a plot in a PNG.
 
-    python examples/graph_syntax_trees.py                  # about two minutes
+    python examples/graph_syntax_trees.py                  # about a minute
     python examples/graph_syntax_trees.py --preset tiny    # seconds
 
 Stopped with Ctrl-C, it goes on building where it was.
@@ -57,7 +57,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(300, 8, steps=40, width=16, rounds=2),
-    "small": Preset(20_000, 32, steps=150, width=32, rounds=3),
+    "small": Preset(12_000, 32, steps=150, width=32, rounds=3),
 }
 
 
