@@ -1,16 +1,19 @@
-"""Builds trainfast: the module trainfast._core in C, and where nvcc is found the plain
+"""Builds trainfast: the module trainfast._core in C, and where NVRTC is found the plain
 C library libtrainfast_cuda.so beside it. pyproject.toml says everything else.
 
 Read from the environment:
-  TRAINFAST_CUDA        auto (default): with CUDA where nvcc is found and works;
-                        0: never; 1: or fail
-  TRAINFAST_CUDA_ARCHS  "75;86", or "all" (what a release ships); by default the visible
-                        GPU's own, and without a GPU 75, 80 and 90. PTX, which newer
-                        GPUs run too, is added except for a visible GPU
+  TRAINFAST_CUDA        auto (default): with CUDA where the source carries its machine
+                        code or NVRTC is found and works; 0: never; 1: or fail
+  TRAINFAST_CUDA_ARCHS  "75;86", or "all" (what a release ships): compile for these. By
+                        default the machine code that the source carries, or else the
+                        visible GPU's own, and without a GPU 75, 80 and 90. PTX, which
+                        newer GPUs run too, is added except for a visible GPU
+  TRAINFAST_NVRTC       the path of a libnvrtc.so.12; by default that of the wheel
+                        nvidia-cuda-nvrtc-cu12
   TRAINFAST_DEBUG=1     -O1, debug symbols, no -DNDEBUG; of no effect when it runs
   TRAINFAST_SANITIZE    address,undefined or thread: what -fsanitize= takes
   TRAINFAST_WERROR=1    warnings are errors
-  CC, CFLAGS, CUDA_HOME as usual; our own flags come after CFLAGS
+  CC, CFLAGS as usual; our own flags come after CFLAGS
 
 Objects lie in build/objects/, in a folder named after their whole command, so builds
 with other settings do not disturb each other and only what changed is compiled again.
@@ -31,12 +34,15 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError, OptionError
+
+sys.path.insert(0, "cuda")
+import build_cuda
+import nvrtc
 
 OBJECTS = Path("build/objects")
 CUDA_LIBRARY = "libtrainfast_cuda.so"
-RELEASE_ARCHS = [75, 80, 86, 89, 90, 100, 120]
-DEFAULT_ARCHS = [75, 80, 90]
 
 DEBUG = os.environ.get("TRAINFAST_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("TRAINFAST_SANITIZE", "")
@@ -67,10 +73,6 @@ PYTHON_FOLDERS = ("csrc/python/", "csrc/graph_cache/python/")
 # In kernels these take half of the time to compile, and say little that the address
 # sanitizer does not.
 UNSEEN = "null,pointer-overflow,object-size"
-
-NVCC_HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"]
-# The C compiler links, so nothing of the C++ runtime may be needed.
-NVCC_HOST_FLAGS += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"]
 
 
 def say(*words):
@@ -137,8 +139,7 @@ def compile_one(job):
     start = time.time_ns()
     said = run([*command, "-MMD", "-MF", depends, "-c", source, "-o", str(target)])
     target.with_suffix(".log").write_text(said)
-    words = re.sub(r"^(?:ptxas info|    \d+ bytes).*\n", "", said, flags=re.MULTILINE)
-    print(words, end="", flush=True)  # of one compiler in one piece
+    print(said, end="", flush=True)  # of one compiler in one piece
     os.utime(target, ns=(start, start))  # a source saved while it compiles is newer
 
 
@@ -194,9 +195,20 @@ def numpy_flags():
     return [*defines, "-isystem", numpy.get_include()]
 
 
-def build_core(target, version, force):
+def compiler_and_machine():
+    """The C compiler's command, and whether it compiles for x86-64."""
     cc = c_compiler()
-    x86 = output_of(*cc, "-dumpmachine").startswith("x86_64")
+    return cc, output_of(*cc, "-dumpmachine").startswith("x86_64")
+
+
+def sanitize_or_strip():
+    if SANITIZE:
+        return [f"-fsanitize={SANITIZE}"]
+    return [] if DEBUG else ["-s"]
+
+
+def build_core(target, version, force):
+    cc, x86 = compiler_and_machine()
     jobs = []
     for folder in ("csrc", "csrc/graph_cache", *PYTHON_FOLDERS, "csrc/simd"):
         for path in sorted(Path(folder).glob("*.c")):
@@ -208,123 +220,65 @@ def build_core(target, version, force):
                 command += [f'-DTRAINFAST_VERSION="{version}"']
             jobs.append((command, source))
     objects = compile_all(jobs, force, f"_core with {cc[0]}")
-    command = [*cc, *LINK_FLAGS, *objects, *LINK_LIBRARIES]
-    if SANITIZE:
-        command += [f"-fsanitize={SANITIZE}"]
-    elif not DEBUG:
-        command += ["-s"]
-    link(command, target)
+    link([*cc, *LINK_FLAGS, *objects, *LINK_LIBRARIES, *sanitize_or_strip()], target)
 
 
-def find_nvcc():
-    home = os.environ.get("CUDA_HOME")
-    places = [f"{home}/bin/nvcc"] if home else []
-    for place in [*places, "nvcc", "/usr/local/cuda/bin/nvcc"]:
-        found = shutil.which(place)
-        if found:
-            return found
-    return None
+# ---- CUDA ----------------------------------------------------------------------------
 
 
-def ptx_of(arch):
-    """The architecture whose PTX an architecture's code is made from. The sources ask
-    only whether it is 80 or later, so one run of nvcc's front end, which takes as long
-    as what follows it, serves all that are."""
-    return min(int(re.sub(r"\D", "", str(arch))), 80)
+def cuda_images(force, release=False):
+    """The list of kernels and their machine code, as cuda/build_cuda.py makes it."""
+    return build_cuda.find_images(
+        c_compiler(),
+        OBJECTS,
+        release=release,
+        force=force,
+        say=say,
+        debug=DEBUG,
+        strict=WERROR,
+    )
 
 
-def cuda_archs(nvcc):
-    """The architectures to compile for, and the one whose PTX is added, or None."""
-    listed = output_of(nvcc, "--list-gpu-arch")
-    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", listed)})
-    if not known:
-        raise CompileError(f"{nvcc} --list-gpu-arch must list architectures, got none")
-    wanted = os.environ.get("TRAINFAST_CUDA_ARCHS", "")
-    if wanted and wanted != "all":
-        archs = re.split(r"[;,\s]+", wanted.strip("; ,"))
-        if not all(re.fullmatch(r"\d+[af]?", arch) for arch in archs):
-            rule = 'must be "all" or numbers such as "75;86"'
-            raise OptionError(f"TRAINFAST_CUDA_ARCHS {rule}, got {wanted!r}")
-        return archs, max(map(ptx_of, archs))
-    query = ["--query-gpu=compute_cap", "--format=csv,noheader"]
-    caps = re.findall(r"^(\d+)\.(\d)\s*$", output_of("nvidia-smi", *query), re.M)
-    visible = sorted({int(major + minor) for major, minor in caps})
-    if visible and wanted != "all":
-        if visible[0] < known[0]:
-            rule = f"must be at least {known[0]} for this nvcc"
-            raise CompileError(f"the GPU's architecture {rule}, got {visible[0]}")
-        own = [arch for arch in visible if arch in known]
-        # A GPU newer than this nvcc runs PTX.
-        return own, None if own == visible else ptx_of(known[-1])
-    choice = RELEASE_ARCHS if wanted == "all" else DEFAULT_ARCHS
-    archs = [arch for arch in choice if arch in known]
-    return archs, ptx_of(archs[-1])
+def link_cuda(target, force):
+    cc, x86 = compiler_and_machine()
+    kernels, images = cuda_images(force)
+    sources = sorted(path.as_posix() for path in Path("cuda").glob("*.c"))
+    sources.append(build_cuda.write_images(kernels, images, OBJECTS))
+    jobs = [([*cc, *c_flags(source, x86), "-Icuda"], source) for source in sources]
+    words = build_cuda.words(images)
+    objects = compile_all(jobs, force, f"{CUDA_LIBRARY} ({words}) with {cc[0]}")
+    link([*cc, *LINK_FLAGS, *objects, *LINK_LIBRARIES, *sanitize_or_strip()], target)
 
 
-def nvcc_command(nvcc):
-    """The command up to the source, and the architectures in words."""
-    archs, ptx = cuda_archs(nvcc)
-    targets = [f"-gencode=arch=compute_{ptx_of(arch)},code=sm_{arch}" for arch in archs]
-    if ptx:
-        targets += [f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
-    release = re.search(r"release (\d+)\.", output_of(nvcc, "--version"))
-    if release and int(release[1]) >= 13:
-        compress = ["--compress-mode=size"]
-    else:
-        compress = ["-Xfatbin", "-compress-all"]  # the other one needs a newer driver
-    host = [*NVCC_HOST_FLAGS, "-Werror"] if WERROR else NVCC_HOST_FLAGS
-    flags = ["-std=c++17", "-O3", "-fmad=false", "-cudart", "static", "-Icsrc"]
-    flags += ["-Xcompiler", ",".join(host), "--threads", "2", "-Xptxas=-v"]
-    flags += ["-Werror", "all-warnings"] if WERROR else []
-    flags += ["-g", "-lineinfo"] if DEBUG else []
-    words = [f"sm_{arch}" for arch in archs] + ([f"PTX {ptx}"] if ptx else [])
-    return [nvcc, *flags, *compress, *targets], ", ".join(words)
-
-
-def build_cuda(nvcc, target, force):
-    command, words = nvcc_command(nvcc)
-    sources = sorted(path.as_posix() for path in Path("cuda").glob("*.cu"))
-    if not sources:
-        raise CompileError("cuda/ must hold .cu files, got none")
-    jobs = [(command, source) for source in sources]
-    objects = compile_all(jobs, force, f"{CUDA_LIBRARY} with {nvcc} for {words}")
-    said = [Path(object).with_suffix(".log").read_text() for object in objects]
-    # The kernels' registers, for a test and for readers.
-    (OBJECTS / "cuda.log").write_text("".join(said))
-    # nvcc may be a script elsewhere: it alone knows where its libraries are.
-    steps = subprocess.run(
-        [nvcc, "--dryrun", "-shared", "-o", os.devnull, sources[0]],
-        capture_output=True,
-        text=True,
-    ).stderr
-    folders = re.findall(r'"(-L[^"]+)"', steps)
-    libraries = ["-lcudart_static", "-lrt", *LINK_LIBRARIES]
-    strip = [] if DEBUG else ["-s"]
-    cc = c_compiler()
-    link([*cc, *LINK_FLAGS, *objects, *folders, *libraries, *strip], target)
-
-
-def try_build_cuda(target, force):
-    """Builds the CUDA library as TRAINFAST_CUDA says; whether it is there."""
+def wants_cuda():
+    """TRAINFAST_CUDA: "auto", "0" or "1"."""
     want = os.environ.get("TRAINFAST_CUDA", "") or "auto"
     if want not in ("auto", "0", "1"):
         raise OptionError(f"TRAINFAST_CUDA must be auto, 0 or 1, got {want!r}")
-    nvcc = None if want == "0" else find_nvcc()
-    target.unlink(missing_ok=True)  # of an earlier build with other settings
-    if nvcc:
-        try:
-            build_cuda(nvcc, target, force)
-            return True
-        except (CompileError, OSError) as error:
-            if want == "1":
-                raise
-            say(f"ERROR: {nvcc} failed, so this build is for the CPU only:\n{error}")
-            return False
-    if want == "1":
-        rule = "must be in CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin"
-        raise CompileError(f"with TRAINFAST_CUDA=1 nvcc {rule}, got none")
-    why = "TRAINFAST_CUDA=0" if want == "0" else "nvcc was not found"
-    say(f"CPU only ({why})")
+    return want
+
+
+def try_cuda(make):
+    """Calls make(), which needs NVRTC, as TRAINFAST_CUDA says; whether that worked."""
+    want = wants_cuda()
+    if want == "0":
+        say("CPU only (TRAINFAST_CUDA=0)")
+        return False
+    try:
+        make()
+        return True
+    except build_cuda.NoNvrtc as error:
+        if want == "1":
+            raise CompileError(
+                f"with TRAINFAST_CUDA=1 there must be NVRTC, but {error}; "
+                f"pip install {nvrtc.WHEEL}, or name its libnvrtc.so.12 in "
+                "TRAINFAST_NVRTC"
+            ) from None
+        say(f"CPU only ({error}; TRAINFAST_CUDA=1 pip install . brings it)")
+    except (CompileError, OSError) as error:
+        if want == "1" or WERROR:
+            raise
+        say(f"ERROR: CUDA failed, so this build is for the CPU only:\n{error}")
     return False
 
 
@@ -338,7 +292,8 @@ class Build(build_ext):
             fcntl.flock(lock, fcntl.LOCK_EX)  # `make -j test demo` builds only once
             build_core(module, self.distribution.get_version(), self.force)
             self.library = module.with_name(CUDA_LIBRARY)
-            self.with_cuda = try_build_cuda(self.library, self.force)
+            self.library.unlink(missing_ok=True)  # of a build with other settings
+            self.with_cuda = try_cuda(lambda: link_cuda(self.library, self.force))
 
     def copy_extensions_to_source(self):
         """For editable installs, which run the module from the source folder."""
@@ -355,6 +310,22 @@ class Build(build_ext):
         return [*super().get_outputs(), *found]
 
 
+class Sdist(sdist):
+    """Adds the machine code for all GPUs, so that who installs it needs no NVRTC."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        if not nvrtc.uses_prebuilt():  # or it is among the files
+            OBJECTS.mkdir(parents=True, exist_ok=True)
+            try_cuda(lambda: self.add_images(Path(base_dir)))
+
+    def add_images(self, root):
+        with open(OBJECTS / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _, images = cuda_images(False, release=True)
+            build_cuda.save_prebuilt(images, root)
+
+
 if not sys.platform.startswith("linux"):
     raise SystemExit(f"the platform must be Linux, got {sys.platform}")
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -363,6 +334,6 @@ if sysconfig.get_config_var("Py_GIL_DISABLED"):
 setup(
     license="Apache-2.0",
     ext_modules=[Extension("trainfast._core", [], py_limited_api=True)],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

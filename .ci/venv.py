@@ -1,5 +1,6 @@
 """Makes .venv ready: `python3 .ci/venv.py build test` creates it where it is missing
-and installs what those groups of pyproject.toml lack ("build": what the build needs).
+and installs what those groups of pyproject.toml lack ("build": what the build needs,
+NVRTC among it where CUDA is to be built).
 
 Where the interpreter already has torch, .venv sees the interpreter's packages and those
 count whatever their version: a torch that matches the machine's GPU is worth more than
@@ -67,7 +68,11 @@ def requirements(groups):
 
     with open("pyproject.toml", "rb") as file:
         project = tomllib.load(file)
-    wanted = {"build": project["build-system"]["requires"]}
+    sys.path.insert(0, "cuda")
+    import nvrtc
+
+    wanted = {"nvrtc": nvrtc.requirements()}
+    wanted["build"] = project["build-system"]["requires"] + wanted["nvrtc"]
     wanted.update(project["project"]["optional-dependencies"])
     missing = []
     for group in groups:
@@ -81,7 +86,8 @@ def requirements(groups):
             own = os.path.realpath(found.locate_file("")).startswith(
                 os.path.realpath(VENV) + os.sep
             )
-            inherited = not own and group not in TOOLS
+            # Of NVRTC only the very version is used.
+            inherited = not own and group not in TOOLS and need.name != nvrtc.NAME
             if not inherited and not (own and found.version in need.specifier):
                 missing.append(text)
     return list(dict.fromkeys(missing))

@@ -3,9 +3,13 @@
     .venv/bin/python .ci/wheel.py
 
 The wheel is built from the unpacked sdist, so neither a file that the sdist lacks nor
-one that an earlier build left in build/lib can be in it. What fails the build: a file
-that git does not track, a library beyond glibc, a symbol newer than glibc 2.34, a size
-over 20 MB, a finding of auditwheel or of abi3audit. Nothing in dist/ changes then.
+one that an earlier build left in build/lib can be in it. With CUDA, the sdist carries
+the machine code for all GPUs, and the wheel takes it from there.
+
+What fails the build: a file that git does not track, a library beyond glibc, a symbol
+newer than glibc 2.34, an executable stack, a size over 20 MB, a finding of auditwheel
+or of abi3audit. Nothing in dist/ changes then. Where NVRTC is installed, device code
+that does not compile fails it, too.
 """
 
 import importlib.util
@@ -20,14 +24,17 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "cuda"))
+import nvrtc  # noqa: E402
+
 BUILT = ROOT / "build" / "wheel"
 # The oldest supported systems: Ubuntu 22.04 has 2.35, RHEL 9 2.34, Debian 12 2.36.
 GLIBC = (2, 34)
 TAG = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
 LARGEST = 20 * 10**6
 GLIBC_FILES = re.compile(r"(lib(c|m|dl|pthread|rt)|ld-linux[\w-]*)\.so\.\d+")
-# What setuptools adds to an sdist, and what git tracks for its own use.
-GENERATED = re.compile(r"PKG-INFO|setup\.cfg|\w+\.egg-info/.*")
+# What the build adds to an sdist, and what git tracks for its own use.
+GENERATED = re.compile(r"PKG-INFO|setup\.cfg|\w+\.egg-info/.*|cuda/images/.*")
 OF_GIT = re.compile(r"(.*/)?\.git\w+")
 
 
@@ -38,11 +45,18 @@ def output_of(*command):
 def build(kind, source, out):
     """Builds "sdist" or "wheel" of the tree at `source`; returns the file in `out`."""
     out.mkdir(parents=True)
-    code = f"import setuptools.build_meta as b; b.build_{kind}({str(out)!r})"
+    environment = dict(os.environ)
+    if environment.get("TRAINFAST_CUDA", "auto") == "auto" and nvrtc.find():
+        environment["TRAINFAST_CUDA"] = "1"  # what fails to compile is an error
+    if kind == "wheel":
+        environment.pop("TRAINFAST_CUDA_ARCHS", None)  # those that the sdist carries
+    code = "import sys; sys.path.insert(0, 'cuda'); import build_backend as backend; "
+    code += f"backend.build_{kind}({str(out)!r})"
     # -P: a package in the tree must not stand in for a missing one.
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=source,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -96,6 +110,9 @@ def check_library(library):
         if tuple(map(int, version.split("."))) > GLIBC:
             got = f"{name} of glibc {version}"
             found.append(f"{library.name} {rule}, got {got}; {remedy}")
+    if not re.search(r"^\s+STACK .*\n.* flags rw-$", header, re.MULTILINE):
+        rule = "must say that its stack is not executable"
+        found.append(f"{library.name} {rule}; see .note.GNU-stack of its assembly")
     return found
 
 

@@ -1,12 +1,10 @@
 /* The coefficients of one AdamW step, computed in double. The CPU kernels and
- * cuda/adamw.cu share this file and get the same bits; both are compiled without
+ * cuda/device/ share this file and get the same bits; both are compiled without
  * contraction of a * b + c (-ffp-contract=off, -fmad=false). */
 #ifndef TFAST_ADAMW_COEF_H
 #define TFAST_ADAMW_COEF_H
 
 #include "tfast.h"
-
-#include <math.h>
 
 #ifdef __CUDACC__
 #    define TFAST_HOST_DEVICE __host__ __device__

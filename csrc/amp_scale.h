@@ -1,5 +1,5 @@
 /* Updates the loss scale at the end of an iteration, by the rule that is documented at
- * tfast_amp_update() in tfast.h. Shared by the CPU kernels and cuda/amp.cu. */
+ * tfast_amp_update() in tfast.h. Shared by the CPU kernels and cuda/device/. */
 #ifndef TFAST_AMP_SCALE_H
 #define TFAST_AMP_SCALE_H
 

@@ -1,5 +1,5 @@
 /* The order in which norms are summed, and the scalars computed from a norm. The CPU
- * kernels and cuda/amp.cu share this file and give the same bits; both are compiled
+ * kernels and cuda/device/ share this file and give the same bits; both are compiled
  * without contraction of a * b + c (-ffp-contract=off, -fmad=false).
  *
  * The order of additions. Each tensor is cut, from its first element in memory on, into
@@ -24,8 +24,6 @@
 #define TFAST_AMP_SUM_H
 
 #include "tfast.h"
-
-#include <math.h>
 
 #ifdef __CUDACC__
 #    define TFAST_AMP_BOTH __host__ __device__

@@ -4,7 +4,7 @@
 #ifndef TFAST_ATTENTION_DROPOUT_H
 #define TFAST_ATTENTION_DROPOUT_H
 
-#include <stdint.h>
+#include "libc.h"
 
 #if defined(__CUDACC__)
 #    define TFAST_INLINE static __host__ __device__ __forceinline__

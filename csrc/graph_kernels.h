@@ -3,8 +3,7 @@
 #ifndef TFAST_GRAPH_KERNELS_H
 #define TFAST_GRAPH_KERNELS_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "libc.h"
 
 typedef struct tfast_graph_kernels {
     /* CRC-32C of a message that ends with these bytes. `crc`: the CRC of the bytes

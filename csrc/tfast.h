@@ -12,11 +12,8 @@
 #ifndef TFAST_H
 #define TFAST_H
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
 #include "graph_kernels.h"
+#include "libc.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -21,6 +21,14 @@ _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = ctypes.py_object, ctypes.c_char_p
 
 
+def claimed(capsule, index=0):
+    """The DLPack capsule, which then says that its data lie on GPU `index`."""
+    # A DLTensor begins with its data's address, its device's type and index.
+    at = _pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+    (ctypes.c_int32 * 2).from_address(at)[:] = DLPACK_CUDA, index
+    return capsule
+
+
 class OnDevice:
     """A NumPy array that says it lies on GPU `index`."""
 
@@ -32,11 +40,7 @@ class OnDevice:
         return DLPACK_CUDA, self.index
 
     def __dlpack__(self):
-        capsule = self.array.__dlpack__()
-        # A DLTensor begins with its data's address, its device's type and index.
-        at = _pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
-        (ctypes.c_int32 * 2).from_address(at)[:] = DLPACK_CUDA, self.index
-        return capsule
+        return claimed(self.array.__dlpack__(), self.index)
 
     def __array_namespace__(self):
         def empty(shape, dtype, device):

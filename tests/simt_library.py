@@ -1,5 +1,5 @@
 """The SIMT library by itself, through ctypes: its backend as csrc/tfast.h declares it,
-and what its CUDA runtime counts."""
+and what the twin of the driver counts."""
 
 import ctypes
 

@@ -1,6 +1,6 @@
 /* AdamW on a range of elements of one slot. tfast_adamw() in tfast.h has the formula.
- * The order of operations here defines the rounding; cuda/adamw_kernel.cuh repeats
- * it. */
+ * The order of operations here defines the rounding; cuda/device/adamw_kernel.cuh
+ * repeats it. */
 #ifndef ADAMW_H
 #define ADAMW_H
 

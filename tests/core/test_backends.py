@@ -120,20 +120,20 @@ def test_a_cuda_library_of_another_version_says_so(tmp_path):
     assert foreign.endswith("is not a cuda library of this version of trainfast")
 
 
-@pytest.mark.skipif(not CUDA_LIBRARY.exists(), reason="built without nvcc")
+@pytest.mark.skipif(not CUDA_LIBRARY.exists(), reason="built without CUDA")
 def test_no_gpu_is_named():
     said = reason("cuda", CUDA_VISIBLE_DEVICES="")
     assert said in ("no CUDA driver is installed", "no GPU is visible")
 
 
 OLD = (
-    "driver too old: it supports CUDA 12.8, this library was built with 13.0; install "
-    "driver 580 or newer"
+    "driver too old: it supports CUDA 11.8, this library needs 12.0; install driver "
+    "525 or newer"
 )
 
 
 @pytest.mark.parametrize(
-    "driver, message", [("12080", OLD), ("0", "no CUDA driver is installed")]
+    "driver, message", [("11080", OLD), ("0", "no CUDA driver is installed")]
 )
 def test_a_driver_older_than_the_library_is_named(driver, message):
     simt = os.environ.get("TRAINFAST_SIMT_LIBRARY")

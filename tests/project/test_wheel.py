@@ -86,6 +86,14 @@ def test_library_beyond_glibc_is_named(tool, caller, tmp_path):
     assert "must need only glibc's libraries, got libgomp.so.1" in said
 
 
+@needs_binutils
+def test_executable_stack_is_named(tool, caller, tmp_path):
+    assembly = '__asm__(".section .note.GNU-stack,\\"x\\",%progbits\\n.text");\n'
+    library = shared_library(tmp_path / "libtrainfast_cuda.so", assembly)
+    (said,) = tool.check_wheel(zipped(tmp_path / "a.whl", library))
+    assert "libtrainfast_cuda.so must say that its stack is not executable" in said
+
+
 def test_wheel_without_module_is_refused(tool, tmp_path):
     (said,) = tool.check_wheel(zipped(tmp_path / "a.whl", Path(__file__)))
     assert said == "a.whl must hold a module, got none"
@@ -94,6 +102,7 @@ def test_wheel_without_module_is_refused(tool, tmp_path):
 def test_sdist_holds_what_git_tracks(tool):
     tracked = {"setup.py", "csrc/a.c", ".gitignore"}
     made = {"PKG-INFO", "setup.cfg", "trainfast.egg-info/PKG-INFO"}
+    made |= {"cuda/images/images.json", "cuda/images/adamw.sm_75.cubin"}
     assert tool.check_sdist({"setup.py", "csrc/a.c"} | made, tracked) == []
     (said,) = tool.check_sdist({"setup.py", "csrc/a.c", "tests/huge"}, tracked)
     assert said.endswith("no others, got tests/huge; remove or commit it")
@@ -185,6 +194,13 @@ def test_wheel_and_sdist_are_made_from_tracked_files(tool, tmp_path):
     assert "trainfast/_core.abi3.so" in inside and "trainfast/stale.py" not in inside
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"csrc/tfast.h", "cuda/adamw.cu", "README.md", "LICENSE", "setup.py"}
+    needed = {
+        "csrc/tfast.h",
+        "cuda/adamw.c",
+        "cuda/nvrtc.py",
+        "README.md",
+        "LICENSE",
+        "setup.py",
+    }
     assert needed <= inside
     assert not [name for name in inside if name.endswith((".so", ".o", ".pyc"))]

@@ -1,4 +1,5 @@
-"""Compiles the CUDA sources for the CPU, with the SIMT runner in place of CUDA.
+"""Compiles the sources of cuda/ for the CPU, with the SIMT runner in place of NVRTC and
+the twin of its driver in place of the GPU's.
 
     python tests/simt/build.py [plain|address|thread|portable]
 
@@ -43,28 +44,37 @@ RUNNER_MODES = {
     "thread": ["-O2", "-g", "-DSIMT_THREAD"],
     "portable": ["-O1", "-g1", "-DSIMT_UCONTEXT"],
 }
-# -ffp-contract=off as nvcc's -fmad=false: what is fused says so.
-FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
-FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # of unroll
-INCLUDED = [HERE, ROOT / "cuda", ROOT / "csrc"]
-RUNNER = ("fibers.cpp", "warp.cpp", "runtime.cpp", "attributes.cpp")
-RUNNER = [HERE / name for name in RUNNER]
+# -ffp-contract=off as NVRTC's -fmad=false: what is fused says so.
+FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS += ["-Wall", "-Wextra", "-Werror"]
+CXX_FLAGS = ["-std=c++17", "-Wno-unknown-pragmas"]  # of unroll
+C_FLAGS = ["-std=c11", "-DTFAST_SIMT"]
+CUDA = ROOT / "cuda"
+INCLUDED = [HERE, CUDA / "device", CUDA, ROOT / "csrc"]
+RUNNER = [HERE / name for name in ("fibers.cpp", "warp.cpp")]
+DRIVER = [HERE / name for name in ("driver_twin.cpp", "work.cpp", "images.cpp")]
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler here."""
+    """There is no compiler here."""
 
 
-def compiler():
-    words = shlex.split(os.environ.get("CXX", ""))
-    for name in [words[:1], ["g++"], ["c++"]]:
+def compiler(language):
+    variable, *usual = ("CC", "gcc", "cc") if language == "c" else ("CXX", "g++", "c++")
+    words = shlex.split(os.environ.get(variable, ""))
+    for name in [words[:1], *([name] for name in usual)]:
         if name and shutil.which(name[0]):
             return words if name == words[:1] else name
-    raise NoCompiler("a C++ compiler must be on PATH, got none (install g++)")
+    long = "C" if language == "c" else "C++"
+    raise NoCompiler(
+        f"a {long} compiler must be on PATH, got none (install {usual[0]})"
+    )
 
 
-def kernels():
-    return sorted((ROOT / "cuda").glob("*.cu"))
+def library_of(cuda):
+    """Sources of the library: the kernels and the host's files that lie in `cuda`, and
+    the twin of the driver."""
+    return [*sorted(cuda.glob("device/*.cu")), *sorted(cuda.glob("*.c")), *DRIVER]
 
 
 def _run(command):
@@ -97,19 +107,21 @@ def _compile(command, source, objects=BUILT / "objects"):
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             fresh = target.with_name(f"{target.name}.{os.getpid()}.{get_ident()}")
-            _run([*command, "-x", "c++", "-c", source, "-o", fresh])
+            language = "c" if source.suffix == ".c" else "c++"
+            _run([*command, "-x", language, "-c", source, "-o", fresh])
             fresh.replace(target)
     return target
 
 
 def _build(target, mode, sources, link):
     """Compiles `sources` and the runner, and links them to `target`."""
-    cxx = compiler()
+    cxx = compiler("c++")
+    start = {".cu": [*cxx, *CXX_FLAGS, *MODES[mode]]}
+    start[".cpp"] = [*cxx, *CXX_FLAGS, *RUNNER_MODES[mode]]
+    start[".c"] = [*compiler("c"), *C_FLAGS, *MODES[mode]]
     include = [f"-I{folder}" for folder in INCLUDED]
-    flags = {".cu": MODES[mode], ".cpp": RUNNER_MODES[mode]}
     jobs = [
-        ([*cxx, *FLAGS, *flags[path.suffix], *include], path)
-        for path in [*sources, *RUNNER]
+        ([*start[path.suffix], *FLAGS, *include], path) for path in [*sources, *RUNNER]
     ]
     with ThreadPool(len(os.sched_getaffinity(0))) as pool:
         objects = pool.starmap(_compile, jobs, chunksize=1)
@@ -130,12 +142,13 @@ def build(mode="plain"):
     """The path of the library for `mode`, compiled if it is not up to date."""
     suffix = "" if mode == "plain" else f"_{mode}"
     target = BUILT / f"libtrainfast_simt{suffix}.so"
-    return _build(target, mode, kernels(), ["-shared", "-Wl,-z,now", "-lpthread"])
+    link = ["-shared", "-Wl,-z,now", "-lpthread", "-ldl"]
+    return _build(target, mode, library_of(CUDA), link)
 
 
 def program(mode, sources, target):
-    """Builds a program from .cu and .cpp files and the runner, as `build` does."""
-    return _build(Path(target), mode, list(sources), ["-lpthread"])
+    """Builds a program from sources and the runner, as `build` does."""
+    return _build(Path(target), mode, list(sources), ["-lpthread", "-ldl"])
 
 
 if __name__ == "__main__":

@@ -1,151 +1,64 @@
-"""Faults planted in the kernels, all in one copy of cuda/, so that one build for each
-sanitizer tries them all: TRAINFAST_SIMT_FAULT gives the number of the one that is on.
+"""Faults planted in kernels and in the host's files, all in one copy of cuda/, so that
+one build for each sanitizer tries them all: TRAINFAST_SIMT_FAULT gives the number of
+the one that is on.
 
 Every barrier, fence and wait of a kernel is one, found by its name: it is left out. The
 others are written down below."""
 
-import bisect
 import re
-from pathlib import Path
-from typing import NamedTuple
 
-CUDA = Path(__file__).resolve().parent.parent.parent / "cuda"
-
-RACE, BOUNDS = "data race", "heap-buffer-overflow"
-MISALIGNED, DIFFERS = "misaligned address", "differs"
-
-
-class Fault(NamedTuple):
-    """What lies between two @ of `text`, which occurs once, becomes `replacement`: one
-    or more whole statements, or an expression. Without @ it is all of the text. Any
-    white space is as good as any other."""
-
-    file: str
-    text: str
-    replacement: str | tuple[str, ...]
-    mode: str  # of the build that sees it
-    words: str  # what its program says, a regular expression
-    runs: str = ""  # the program, where the file's name does not say
-
-    @property
-    def harness(self):
-        return self.runs or harness_of(self.file)
-
-    def places(self, source):
-        """(begin, end, replacement) for each place in the file."""
-        parts = [
-            r"\s+".join(map(re.escape, x.split(" "))) for x in self.text.split("@")
-        ]
-        found = list(re.finditer("".join(f"({part})" for part in parts), source))
-        assert len(found) == 1, (
-            f"{self.file}: {self.text!r} is there {len(found)} times"
-        )
-        new = self.replacement
-        new = (new,) if isinstance(new, str) else new
-        groups = (
-            range(1, len(parts) + 1) if len(parts) == 1 else range(2, len(parts), 2)
-        )
-        return [
-            (*found[0].span(group), x) for group, x in zip(groups, new, strict=True)
-        ]
-
-
-class Missing(NamedTuple):
-    """A barrier that is left out; of one with a vote, a thread's own is the result."""
-
-    file: str
-    number: int  # of the file's barriers
-    mode: str = "thread"
-    words: str = f"{RACE}|{DIFFERS}|SEGV|never waited for|after a thread left"
-
-    @property
-    def harness(self):
-        return harness_of(self.file)
-
-    def places(self, source):
-        found = list(BARRIER.finditer(source))[self.number]
-        end = found.end()
-        if not found[0].endswith("("):
-            return [(found.start(), end, "")]
-        while source.count("(", found.start(), end) > source.count(
-            ")", found.start(), end
-        ):
-            end += 1
-        return [(found.start(), end, f"({source[found.end() : end - 1]}) ? 1 : 0")]
-
-
-BARRIER = re.compile(
-    r"(?:__syncthreads|__syncwarp|__threadfence|tile_barrier<S>|cp_async_wait<[^;]*>)"
-    r"\(\);|(?:__syncthreads_(?:or|and|count)|tile_vote<S>)\("
-)
-FUNCTION = re.compile(r"^(?:    (?:__device__|DEVICE)[^(;]*?)?(\w+)\(", re.MULTILINE)
-
-
-def harness_of(file):
-    """The program that runs the file's kernels."""
-    word = re.match(r"[a-z]+", file)[0]
-    return {"rows": "adamw"}.get(word, word)
-
-
-def barriers():
-    """All of the kernels' barriers, by file and function."""
-    found = {}
-    for path in sorted(CUDA.glob("*.cu*")):
-        if path.name == "ptx.cuh":  # which declares them
-            continue
-        source = path.read_text()
-        functions = [
-            (match.start(), match[1])
-            for match in FUNCTION.finditer(source)
-            if match[1] != "TFAST_KERNEL"
-        ]
-        for number, match in enumerate(BARRIER.finditer(source)):
-            last = bisect.bisect(functions, (match.start(),)) - 1
-            what = match[0].rstrip(";()")
-            name = f"{path.name} {functions[last][1]} without {what} {number}"
-            found[name] = Missing(path.name, number)
-    return found
-
+from tests.simt.fault import BOUNDS, CUDA, DIFFERS, MISALIGNED, RACE, Fault, barriers
 
 # Changes that are always on: blocks get several works.
 ALWAYS = [
-    ("attention.cu", r"blocks_of\(works\)", "blocks_of(works < 3 ? works : 3)"),
-    ("attention_mma_term.cu", "1 << 30", "2"),
+    ("attention.c", r"blocks_of\(([\w.]+), MOST_BLOCKS\)", r"blocks_of(\1, 3)"),
+    ("attention_terms.c", "MOST_BLOCKS", "2"),
 ]
+DECLARED = "extern const int simt_fault;\n"  # kernels have it from simt.h
 
 
 def switched(number, old, new):
-    on = f"simt::fault == {number}"
+    on = f"simt_fault == {number}"
     if old.rstrip().endswith((";", "}")):
         return f"if ({on}) {{ {new} }} else {{ {old} }}"
     return f"({on} ? ({new}) : ({old}))"
 
 
+def planted(name, source, places):
+    """The file's text with these faults."""
+    before = len(source)
+    for begin, end, number, new in sorted(places, reverse=True):
+        assert end <= before, f"{name}: faults overlap at {source[begin:end]!r}"
+        before = begin
+        source = (
+            source[:begin] + switched(number, source[begin:end], new) + source[end:]
+        )
+    for file, pattern, new in ALWAYS:
+        if file == name:
+            source, count = re.subn(pattern, new, source)
+            assert count, f"{file}: {pattern} is not there"
+    return DECLARED + source if name.endswith(".c") else source
+
+
 def plant(folder):
     """Writes the copy; files that have not changed stay as they are."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = {path.name: path.read_text() for path in CUDA.glob("*.cu*")}
+    paths = [*CUDA.glob("device/*.cu*"), *CUDA.glob("*.c")]
+    sources = {path.name: path.read_text() for path in paths}
+    assert len(sources) == len(paths), "two files of cuda/ share a name"
     places = {name: [] for name in sources}
     for number, fault in enumerate(FAULTS.values(), 1):
         for begin, end, new in fault.places(sources[fault.file]):
             places[fault.file].append((begin, end, number, new))
-    for stale in folder.glob("*.cu*"):
-        if stale.name not in sources:
-            stale.unlink()
-    for name, source in sources.items():
-        before = len(source)
-        for begin, end, number, new in sorted(places[name], reverse=True):
-            assert end <= before, f"{name}: faults overlap at {source[begin:end]!r}"
-            before = begin
-            new = switched(number, source[begin:end], new)
-            source = source[:begin] + new + source[end:]
-        for file, pattern, new in ALWAYS:
-            if file == name:
-                source = re.sub(pattern, new, source)
-        path = folder / name
-        if not path.exists() or path.read_text() != source:
-            path.write_text(source)
-    return sorted(folder.glob("*.cu"))
+    for path in [*folder.glob("device/*.cu*"), *folder.glob("*.c")]:
+        if path.name not in sources:
+            path.unlink()
+    for original in paths:
+        path = folder / original.relative_to(CUDA)
+        text = planted(path.name, sources[path.name], places[path.name])
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return folder
 
 
 def number_of(name):
@@ -158,6 +71,7 @@ MMA, FORWARD = "attention_mma.cuh", "attention_mma_forward.cuh"
 BACKWARD, DECODE = "attention_mma_backward.cuh", "attention_decode.cuh"
 MMA_TERM = "attention_mma_term.cuh"
 ADAMW, AMP = "adamw_kernel.cuh", "amp_kernel.cuh"
+HOST_MMA, LAUNCHES, DRIVER = "attention_mma.c", "launch.c", "driver.c"
 
 FAULTS = {
     # ---- AdamW ----
@@ -178,14 +92,14 @@ FAULTS = {
         ADAMW, "set_element(&copied, d.copy, e, @p@);", "g", "plain", DIFFERS
     ),
     "ema taken for aligned": Fault(
-        "adamw_rows.cu",
+        "adamw_rows.c",
         "aligned_at(row->ema, row->ema_dtype, head, vector)",
         "true",
         "address",
         MISALIGNED,
     ),
     "copy taken for aligned": Fault(
-        "adamw_rows.cu",
+        "adamw_rows.c",
         "aligned_at(row->copy, row->copy_dtype, head, vector)",
         "true",
         "address",
@@ -387,21 +301,18 @@ FAULTS = {
         "address",
         f"{BOUNDS}|{DIFFERS}",
     ),
-    "48 KB for dynamic arrays alone": Fault(
-        MMA, "S::BYTES > @MMA_UNASKED_BYTES@)", "48 << 10", "plain", "not allow"
-    ),
     # ---- Attention by tensor cores: forward ----
     "rows taken for aligned": Fault(
-        "attention_mma_forward.cu",
-        "@tfast_mma_is_aligned(&args->q, 8) && tfast_mma_is_aligned(&args->k, 8) && "
-        "tfast_mma_is_aligned(&args->v, 8)@,",
+        HOST_MMA,
+        "call.chunks = @is_aligned(&args->q, 8) && is_aligned(&args->k, 8) && "
+        "is_aligned(&args->v, 8)@; call",
         "true",
         "address",
         "aligned",
     ),
     "output taken for aligned": Fault(
-        "attention_mma_forward.cu",
-        "tfast_mma_is_aligned(&args->out, 2)",
+        HOST_MMA,
+        "is_aligned(&args->out, 2)",
         "true",
         "address",
         MISALIGNED,
@@ -462,9 +373,9 @@ FAULTS = {
     ),
     # ---- Attention by tensor cores: backward ----
     "gradients taken for aligned": Fault(
-        "attention_mma_backward.cu",
-        "@tfast_mma_is_aligned(&args->dq, 2) && tfast_mma_is_aligned(&args->dk, 2) && "
-        "tfast_mma_is_aligned(&args->dv, 2)@",
+        HOST_MMA,
+        "call.pairs = @is_aligned(&args->dq, 2) && is_aligned(&args->dk, 2) && "
+        "is_aligned(&args->dv, 2)@;",
         "true",
         "address",
         MISALIGNED,
@@ -484,7 +395,7 @@ FAULTS = {
         BOUNDS,
     ),
     "delta of a query past the end made": Fault(
-        "attention_mma_backward.cu",
+        "attention_rows.cu",
         "if (@query < h.n_q@) { const float delta",
         "query <= h.n_q",
         "address",
@@ -532,7 +443,11 @@ FAULTS = {
     ),
     # ---- Attention by tensor cores: options ----
     "term past its keys written": Fault(
-        MMA_TERM, "@key < call.args.n_k@)) {", "true", "address", f"{BOUNDS}|{DIFFERS}"
+        MMA_TERM,
+        "@key < call.mma.args.n_k@)) {",
+        "true",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
     ),
     "walk over the first head alone": Fault(
         MMA_TERM, "@walk % heads % walks[1]@;", "0", "plain", DIFFERS
@@ -547,7 +462,7 @@ FAULTS = {
         MMA_TERM, "columns_from(keys, @column@)", "0", "plain", DIFFERS
     ),
     "gradients' power of two kept": Fault(
-        MMA_TERM, "@call.bounds[first + query] - 15@", "0", "plain", DIFFERS
+        MMA_TERM, "@call.mma.bounds[first + query] - 15@", "0", "plain", DIFFERS
     ),
     "part of the last split left out": Fault(
         MMA_TERM, "@split < call.splits@;", "split + 1 < call.splits", "plain", DIFFERS
@@ -592,6 +507,66 @@ FAULTS = {
         "",
         "plain",
         f"{DIFFERS}|never waited for",
+    ),
+    # ---- The host's side ----
+    "48 KB for dynamic arrays alone": Fault(
+        LAUNCHES,
+        "facts->shared > @UNASKED_BYTES@)",
+        "48 << 10",
+        "plain",
+        "not allow",
+        "attention",
+    ),
+    "kernel of another context launched": Fault(
+        LAUNCHES,
+        "if (@of->context == context@)",
+        "true",
+        "plain",
+        "invalid resource handle",
+        "host",
+    ),
+    "image that is newer than the GPU taken": Fault(
+        LAUNCHES,
+        "(@image->arch > capability@ ||",
+        "false",
+        "plain",
+        "no kernel image",
+        "host",
+    ),
+    "arguments of another size launched": Fault(
+        LAUNCHES,
+        "if (@bytes != facts->arguments@ ||",
+        "false",
+        "plain",
+        "arguments of another size",
+        "host",
+    ),
+    "captures not told that calls are safe": Fault(
+        DRIVER,
+        ".mode = @CU_STREAM_CAPTURE_MODE_RELAXED@}",
+        "CU_STREAM_CAPTURE_MODE_GLOBAL",
+        "plain",
+        "would invalidate the capture",
+        "host",
+    ),
+    "mode of captures not given back": Fault(
+        DRIVER,
+        "if (@scope->relaxed@)",
+        "false",
+        "plain",
+        "another capture mode",
+        "host",
+    ),
+    "context before a call not given back": Fault(
+        DRIVER, "if (@scope->moved@)", "false", "plain", "context current", "host"
+    ),
+    "device of the call not made current": Fault(
+        DRIVER,
+        "if (@current != device@)",
+        "current < 0",
+        "plain",
+        "resource handle",
+        "host",
     ),
 }
 FAULTS |= barriers()

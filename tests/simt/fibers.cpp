@@ -110,7 +110,7 @@ static warp_state warps[MAX_WARPS];
 static shared_block arrays[MAX_ARRAYS];
 static int n_arrays;
 enum { UNASKED_SHARED = 48 << 10 };
-static size_t shared_bytes, allowed_bytes; /* see allow_shared() */
+static size_t shared_bytes, allowed_bytes; /* see run_grid() */
 static int n_threads, alive, waiting; /* of this block: all, not done, at its barrier */
 static int quantum; /* switches until a shuffled run leaves the warp */
 static unsigned block_phase, block_parity;
@@ -380,12 +380,6 @@ shared_array(const void *key, size_t bytes)
     return arrays[i].address;
 }
 
-void
-allow_shared(size_t bytes)
-{
-    allowed_bytes = bytes;
-}
-
 static void
 free_shared()
 {
@@ -460,7 +454,8 @@ run_block()
 }
 
 void
-run_grid(dim3 grid, dim3 block, size_t dynamic, const std::function<void()> &kernel)
+run_grid(dim3 grid, dim3 block, size_t dynamic, size_t allowed,
+         const std::function<void()> &kernel)
 {
     const std::lock_guard<std::mutex> lock(one_launch);
     const size_t threads = size_t(block.x) * block.y * block.z;
@@ -478,7 +473,8 @@ run_grid(dim3 grid, dim3 block, size_t dynamic, const std::function<void()> &ker
     body = &kernel;
     grid_size = grid;
     block_size = block;
-    dynamic_bytes = allowed_bytes = dynamic; /* until a thread says */
+    dynamic_bytes = dynamic;
+    allowed_bytes = allowed;
     n_threads = int(threads);
     std::iota(order.begin(), order.end(), 0);
     shuffle_order(order.data(), int(order.size()));

@@ -3,8 +3,8 @@
 #ifndef TFAST_HARNESS_H
 #define TFAST_HARNESS_H
 
+#include "driver_twin.h"
 #include "half.h"
-#include "runtime.h"
 #include "tfast.h"
 
 #include <cmath>

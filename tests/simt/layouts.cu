@@ -2,6 +2,7 @@
  * layout a line with the wavefronts of its stores, 16 bytes a lane, and of ldmatrix,
  * and how many these would be if no two rows met in a bank. */
 #include "attention_mma.cuh"
+#include "driver_twin.h"
 
 #include <cstdio>
 #include <vector>
@@ -58,7 +59,7 @@ report()
     uint64_t before[2], after[2];
 
     tfast_simt_matrices(before);
-    LAUNCH((store_and_read<ROWS, D, THREADS>), 1, THREADS, 0, nullptr, at.data());
+    LAUNCH((store_and_read<ROWS, D, THREADS>), 1, THREADS, 0, at.data());
     tfast_simt_matrices(after);
     printf("dims %d, %d rows, %d threads: stores %d of %d, matrices %d of %d\n", D,
            ROWS, THREADS, wavefronts_of_stores(at), ROWS * D / 64,

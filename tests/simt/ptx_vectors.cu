@@ -1,18 +1,19 @@
-/* Runs every function of cuda/ptx.cuh on fixed inputs and prints a hash of the results
- * of each: built by nvcc on a GPU, by a host compiler with the twins. Both must print
- * ptx_vectors.txt, where the lines of ARCH 80 are missing on older GPUs. NaNs are
- * canonical, matrices hold small integers, so all of it is exact; ex2_approx is only
- * checked to be within 2 units in the last place of the truth. */
+/* Runs every function of cuda/device/ptx.cuh on fixed inputs: the kernel of_NAME makes
+ * the words whose hash ptx_vectors.txt has for NAME. As a program it has the twins, and
+ * prints what must be that file; test_ptx.py compiles the kernels by NVRTC and runs
+ * them on a GPU, where those for a newer ARCH are left out. NaNs are canonical and
+ * matrices hold small integers, so all of it is exact; ex2_approx is only checked to be
+ * within 2 units in the last place of the truth. */
 #include "common.cuh"
 
-#include <math.h>
-#include <stdio.h>
-#include <string.h>
+enum { WORDS = 1 << 16, LANES = 32, INPUT = 1024 };
 
-enum { WORDS = 1 << 16, LANES = 32 };
+/* Words of more than a warp: thread i of many makes out[i]. Others: a warp makes them,
+ * with 512 bytes of shared memory; from out[INPUT] on lie 128 words, 0 to 127. */
+#define MANY(name) extern "C" TFAST_KERNEL(256, 1) of_##name(uint32_t *out)
+#define WARP(name) extern "C" TFAST_KERNEL(LANES, 1) of_##name(uint32_t *out)
 
-/* ---- Kernels: thread i makes out[i], or a warp makes its words
- * ---------------- */
+/* ---- Kernels --------------------------------------------------------------------- */
 
 /* Every float16 pattern has its neighbourhood among these: the upper half of a float's
  * bits runs through all values, the lower half through ties and their neighbours. */
@@ -24,53 +25,40 @@ some_float(uint32_t i)
     return __uint_as_float(i << 16 | low[i % 4] << (i % 3));
 }
 
-TFAST_KERNEL(256, 1)
-narrow_kernel(uint32_t *out)
+MANY(cvt_rn_f16_f32)
 {
     const uint32_t i = blockIdx.x * 256 + threadIdx.x;
     out[i] = cvt_rn_f16_f32(some_float(i));
 }
 
-TFAST_KERNEL(256, 1)
-widen_kernel(uint32_t *out)
+MANY(cvt_f32_f16)
 {
     const uint32_t i = blockIdx.x * 256 + threadIdx.x;
     const float value = cvt_f32_f16(i);
     out[i] = value == value ? __float_as_uint(value) : 0x7FFFFFFF;
 }
 
-TFAST_KERNEL(256, 1)
-pack_f16_kernel(uint32_t *out)
+MANY(pack_f16)
 {
     const uint32_t i = blockIdx.x * 256 + threadIdx.x;
     out[i] = pack_f16(some_float(i), some_float(i * 40503 % WORDS));
 }
 
-TFAST_KERNEL(256, 1)
-unpack_f16_kernel(uint32_t *out)
+MANY(unpack_f16)
 {
     const uint32_t i = blockIdx.x * 256 + threadIdx.x;
     const float2 pair = unpack_f16((i % 0x7C00) << 16 | (i % 0x7B00 | 0x8000));
     out[i] = __float_as_uint(pair.x) * 31 + __float_as_uint(pair.y);
 }
 
-TFAST_KERNEL(256, 1)
-pack_bf16_kernel(uint32_t *out)
-{
-    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
-    out[i] = pack_bf16(some_float(i), some_float(i * 40503 % WORDS));
-}
-
-TFAST_KERNEL(256, 1)
-ex2_kernel(uint32_t *out)
+MANY(ex2_approx)
 {
     const uint32_t i = blockIdx.x * 256 + threadIdx.x;
     out[i] = __float_as_uint(ex2_approx((float)i / 256 - 120));
 }
 
 /* 16 bytes to each lane's place in shared memory and out again, by halves. */
-TFAST_KERNEL(LANES, 1)
-shared_kernel(uint32_t *out)
+WARP(st_shared)
 {
     SHARED_DYNAMIC(raw);
     const uint32_t lane = threadIdx.x;
@@ -85,8 +73,7 @@ shared_kernel(uint32_t *out)
     out[lane * 4 + 3] = __float_as_uint(second.y);
 }
 
-TFAST_KERNEL(LANES, 1)
-ldmatrix_kernel(uint32_t *out)
+WARP(ldmatrix)
 {
     SHARED_DYNAMIC(raw);
     const uint32_t lane = threadIdx.x;
@@ -117,8 +104,10 @@ small_pair(uint32_t seed, bool bf16)
                 : pack_f16(low, high);
 }
 
-template <int WHICH> /* 0: k8 f16, 1: k16 f16, 2: k16 bf16 */
-TFAST_KERNEL(LANES, 1) mma_kernel(uint32_t *out)
+/* 0: k8 f16, 1: k16 f16, 2: k16 bf16 */
+template <int WHICH>
+DEVICE void
+multiply(uint32_t *out)
 {
     const uint32_t lane = threadIdx.x;
     uint32_t a[4], b[2];
@@ -141,55 +130,74 @@ TFAST_KERNEL(LANES, 1) mma_kernel(uint32_t *out)
     }
 }
 
+WARP(mma_m16n8k8_f16)
+{
+    multiply<0>(out);
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+WARP(mma_m16n8k16_f16)
+{
+    multiply<1>(out);
+}
+WARP(mma_m16n8k16_bf16)
+{
+    multiply<2>(out);
+}
+
+MANY(pack_bf16)
+{
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+    out[i] = pack_bf16(some_float(i), some_float(i * 40503 % WORDS));
+}
+
 /* Odd lanes' copies are not valid, which means zeros. */
-TFAST_KERNEL(LANES, 1)
-cp_async_kernel(uint32_t *out, const uint32_t *in)
+WARP(cp_async)
 {
     SHARED_DYNAMIC(raw);
     const uint32_t lane = threadIdx.x;
 
-    cp_async_16(smem_address(raw) + lane * 16, in + lane * 4, lane % 2 == 0);
+    cp_async_16(smem_address(raw) + lane * 16, out + INPUT + lane * 4, lane % 2 == 0);
     cp_async_commit();
     cp_async_wait<0>();
     for (uint32_t i = 0; i < 4; i++) {
         out[lane * 4 + i] = ((uint32_t *)raw)[lane * 4 + i];
     }
 }
+#endif
 
 /* ---- The program ----------------------------------------------------------------- */
 
-static uint32_t *words; /* pinned: both sides see it */
-static int failures;
+#ifndef __CUDACC_RTC__
+#    include <math.h>
+#    include <stdio.h>
+
+static uint32_t words[WORDS];
 
 static void
-check(cudaError_t error)
+run(void (*kernel)(uint32_t *), int n)
 {
-    if (error != cudaSuccess) {
-        printf("CUDA: %s\n", cudaGetErrorString(error));
-        failures++;
+    const unsigned threads = n > LANES * 14 ? 256 : LANES;
+
+    memset(words, 0, sizeof words);
+    for (uint32_t i = 0; i < LANES * 4; i++) {
+        words[INPUT + i] = i;
     }
+    LAUNCH(kernel, n > LANES * 14 ? n / threads : 1, threads, 512, words);
 }
 
+/* Prints the FNV-1a hash of the first n words. */
 static void
-finish()
-{
-    check(cudaGetLastError());
-    check(cudaStreamSynchronize(nullptr));
-}
-
-/* Prints the FNV-1a hash of the first n words, and clears them. */
-static void
-report(const char *name, int arch, int n)
+report(const char *name, int arch, int n, void (*kernel)(uint32_t *))
 {
     uint64_t hash = 0xCBF29CE484222325u;
 
-    finish();
+    run(kernel, n);
     for (int i = 0; i < n; i++) {
         hash = (hash ^ words[i]) * 0x100000001B3u;
     }
     printf("%s arch %d words %d hash %016llx\n", name, arch, n,
            (unsigned long long)hash);
-    memset(words, 0, sizeof *words * WORDS);
 }
 
 static void
@@ -197,7 +205,7 @@ report_ex2()
 {
     double worst = 0;
 
-    finish();
+    run(of_ex2_approx, WORDS);
     for (int i = 0; i < WORDS; i++) {
         const double right = exp2((double)((float)i / 256 - 120));
         float got;
@@ -206,50 +214,22 @@ report_ex2()
         worst = right < 3e38 ? fmax(worst, fabs(got - right) / unit) : worst;
     }
     printf("ex2_approx arch 75 within 2 units %s\n", worst <= 2 ? "yes" : "no");
-    memset(words, 0, sizeof *words * WORDS);
 }
 
 int
-main(int argc, char **)
+main()
 {
-    const bool below_80 = argc > 1; /* any argument: leave out what sm_75 has not */
-    void *memory = nullptr;
-
-    check(cudaHostAlloc(&memory, sizeof *words * WORDS, cudaHostAllocDefault));
-    if (failures != 0) {
-        return 1;
-    }
-    words = (uint32_t *)memory;
-    memset(words, 0, sizeof *words * WORDS);
-    LAUNCH(narrow_kernel, WORDS / 256, 256, 0, nullptr, words);
-    report("cvt_rn_f16_f32", 75, WORDS);
-    LAUNCH(widen_kernel, WORDS / 256, 256, 0, nullptr, words);
-    report("cvt_f32_f16", 75, WORDS);
-    LAUNCH(pack_f16_kernel, WORDS / 256, 256, 0, nullptr, words);
-    report("pack_f16", 75, WORDS);
-    LAUNCH(unpack_f16_kernel, WORDS / 256, 256, 0, nullptr, words);
-    report("unpack_f16", 75, WORDS);
-    LAUNCH(ex2_kernel, WORDS / 256, 256, 0, nullptr, words);
+    report("cvt_rn_f16_f32", 75, WORDS, of_cvt_rn_f16_f32);
+    report("cvt_f32_f16", 75, WORDS, of_cvt_f32_f16);
+    report("pack_f16", 75, WORDS, of_pack_f16);
+    report("unpack_f16", 75, WORDS, of_unpack_f16);
     report_ex2();
-    LAUNCH(shared_kernel, 1, LANES, 512, nullptr, words);
-    report("st_shared", 75, LANES * 4);
-    LAUNCH(ldmatrix_kernel, 1, LANES, 512, nullptr, words);
-    report("ldmatrix", 75, LANES * 14);
-    LAUNCH(mma_kernel<0>, 1, LANES, 0, nullptr, words);
-    report("mma_m16n8k8_f16", 75, LANES * 4);
-    if (!below_80) {
-        LAUNCH(mma_kernel<1>, 1, LANES, 0, nullptr, words);
-        report("mma_m16n8k16_f16", 80, LANES * 4);
-        LAUNCH(mma_kernel<2>, 1, LANES, 0, nullptr, words);
-        report("mma_m16n8k16_bf16", 80, LANES * 4);
-        LAUNCH(pack_bf16_kernel, WORDS / 256, 256, 0, nullptr, words);
-        report("pack_bf16", 80, WORDS);
-        for (uint32_t i = 0; i < LANES * 4; i++) {
-            words[1024 + i] = i;
-        }
-        LAUNCH(cp_async_kernel, 1, LANES, 512, nullptr, words, words + 1024);
-        report("cp_async", 80, LANES * 4);
-    }
-    check(cudaFreeHost(memory));
-    return failures != 0;
+    report("st_shared", 75, LANES * 4, of_st_shared);
+    report("ldmatrix", 75, LANES * 14, of_ldmatrix);
+    report("mma_m16n8k8_f16", 75, LANES * 4, of_mma_m16n8k8_f16);
+    report("mma_m16n8k16_f16", 80, LANES * 4, of_mma_m16n8k16_f16);
+    report("mma_m16n8k16_bf16", 80, LANES * 4, of_mma_m16n8k16_bf16);
+    report("pack_bf16", 80, WORDS, of_pack_bf16);
+    report("cp_async", 80, LANES * 4, of_cp_async);
 }
+#endif

@@ -101,7 +101,7 @@ product_is_right()
         a[i] = (uint16_t)cvt_rn_f16_f32((float)(i % 7 - 3));
         b[i % 128] = (uint16_t)cvt_rn_f16_f32((float)(i % 128 % 5 - 2));
     }
-    LAUNCH(product_kernel, 1, 32, 1024, nullptr, a, b, c);
+    LAUNCH(product_kernel, 1, 32, 1024, a, b, c);
     for (int i = 0; i < 16; i++) {
         for (int j = 0; j < 8; j++) {
             float sum = 0;
@@ -133,13 +133,9 @@ large_blocks_run()
 {
     int out[2] = {};
 
-    LAUNCH(large_kernel, 1, 32, (48 << 10) - 4, nullptr, out);
-    cudaFuncSetAttribute(large_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         48 << 10);
-    LAUNCH(large_kernel, 1, 32, 48 << 10, nullptr, out);
-    return out[1] == 2 && cudaFuncSetAttribute(
-                              large_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              228 << 10) == cudaErrorInvalidValue;
+    LAUNCH(large_kernel, 1, 32, (48 << 10) - 4, out);
+    simt::run_grid(1, 32, 48 << 10, 48 << 10, [&] { large_kernel(out); });
+    return out[1] == 2;
 }
 
 static bool
@@ -151,8 +147,8 @@ everything_works()
     for (int i = 0; i < 1000; i++) {
         in[i] = i;
     }
-    LAUNCH(sum_kernel, 8, 128, 512, nullptr, in, &out, &blocks, 1000);
-    LAUNCH(vote_kernel, 3, 64, 0, nullptr, &votes);
+    LAUNCH(sum_kernel, 8, 128, 512, in, &out, &blocks, 1000);
+    LAUNCH(vote_kernel, 3, 64, 0, &votes);
     return out == 499500 && blocks == 8 && votes == 0 && product_is_right() &&
            large_blocks_run();
 }
@@ -281,36 +277,36 @@ run_fault(const char *name, int *out)
     int parts[8] = {};
 
     if (strcmp(name, "missing_barrier") == 0) {
-        LAUNCH(missing_barrier_kernel, 1, 96, 0, nullptr, out);
+        LAUNCH(missing_barrier_kernel, 1, 96, 0, out);
     } else if (strcmp(name, "missing_syncwarp") == 0) {
-        LAUNCH(missing_syncwarp_kernel, 1, 64, 0, nullptr, out);
+        LAUNCH(missing_syncwarp_kernel, 1, 64, 0, out);
     } else if (strcmp(name, "colliding_blocks") == 0) {
-        LAUNCH(colliding_blocks_kernel, 2, 64, 0, nullptr, out);
+        LAUNCH(colliding_blocks_kernel, 2, 64, 0, out);
     } else if (strcmp(name, "missing_fence_before") == 0) {
-        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, false, true);
+        LAUNCH(last_block_kernel, 8, 32, 0, out, parts, false, true);
     } else if (strcmp(name, "missing_fence_after") == 0) {
-        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, true, false);
+        LAUNCH(last_block_kernel, 8, 32, 0, out, parts, true, false);
     } else if (strcmp(name, "both_fences") == 0) {
-        LAUNCH(last_block_kernel, 8, 32, 0, nullptr, out, parts, true, true);
+        LAUNCH(last_block_kernel, 8, 32, 0, out, parts, true, true);
         out[0] = out[2] != 8;
     } else if (strcmp(name, "uneven_barrier") == 0) {
-        LAUNCH(uneven_barrier_kernel, 1, 64, 0, nullptr);
+        LAUNCH(uneven_barrier_kernel, 1, 64, 0);
     } else if (strcmp(name, "diverged_warp") == 0) {
-        LAUNCH(diverged_warp_kernel, 1, 32, 0, nullptr, out);
+        LAUNCH(diverged_warp_kernel, 1, 32, 0, out);
     } else if (strcmp(name, "absent_lanes") == 0) {
-        LAUNCH(absent_lanes_kernel, 1, 32, 0, nullptr, out);
+        LAUNCH(absent_lanes_kernel, 1, 32, 0, out);
     } else if (strcmp(name, "past_shared") == 0) {
-        LAUNCH(past_shared_kernel, 1, 34, 0, nullptr);
+        LAUNCH(past_shared_kernel, 1, 34, 0);
     } else if (strcmp(name, "unwritten_shared") == 0) {
-        LAUNCH(unwritten_shared_kernel, 1, 32, 0, nullptr, out);
+        LAUNCH(unwritten_shared_kernel, 1, 32, 0, out);
     } else if (strcmp(name, "early_read") == 0) {
-        LAUNCH(early_read_kernel, 1, 32, 512, nullptr, out, from, false);
+        LAUNCH(early_read_kernel, 1, 32, 512, out, from, false);
     } else if (strcmp(name, "waited_read") == 0) {
-        LAUNCH(early_read_kernel, 1, 32, 512, nullptr, out, from, true);
+        LAUNCH(early_read_kernel, 1, 32, 512, out, from, true);
     } else if (strcmp(name, "unasked_shared") == 0) {
-        LAUNCH(large_kernel, 1, 32, 48 << 10, nullptr, out);
+        LAUNCH(large_kernel, 1, 32, 48 << 10, out);
     } else if (strcmp(name, "misaligned") == 0) {
-        LAUNCH(misaligned_kernel, 1, 1, 0, nullptr, out, from);
+        LAUNCH(misaligned_kernel, 1, 1, 0, out, from);
     } else {
         fprintf(stderr, "no case is named %s\n", name);
         out[0] = 2;

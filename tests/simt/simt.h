@@ -1,10 +1,15 @@
-/* CUDA for a host compiler: what the .cu sources include in place of the toolkit, so
- * that their kernels run on the CPU, one block at a time, every thread a fiber.
+/* CUDA for a host compiler: what the .cu sources include in place of NVRTC's built-in
+ * declarations, so that their kernels run on the CPU, one block at a time, every thread
+ * a fiber.
  *
  *   fibers.cpp   scheduling, barriers, shared memory, launches
  *   warp.cpp     what the lanes of a warp do together
- *   ptx_twin.h   the functions of cuda/ptx.cuh
- *   runtime.h    the calls of the CUDA runtime, counted
+ *   ptx_twin.h   the functions of cuda/device/ptx.cuh
+ *
+ * and for programs that have the host's files of cuda/, too:
+ *
+ *   driver_twin  the calls of the CUDA driver, counted
+ *   images.cpp   what kernels there are
  *
  * What it finds: barriers that not every thread reaches, warps that diverge at a
  * warp-wide operation, reads of shared memory that was never written (it starts as
@@ -21,11 +26,11 @@
 #ifndef TFAST_SIMT_H
 #define TFAST_SIMT_H
 
-#include "runtime.h"
-
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 
 /* ---- Keywords and types ---------------------------------------------------------- */
@@ -37,6 +42,11 @@
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
 
 struct alignas(8) uint2 {
     uint32_t x, y;
@@ -71,6 +81,8 @@ make_float2(float x, float y)
 
 /* ---- The runner ------------------------------------------------------------------ */
 
+extern "C" const int simt_fault; /* the planted one that is on, or 0 */
+
 namespace simt {
 
 struct thread {
@@ -93,8 +105,6 @@ struct statistics {
 };
 extern statistics stats;
 
-extern const int fault; /* the planted one that is on, or 0 */
-
 /* Bytes of shared memory that a block may ask for, to try a smaller device's limit. */
 extern size_t shared_limit;
 
@@ -116,11 +126,11 @@ void sync_warp(uint32_t mask = ~0u);
 void thread_fence();
 void note_atomic(const void *address); /* before it happens */
 
-/* The dynamic shared memory that a kernel's attribute allows, 0 where it was never set;
- * and that this kernel has so many bytes. A block that has fewer may have 48 KB, static
- * arrays included. */
-size_t shared_set(const void *kernel);
-void allow_shared(size_t bytes);
+/* Runs a kernel, which `body` calls for one thread. Its attribute allows so many bytes
+ * of dynamic shared memory; a block that has no more of them than 48 KB, static arrays
+ * included, needs no such attribute. */
+void run_grid(dim3 grid, dim3 block, size_t dynamic, size_t allowed,
+              const std::function<void()> &body);
 
 /* This block's array for `key`, allocated when its first thread asks. */
 char *shared_array(const void *key, size_t bytes);
@@ -149,21 +159,50 @@ shuffle(const char *what, uint32_t mask, T value, int from)
     return value;
 }
 
-/* A function that launches `kernel`, with its arguments copied as the kernel's own
- * types. */
+/* A function that runs `kernel`, with its arguments converted to the kernel's own
+ * types: for programs whose kernels are not in kernels.h. */
 template <typename... Parameters>
 auto
-launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic,
-         cudaStream_t stream)
+launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic)
 {
     return [=](Parameters... arguments) {
-        simt_load_kernel(reinterpret_cast<const void *>(kernel));
-        const size_t allowed = shared_set(reinterpret_cast<const void *>(kernel));
-        launch(grid, block, dynamic, stream, [=] {
-            allow_shared(allowed);
-            kernel(arguments...);
-        });
+        run_grid(grid, block, dynamic, 0, [=] { kernel(arguments...); });
     };
+}
+
+/* ---- Kernels of cuda/device/ ----------------------------------------------------- */
+
+/* One, with what kernels.h says of it. */
+struct kernel {
+    const char *id;
+    int path;
+    size_t bytes; /* of its argument */
+    unsigned threads;
+    size_t shared;
+    void (*run)(const void *argument); /* for one thread */
+};
+
+struct kernel_table { /* of a file */
+    const kernel *kernels;
+    int n;
+};
+
+struct image {
+    int arch;
+    const kernel_table *table;
+};
+
+/* The image that `data` points at, null if it is none. */
+const image *image_at(const void *data);
+
+template <typename ARGUMENT, auto KERNEL>
+void
+run_kernel(const void *argument)
+{
+    static_assert(std::is_same<decltype(KERNEL), void (*)(ARGUMENT)>::value,
+                  "kernels.h names another argument than the kernel takes");
+    static_assert(std::is_trivially_copyable<ARGUMENT>::value, "a launch copies bytes");
+    KERNEL(*static_cast<const ARGUMENT *>(argument));
 }
 
 } // namespace simt
@@ -273,8 +312,20 @@ atomicExch(T *address, T value)
     type *name = (type *)simt::shared_array(&name##_key, sizeof(type) * (count))
 #define SHARED_DYNAMIC(name)                                                           \
     char *name = simt::shared_array(&simt::dynamic_key, simt::dynamic_bytes)
-#define LAUNCH(kernel, grid, block, dynamic, stream, ...)                              \
-    simt::launcher(kernel, grid, block, dynamic, stream)(__VA_ARGS__)
+#define SIMT_ENTRY(path, id, arguments, rows, threads, shared, ...)                    \
+    {#id,     path,   sizeof(arguments),                                               \
+     threads, shared, simt::run_kernel<arguments, &__VA_ARGS__>},
+#define TFAST_EXPORT(file)                                                             \
+    static const simt::kernel own_kernels[] = {KERNELS_OF_##file(SIMT_ENTRY)};         \
+    namespace simt {                                                                   \
+    extern const kernel_table kernels_of_##file;                                       \
+    const kernel_table kernels_of_##file = {                                           \
+        own_kernels, (int)(sizeof own_kernels / sizeof own_kernels[0])};               \
+    }
+
+/* For what is not in kernels.h. */
+#define LAUNCH(kernel, grid, block, dynamic, ...)                                      \
+    simt::launcher(kernel, grid, block, dynamic)(__VA_ARGS__)
 
 #include "ptx_twin.h"
 

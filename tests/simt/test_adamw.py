@@ -1,5 +1,5 @@
 """AdamW of cuda/ through the SIMT library: right against float64, and what a step asks
-of the CUDA runtime. The backend `simt` also runs every test that takes a backend; here
+of the CUDA driver. The backend `simt` also runs every test that takes a backend; here
 is what only the library itself can show."""
 
 import ctypes
@@ -149,7 +149,7 @@ def test_clip_coef_multiplies_what_is_written_back(simt, rng):
     step.clear()
 
 
-# ---- What a step asks of the runtime -------------------------------------------------
+# ---- What a step asks of the driver --------------------------------------------------
 
 
 def test_warm_step_is_one_launch_and_nothing_else(simt, rng):

@@ -1,5 +1,5 @@
 """AMP of cuda/ through the SIMT library: bit by bit in the order of amp_sum.h, and what
-a call asks of the CUDA runtime. tests/simt/amp_harness.cpp compares more values."""
+a call asks of the CUDA driver. tests/simt/amp_harness.cpp compares more values."""
 
 import ctypes
 
@@ -162,7 +162,7 @@ def test_no_elements_have_norm_zero(simt, arrays, norm_type):
     run.clear()
 
 
-# ---- What a call asks of the runtime -------------------------------------------------
+# ---- What a call asks of the driver --------------------------------------------------
 
 
 def test_warm_pass_is_one_launch_and_nothing_else(simt, rng):

@@ -1,5 +1,5 @@
 """Attention of cuda/ through the SIMT library: what the core lets no caller on the CPU
-do, and what a call asks of the CUDA runtime. tests/core/attention runs it, too."""
+do, and what a call asks of the CUDA driver. tests/core/attention runs it, too."""
 
 import ctypes
 
@@ -223,7 +223,7 @@ def test_gradients_wanted_alone_have_the_same_bits(rng, wanted):
             np.testing.assert_array_equal(mine, everything[name])
 
 
-# ---- What a call asks of the runtime -------------------------------------------------
+# ---- What a call asks of the driver --------------------------------------------------
 
 QUIET = {"syncs": 0, "allocations": 0, "copies": 0}
 

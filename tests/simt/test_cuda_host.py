@@ -1,6 +1,6 @@
 """The host side of cuda/ as a driver sees it, on the SIMT library: which device and
 streams a call uses and leaves, what it does while a stream captures, and what it says
-where CUDA refuses."""
+where the driver refuses."""
 
 import ctypes
 import os
@@ -86,7 +86,7 @@ for current in (0, 1):
     print(fails(lambda: Steps(1)(simt.tfast_simt_stream(1))))
     print(fails(lambda: Steps(1)(simt.tfast_simt_stream(0))))
 """
-    right, wrong = "None", "RuntimeError: cudaMemcpyAsync("
+    right, wrong = "None", "RuntimeError: cuMemcpyHtoDAsync: "
     said = lines(code)
     assert said[::2] == [right] * 2
     assert all(
@@ -225,31 +225,52 @@ def test_step_on_another_stream_has_a_table_of_its_own(simt, rng):
     assert copies == [1, 0, 1, 0, 0]
 
 
-# ---- What CUDA refuses ---------------------------------------------------------------
-
-LAUNCH = "RuntimeError: launch of amp_update_kernel: "
-NOT_BUILT = (
-    LAUNCH + "this library was not built for the GPU, an sm_89; in trainfast's "
-    "sources, TRAINFAST_CUDA_ARCHS=89 pip install . builds one that is"
-)
-REFUSED = {
-    98: NOT_BUILT,  # cudaErrorInvalidDeviceFunction
-    209: NOT_BUILT,  # cudaErrorNoKernelImageForDevice
-    221: NOT_BUILT,  # cudaErrorJitCompilerNotFound
-    222: NOT_BUILT,  # cudaErrorUnsupportedPtxVersion
-    223: NOT_BUILT,  # cudaErrorJitCompilationDisabled
-    400: LAUNCH + "invalid resource handle",
-    0: "None",
-}
+# ---- What the driver refuses ---------------------------------------------------------
 
 
-def test_refused_launch_says_what_helps():
+def test_refused_launch_or_module_is_named():
+    update = FIRST_CALLS["amp_update"].strip()
     code = f"""
-for error in {list(REFUSED)}:
-    simt.tfast_simt_fail_launches(error)
-    print(fails(lambda: {FIRST_CALLS["amp_update"].strip()}))
+load, launch = simt.tfast_simt_fail_loads, simt.tfast_simt_fail_launches
+for fail, error in [(load, 209), (load, 222), (launch, 400)]:
+    fail(error)
+    print(fails(lambda: {update}))
+    fail(0)
+print(fails(lambda: {update}))
 """
-    assert lines(code, TRAINFAST_SIMT_DEVICE="89") == list(REFUSED.values())
+    assert lines(code) == [
+        "RuntimeError: cuModuleLoadData: no kernel image is available for execution on "
+        "the device",
+        "RuntimeError: cuModuleLoadData: this library has no code for the GPU, and the "
+        "driver does not read its PTX; install driver 575 or newer, or build trainfast "
+        "on this machine with TRAINFAST_CUDA=1",
+        "RuntimeError: launch of amp_update: invalid resource handle",
+        "None",
+    ]
+
+
+@pytest.mark.parametrize(
+    "device, message",
+    [
+        ("70", "the GPU must be sm_75 or newer, got sm_70"),
+        (
+            "90",
+            "this library has no code for the GPU, an sm_90, only for sm_80 and older; "
+            "in trainfast's sources, TRAINFAST_CUDA_ARCHS=90 pip install . builds one "
+            "that has",
+        ),
+    ],
+)
+def test_gpu_without_code_says_what_helps(device, message):
+    code = f"print(fails(lambda: {FIRST_CALLS['amp_update'].strip()}))"
+    said = lines(code, TRAINFAST_SIMT_DEVICE=device)
+    assert said == ["RuntimeError: " + message]
+
+
+@pytest.mark.parametrize("device", ["75", "80", "86", "89"])
+def test_gpu_takes_the_code_of_its_major_version(device):
+    code = f"print(fails(lambda: {FIRST_CALLS['attention by tensor cores'].strip()}))"
+    assert lines(code, TRAINFAST_SIMT_DEVICE=device) == ["None"]
 
 
 def test_out_of_memory_is_in_torchs_words():
@@ -261,7 +282,7 @@ simt.tfast_simt_fail_allocations(-1)
 print(fails(steps))
 """
     said, after = lines(code)
-    assert said.startswith("RuntimeError: CUDA out of memory. cudaMalloc(")
+    assert said.startswith("RuntimeError: CUDA out of memory. cuMemAlloc: ")
     assert after == "None"
 
 
@@ -277,6 +298,6 @@ os.wait()
 steps()
 """
     assert lines(code) == [
-        "RuntimeError: cudaSetDevice(device): CUDA cannot be used in a forked child of "
-        "a process that has used it; start it by spawn"
+        "RuntimeError: cuCtxGetCurrent: CUDA cannot be used in a forked child of a "
+        "process that has used it; start it by spawn"
     ]

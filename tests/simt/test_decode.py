@@ -217,7 +217,7 @@ def test_any_order_of_threads_gives_the_same_bits(simt, dtype, dim):
     assert results[1:] == results[:1] * 2
 
 
-# ---- What a call asks of the runtime -------------------------------------------------
+# ---- What a call asks of the driver --------------------------------------------------
 
 
 class Call:

@@ -1,0 +1,3 @@
+#include "adamw_kernel.cuh"
+
+TFAST_EXPORT(adamw)

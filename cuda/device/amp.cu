@@ -1,0 +1,3 @@
+#include "amp_kernel.cuh"
+
+TFAST_EXPORT(amp)

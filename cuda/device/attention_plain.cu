@@ -1,0 +1,3 @@
+#include "attention_plain_far.cuh"
+
+TFAST_EXPORT(attention_plain)
