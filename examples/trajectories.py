@@ -9,7 +9,7 @@ checkpoint of the turn before. At the end stand a table of speeds, of the time s
 waiting for data and of memory, the metrics beside their targets, and a picture of
 tracks and predicted futures.
 
-    python examples/trajectories.py                  # about a minute and a half
+    python examples/trajectories.py                  # about a minute
     python examples/trajectories.py --preset tiny    # seconds
     python examples/trajectories.py --resume         # goes on after a Ctrl-C
     tensorboard --logdir build/trajectories/lightning_logs
@@ -66,7 +66,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(300, turns=3, updates=4, batch=4, accumulate=3, width=16),
-    "small": Preset(20_000, turns=5, updates=4),
+    "small": Preset(20_000, turns=4, updates=4),
 }
 
 
