@@ -20,7 +20,8 @@ struct CUmod_st {
 
 struct CUfunc_st {
     const char *name;
-    int shared; /* that it may have */
+    int shared;    /* that it may have */
+    int arguments; /* bytes of them; of PTX 0 */
 };
 
 static struct CUctx_st contexts[8];
@@ -178,6 +179,36 @@ has_symbol(const char *image, const char *name)
     return 0;
 }
 
+/* Bytes of a kernel's arguments, from the attributes that NVIDIA's compilers write: a
+ * format, a kind and a number; of format 4 the number is that of bytes that follow. */
+static int
+bytes_of_arguments(const char *image, const char *name)
+{
+    enum { SIZED = 4, PARAMETER_BYTES = 0x19 };
+    const Elf64_Ehdr *elf = (const Elf64_Ehdr *)image;
+    const Elf64_Shdr *sections = (const Elf64_Shdr *)(image + elf->e_shoff);
+    const char *names = image + sections[elf->e_shstrndx].sh_offset;
+    const char prefix[] = ".nv.info.";
+
+    for (int i = 0; i < elf->e_shnum; i++) {
+        const char *own = names + sections[i].sh_name;
+        const unsigned char *at = (const unsigned char *)image + sections[i].sh_offset;
+        const unsigned char *end = at + sections[i].sh_size;
+        if (strncmp(own, prefix, sizeof prefix - 1) != 0 ||
+            strcmp(own + sizeof prefix - 1, name) != 0) {
+            continue;
+        }
+        while (at < end) {
+            const int number = at[2] | at[3] << 8;
+            if (at[1] == PARAMETER_BYTES) {
+                return number;
+            }
+            at += 4 + (at[0] == SIZED ? number : 0);
+        }
+    }
+    return -1;
+}
+
 static int
 has_entry(const char *ptx, const char *name)
 {
@@ -201,7 +232,8 @@ cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
         return CUDA_ERROR_NOT_FOUND;
     }
     *function = malloc(sizeof **function);
-    **function = (struct CUfunc_st){name, 48 << 10};
+    **function = (struct CUfunc_st){name, 48 << 10,
+                                    is_elf ? bytes_of_arguments(image, name) : 0};
     return CUDA_SUCCESS;
 }
 
@@ -236,8 +268,8 @@ cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned g
         current == NULL) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    printf("launch %s %u %u %u %p\n", function->name, grid_x, block_x, shared,
-           (void *)stream);
+    printf("launch %s %u %u %d %p\n", function->name, grid_x, block_x,
+           function->arguments, (void *)stream);
     return CUDA_SUCCESS;
 }
 

@@ -397,9 +397,16 @@ zero_grads(adamw_row *row, const adamw_table *table, int64_t n, int n_items)
 }
 
 /* At least 4 blocks a multiprocessor hold it to 64 registers; with dtypes at run time
- * that would spill. */
+ * that would spill. So would either on sm_120 and newer, where the compiler needs more.
+ */
+#if __CUDA_ARCH__ >= 1200
+enum { FEWER = 1 };
+#else
+enum { FEWER = 0 };
+#endif
+
 template <adamw_mix MIX>
-TFAST_KERNEL(THREADS, MIX == ALL_F32 || MIX == ALL_BF16 ? 4 : 3)
+TFAST_KERNEL(THREADS, (MIX == ALL_F32 || MIX == ALL_BF16 ? 4 : 3) - FEWER)
 adamw_kernel(const __grid_constant__ adamw_call call)
 {
     const tfast_adamw_args &args = call.args;

@@ -109,6 +109,26 @@ def on_driver(driver, code, **environment):
     return run(CALLS + code, LIBRARY, LD_LIBRARY_PATH=driver, **environment)
 
 
+@pytest.fixture(scope="module")
+def bytes_of(tmp_path_factory):
+    """{struct of cuda/arguments.h: its bytes for the host}"""
+    program = tmp_path_factory.mktemp("arguments") / "print"
+    source = """
+        #include "kernels.h"
+        #include <stdio.h>
+        #define PRINT(path, id, arguments, ...) \\
+            printf("%s %zu\\n", #arguments, sizeof(arguments));
+        #include "arguments.h"
+        int main(void) { TFAST_KERNELS(PRINT) return 0; }
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    command = [compiler, "-x", "c", "-std=c11", f"-I{ROOT / 'cuda'}"]
+    command += [f"-I{ROOT / 'csrc'}", "-o", program, "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    return {name: int(size) for name, size in map(str.split, said.splitlines())}
+
+
 def compiled():
     """{architecture: {id of a kernel: what ptxas said}}"""
     return {int(arch): of for arch, of in json.loads(COMPILED.read_text()).items()}
@@ -138,7 +158,7 @@ def test_gpu_takes_the_newest_code_that_it_runs(driver, capability):
 
 
 @pytest.mark.parametrize("capability", [75, 80, 100])
-def test_every_kernel_is_found_and_launched(driver, capability):
+def test_every_kernel_is_found_and_launched(driver, bytes_of, capability):
     if capability not in compiled() and own_code(capability) != "PTX":
         pytest.skip(f"built without sm_{capability}")
     done = on_driver(driver, ALL, STUB_CAPABILITY=str(capability))
@@ -147,8 +167,11 @@ def test_every_kernel_is_found_and_launched(driver, capability):
     path = 75 if capability < 80 else 80
     known = next(of for arch, of in compiled().items() if (arch < 80) == (path < 80))
     assert len(launched) == len(known)
-    for name, (grid, block, _, stream) in launched.items():
+    for name, (grid, block, size, stream) in launched.items():
         assert int(grid) > 0 and int(block) >= 32 and stream == "(nil)", name
+        # A name ends with that of its argument's type, behind how long that is.
+        (struct,) = [of for of in bytes_of if name.endswith(f"v{len(of)}{of}")]
+        assert loaded == {"PTX"} or int(size) == bytes_of[struct], name
 
 
 REASON = """
