@@ -170,7 +170,7 @@ def test_every_kernel_is_found_and_launched(driver, bytes_of, capability):
     for name, (grid, block, size, stream) in launched.items():
         assert int(grid) > 0 and int(block) >= 32 and stream == "(nil)", name
         # A name ends with that of its argument's type, behind how long that is.
-        (struct,) = [of for of in bytes_of if name.endswith(f"v{len(of)}{of}")]
+        (struct,) = [of for of in bytes_of if name.endswith(f"{len(of)}{of}")]
         assert loaded == {"PTX"} or int(size) == bytes_of[struct], name
 
 
