@@ -93,9 +93,8 @@ look_for_a_gpu(void)
     missing = find_calls(library);
     if (missing != NULL) {
         snprintf(reason, sizeof reason,
-                 "driver too old: it lacks %s; install driver %d "
-                 "or newer",
-                 missing, OLDEST_DRIVER);
+                 "driver too old: it lacks %s; install driver %d or newer", missing,
+                 OLDEST_DRIVER);
         return;
     }
     error = tfast_cuda_driver.cuInit(0);

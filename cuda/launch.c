@@ -12,11 +12,11 @@
 typedef struct {
     const char *id;
     size_t arguments; /* bytes of them */
-    int path, rows, threads, shared;
+    int rows, threads, shared;
 } kernel_facts;
 
 #define FACTS(path, id, arguments, rows, threads, shared, ...)                         \
-    {#id, sizeof(arguments), path, rows, threads, shared},
+    {#id, sizeof(arguments), rows, threads, shared},
 static const kernel_facts kernels[N_KERNELS] = {TFAST_KERNELS(FACTS)};
 
 #define ONE(...) +1

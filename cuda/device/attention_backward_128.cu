@@ -1,9 +1,5 @@
 /* Tiles of 96 and 128 dims; all of them in one file would take minutes to compile. */
 #include "attention_mma_backward.cuh"
 
-#define CHECK(K, path, type, dims, keys, options, rows, threads, shared)               \
-    CHECK_SHAPE(rows, threads, shared,                                                 \
-                mma_backward_shape<path_##path, dims, keys, options>)
-
-BACKWARD_SHAPES_128(CHECK, )
+BACKWARD_SHAPES_128(CHECK_BACKWARD, )
 TFAST_EXPORT(attention_backward_128)

@@ -576,4 +576,9 @@ attention_mma_backward(const __grid_constant__ mma_call call)
     store_own<T>(own, call, *block);
 }
 
+/* For the lists BACKWARD_SHAPES_ of kernels.h. */
+#define CHECK_BACKWARD(K, path, type, dims, keys, options, rows, threads, shared)      \
+    CHECK_SHAPE(rows, threads, shared,                                                 \
+                mma_backward_shape<path_##path, dims, keys, options>)
+
 #endif
