@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from small_gpt import GPT, Corpus
 from torch import Tensor, nn
+from torch.backends.cpu import get_cpu_capability
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from tqdm import tqdm
@@ -333,7 +334,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--steps", type=int, help="iterations of each run")
-    parser.add_argument("--optimizers", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--optimizers", nargs="+", choices=VARIANTS)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, default=Path("build/char_transformer"))
     parser.add_argument("--seed", type=int, default=1)
@@ -343,7 +344,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.device = torch.device(args.device)
+    args.optimizers = args.optimizers or worthwhile(args)
     return args
+
+
+def worthwhile(args: argparse.Namespace) -> list[str]:
+    """All variants, without AMP where bfloat16 makes an iteration 15 times as long."""
+    emulated = args.device.type == "cpu" and get_cpu_capability() == "AVX2"
+    if args.preset == "tiny" or not emulated:
+        return list(VARIANTS)
+    print(
+        "Without AMP: this processor has no AVX-512, so that torch emulates bfloat16 "
+        "and each run\nwith it takes minutes. --optimizers amp-torch amp-trainfast "
+        "runs it."
+    )
+    return [name for name in VARIANTS if not name.startswith("amp")]
 
 
 def main(arguments: list[str] | None = None) -> None:

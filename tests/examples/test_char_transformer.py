@@ -146,6 +146,21 @@ def test_example_says_when_torchs_attention_ran_instead(example, capsys):
     trainfast.reset_stats()
 
 
+@pytest.mark.parametrize(
+    ("processor", "preset", "amp"),
+    [("AVX2", "small", 0), ("AVX2", "tiny", 3), ("AVX512", "small", 3)],
+)
+def test_amp_is_left_out_where_bfloat16_is_emulated(
+    example, monkeypatch, capsys, processor, preset, amp
+):
+    monkeypatch.setattr(example, "get_cpu_capability", lambda: processor)
+    chosen = example.parse(["--device", "cpu", "--preset", preset]).optimizers
+    assert sum(name.startswith("amp") for name in chosen) == amp
+    assert ("torch emulates bfloat16" in capsys.readouterr().out) == (amp == 0)
+    named = ["--device", "cpu", "--preset", preset, "--optimizers", "amp-torch"]
+    assert example.parse(named).optimizers == ["amp-torch"]
+
+
 def test_example_refuses_an_unknown_optimizer(example, capsys):
     with pytest.raises(SystemExit) as stop:
         example.main(["--optimizers", "sgd"])
