@@ -99,10 +99,10 @@ def test_frozen_parameter_does_not_say_where_the_step_runs(monkeypatch):
     import torch
 
     from trainfast.torch import AdamW
-    from trainfast.torch.optim import adamw
+    from trainfast.torch.optim import fused_step
 
     asked = []
-    monkeypatch.setattr(adamw, "_current_stream", lambda p: asked.append(p) or 0)
+    monkeypatch.setattr(fused_step, "_current_stream", lambda p: asked.append(p) or 0)
 
     frozen = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
     param = torch.nn.Parameter(torch.ones(4))

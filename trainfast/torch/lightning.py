@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from trainfast.log import EpochReport, Logger
 from trainfast.report import attributes, one_line
 from trainfast.torch.amp import GradScaler
-from trainfast.torch.optim.adamw import _FusedStep
+from trainfast.torch.optim.fused_step import FusedStep
 from trainfast.torch.run_report import RunReport
 
 __all__ = ["Callback", "Precision"]
@@ -129,7 +129,7 @@ class MixedPrecision(_Base):
         if isinstance(optimizer, _Wrapper):
             optimizer = optimizer.optimizer
         by_norm = clip_val > 0 and gradient_clip_algorithm == "norm"
-        if not (by_norm and isinstance(optimizer, _FusedStep)):
+        if not (by_norm and isinstance(optimizer, FusedStep)):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
             return
         self._norms.setdefault(optimizer, optimizer.max_grad_norm)
@@ -141,7 +141,7 @@ Precision = MixedPrecision
 
 def _unscales_itself(optimizer: Any, model: Any) -> bool:
     """True where nothing needs unscaled gradients before the optimizer's step()."""
-    if not isinstance(optimizer, _FusedStep):
+    if not isinstance(optimizer, FusedStep):
         return False
     trainer = model.trainer
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainfast.report import attributes, one_line
 from trainfast.torch.amp.grad_scaler import GradScaler
 from trainfast.torch.amp.scheduler import SkipAwareScheduler
-from trainfast.torch.optim.adamw import _FusedStep
 from trainfast.torch.optim.clip import clip_grad_norm_
+from trainfast.torch.optim.fused_step import FusedStep
 
 Batch = TypeVar("Batch")
 _HALF = (torch.float16, torch.bfloat16)
@@ -96,7 +96,7 @@ class Accumulator:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _use_float32_grads(self, wanted: bool | None) -> None:
-        possible = isinstance(self.optimizer, _FusedStep) and hasattr(
+        possible = isinstance(self.optimizer, FusedStep) and hasattr(
             Tensor, "grad_dtype"
         )
         if wanted and not possible:

@@ -18,7 +18,6 @@ from trainfast import _core
 from trainfast.report import attributes, one_line
 from trainfast.stats import CallTally, count_call, count_fallback
 from trainfast.torch.amp.checks import check_init_scale, check_options, check_state
-from trainfast.torch.optim.adamw import _FusedStep
 from trainfast.torch.optim.clip import (
     Measured,
     by_mesh,
@@ -28,6 +27,7 @@ from trainfast.torch.optim.clip import (
     each_device,
     measure,
 )
+from trainfast.torch.optim.fused_step import FusedStep
 from trainfast.torch.optim.state import NO_CHECKS, bump_versions, has_grads
 from trainfast.torch.private import (
     disable_dynamo,
@@ -260,7 +260,7 @@ class GradScaler(torchs.GradScaler):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        measures = ready and isinstance(optimizer, _FusedStep)
+        measures = ready and isinstance(optimizer, FusedStep)
         offers = getattr(optimizer, "_step_supports_amp_scaling", None)
         if not (offers or (has_grads(optimizer.param_groups) if ready else flags)):
             raise AssertionError(NO_CHECKS)  # as torch does where it unscales itself
@@ -499,21 +499,21 @@ def _takes_scale(optimizer: torch.optim.Optimizer) -> bool:
     unscaled gradients, and no call for a step that is skipped.
     """
     offered = getattr(optimizer, "_step_supports_amp_scaling", None)
-    if isinstance(optimizer, _FusedStep):
+    if isinstance(optimizer, FusedStep):
         return offered is True or (offered is None and _is_unobserved(optimizer))
     if not offered:
         return False
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-def _is_unobserved(optimizer: _FusedStep) -> bool:
+def _is_unobserved(optimizer: FusedStep) -> bool:
     """True where only torch's own wrappers come between a call and the core's step.
 
     accelerate replaces the step() of an optimizer to see it called; subclasses override
     it, and hooks run around it. Hooks of SkipAwareScheduler have `reads_no_grads`.
     """
     function: Any = getattr(optimizer.step, "__func__", optimizer.step)
-    while function is not _FusedStep.step:
+    while function is not FusedStep.step:
         if getattr(function, "__globals__", {}).get("__name__") not in _WRAPPERS:
             return False
         function = function.__wrapped__
@@ -537,7 +537,7 @@ def _flag_for(
 
 def _grads_of(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor]:
     """All gradients; the values of sparse ones, which may replace `param.grad`."""
-    ours, grads = isinstance(optimizer, _FusedStep), []
+    ours, grads = isinstance(optimizer, FusedStep), []
     for group in optimizer.param_groups:
         fine = allow_fp16 or (ours and group["master_weights"])
         for param in group["params"]:
