@@ -17,7 +17,7 @@ import trainfast  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STEPS, ACCUMULATED, INF_BATCH, CLIP = 50, 4, 70, 1.0
+STEPS, ACCUMULATED, INF_BATCH, CLIP = 15, 4, 42, 1.0
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 QUIET = {
     "accelerator": "cpu",
@@ -311,15 +311,15 @@ def test_two_optimizers_have_the_losses_of_a_plain_loop():
 
 @pytest.mark.parametrize("saved_by", ["trainfast", "lightning"])
 def test_a_checkpoint_resumes_the_scaler(tmp_path, saved_by):
-    first = precision(growth_interval=40)
+    first = precision(growth_interval=12)
     if saved_by == "lightning":
-        scaler = torch.amp.GradScaler("cpu", 2.0**12, growth_interval=40)
+        scaler = torch.amp.GradScaler("cpu", 2.0**12, growth_interval=12)
         first = MixedPrecision("16-mixed", "cpu", scaler)
     trainer = fit(Model(), first)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     state = first.state_dict()
-    assert state["scale"] == 2.0**11 and state["_growth_tracker"] == 32
-    second = precision(growth_interval=40)
+    assert state["scale"] == 2.0**11 and state["_growth_tracker"] == 4
+    second = precision(growth_interval=12)
     resumed = Model()
     resumed.on_train_start = lambda: seen.append(second.state_dict())
     seen = []

@@ -47,13 +47,20 @@ WORDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests(request):
+    """Looks leave out the objects that thousands of other tests have left behind."""
+    if "figures" not in request.node.name:  # its leak is in a library that may be there
+        gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def watched(script):
     """The leaks of a script, each with the step at which it was told."""
     found = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that busy cores do not hold up tiny operations
-    if script.stem != "figures":  # whose leak is in a library that may be there already
-        gc.freeze()  # looks leave out what thousands of other tests have left behind
     tracking = trainfast.LeakTracker(
         on_leak=lambda leak: found.append((tracking.steps, leak))
     )
@@ -61,7 +68,6 @@ def watched(script):
         with tracking:
             runpy.run_path(str(script), run_name="__main__")
     finally:
-        gc.unfreeze()
         torch.set_num_threads(threads)
     assert tracking.steps >= 60  # it did count them
     return found

@@ -30,7 +30,7 @@ def slow(*values):
     [
         "mlp",
         slow("gpt"),
-        "gpt_bf16",
+        slow("gpt_bf16"),  # emulated on most processors
         slow("gpt_checkpointed"),
         slow("unet"),
         "lstm",
