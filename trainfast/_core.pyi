@@ -214,6 +214,7 @@ def adamw_groups(
     clip_coef: _Array | None = None,
     stream: int = 0,
     only_prepare: bool = False,
+    wrapper: tuple[type, Any, Any, Callable[[Any, Any], bool]] | None = None,
 ) -> tuple[int, bool] | None: ...
 def amp_grads(
     grads: list[Any],

@@ -6,6 +6,8 @@
 
 #include "core.h"
 
+#include <string.h>
+
 /* Columns of the table. */
 enum {
     PARAM,
@@ -71,9 +73,23 @@ int py_adamw_prepare(py_adamw_call *call, py_state *state);
 /* Ends a call that py_adamw_begin() has started. */
 void py_adamw_end(py_adamw_call *call);
 
+/* The class of tensors that hold a shard in a local tensor, and how to read one. All is
+ * borrowed from the caller of _core.adamw_groups. */
+typedef struct {
+    PyTypeObject *type;     /* NULL: there is no such tensor */
+    PyObject *local, *spec; /* a descriptor of the type, or a callable, that reads the
+                               local tensor, and the object that holds placements */
+    PyObject *agree;        /* callable(param, grad) -> whether both are placed alike */
+    descrgetfunc get;       /* of descriptors of slots */
+} py_wrapper;
+
+/* Reads (type, local, spec, agree); NULL: there is no such class. Returns 0 or -1. */
+int py_wrapper_take(PyObject *tuple, py_wrapper *wrapper);
+
 /* One param group. */
 typedef struct {
     py_adamw_call call;
+    const py_wrapper *wrapper;
     PyObject *params;    /* owned: a copy of the group's list, because Python code that
                             runs during the call may change the list */
     PyObject *workspace; /* borrowed */
@@ -81,9 +97,16 @@ typedef struct {
                             parameters, for autograd's version counters; else NULL */
 } py_adamw_group;
 
+/* Replaces wrapped tensors among the N_COLUMNS objects of the next row by their local
+ * tensors, which the table holds. Returns 0, 1 if the gradient must be redistributed,
+ * or -1 with an exception. */
+int py_adamw_unwrap(py_adamw_group *group, PyObject *param, PyObject *grad,
+                    PyObject **objects);
+
 /* Adds a row for each parameter that has a gradient; `all` is the optimizer's state
- * dict. Returns 0, -1 with an exception, or 1 if a parameter's state must be made or a
- * parameter is on another device than those before. */
+ * dict. Returns 0, -1 with an exception, or 1 if a parameter's state must be made, a
+ * gradient must be redistributed or a parameter is on another device than those
+ * before. */
 int py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all);
 
 #endif

@@ -3,13 +3,12 @@
  * state from the tensors and the state dict, so that Python builds no lists. */
 #include "adamw_call.h"
 
-#include <string.h>
-
 /* One step of an optimizer: its groups and the arguments that they share. Objects are
  * borrowed from the caller. */
 typedef struct step {
     PyObject *all;             /* the optimizer's state dict */
     PyObject *bump, *relayout; /* callables: see bump_versions() and py_table */
+    py_wrapper wrapper;
     py_adamw_group *groups;
     Py_ssize_t n;
     bool only_prepare;              /* check and allocate, but step no group */
@@ -39,6 +38,7 @@ enum {
     CLIP_COEF,
     STREAM,
     ONLY_PREPARE,
+    WRAPPER,
     N_PARAMETERS
 };
 
@@ -69,12 +69,13 @@ static const py_parameter parameters[N_PARAMETERS] = {
     [CLIP_COEF] = SCALAR(TFAST_F64, clip_coef),
     [STREAM] = NUMBER(PY_STREAM, stream),
     [ONLY_PREPARE] = NUMBER(PY_FLAG, only_prepare),
+    [WRAPPER] = {.name = "wrapper", .kind = PY_OBJECT},
 };
 
 static const uint8_t order[N_PARAMETERS] = {
-    GROUPS,      STATE,          BUMP,      RELAYOUT,   WORKSPACE,
-    MEASURE_INF, MEASURE_NORM,   MAX_NORM,  GRAD_SCALE, FOUND_INF,
-    TOTAL_NORM,  TOTAL_NORM_F64, CLIP_COEF, STREAM,     ONLY_PREPARE};
+    GROUPS,       STATE,    BUMP,         RELAYOUT,  WORKSPACE,  MEASURE_INF,
+    MEASURE_NORM, MAX_NORM, GRAD_SCALE,   FOUND_INF, TOTAL_NORM, TOTAL_NORM_F64,
+    CLIP_COEF,    STREAM,   ONLY_PREPARE, WRAPPER};
 static const py_operation operation = {.name = "adamw_groups",
                                        .parameters = parameters,
                                        .n_parameters = N_PARAMETERS,
@@ -164,6 +165,7 @@ add_groups(py_state *state, step *step)
         const py_table *table;
         int status;
 
+        group->wrapper = &step->wrapper;
         if (py_adamw_begin(&group->call, state, group->workspace, step->relayout,
                            PyList_Size(group->params)) < 0) {
             group->call.workspace = NULL;
@@ -416,6 +418,9 @@ py_adamw_groups(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject 
     step.relayout = step.call.given[RELAYOUT];
     if (!PyDict_Check(step.all)) {
         PyErr_SetString(PyExc_TypeError, "state must be a dict");
+        return NULL;
+    }
+    if (py_wrapper_take(step.call.given[WRAPPER], &step.wrapper) < 0) {
         return NULL;
     }
     if (parse_groups(&step, step.call.given[GROUPS]) == 0) {

@@ -85,8 +85,7 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
     return 0;
 }
 
-/* Adds one parameter that has a gradient as a row. Returns 0, 1 if its state must be
- * made or it is on another device than the rows before, or -1 with an exception. */
+/* Adds one parameter that has a gradient as a row. Returns as py_adamw_add_group(). */
 static int
 add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t place,
           PyObject *param, PyObject *grad)
@@ -103,6 +102,9 @@ add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t plac
         objects[COPY] = param;
     }
     status = take_state(state, dict, group, objects);
+    if (status == 0) {
+        status = py_adamw_unwrap(group, param, grad, objects);
+    }
     if (status == 0) {
         status = py_table_add(state, table, objects, place);
     }
@@ -200,6 +202,10 @@ py_adamw_add_group(py_state *state, py_adamw_group *group, PyObject *all)
         if (group->written == NULL) {
             return -1;
         }
+    }
+    if (group->wrapper->type != NULL &&
+        py_workspace_reserve_specs(workspace, PyList_Size(group->params)) < 0) {
+        return -1;
     }
     param = PyList_GetItem(group->params, 0);
     workspace->first = find_position(all, param, workspace->first);

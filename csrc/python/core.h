@@ -20,7 +20,10 @@ typedef struct {
     tfast_adamw_slot *slots;
     tfast_adamw_extra *extras;
     tfast_amp_tensor *tensors;
-    Py_ssize_t n_slots, n_extras, n_tensors; /* capacities of the arrays above */
+    PyObject *
+        *specs; /* owned: two for each row, see adamw_shards.c; each may be NULL */
+    /* capacities of the arrays above */
+    Py_ssize_t n_slots, n_extras, n_tensors, n_specs;
     tfast_workspace backend;
     /* PyDict_Next() positions in the optimizer's state dict: that of the group's first
      * parameter, and during a call that of the next parameter to look up */
@@ -40,6 +43,9 @@ int py_workspace_reserve(py_workspace *workspace, Py_ssize_t n, bool extras);
 
 /* Grows `tensors` to at least n elements. Returns 0, or -1 with MemoryError. */
 int py_workspace_reserve_tensors(py_workspace *workspace, Py_ssize_t n);
+
+/* Grows `specs` to at least `rows` rows. Returns 0, or -1 with MemoryError. */
+int py_workspace_reserve_specs(py_workspace *workspace, Py_ssize_t rows);
 
 /* Writes the arrays of one column of a table to `tensors`, and returns their end. */
 tfast_amp_tensor *py_amp_tensors(tfast_amp_tensor *tensors, const py_table *table,

@@ -42,6 +42,21 @@ py_workspace_reserve_tensors(py_workspace *workspace, Py_ssize_t n)
                    sizeof *workspace->tensors);
 }
 
+int
+py_workspace_reserve_specs(py_workspace *workspace, Py_ssize_t rows)
+{
+    const Py_ssize_t before = workspace->n_specs;
+
+    if (reserve((void **)&workspace->specs, &workspace->n_specs, 2 * rows,
+                sizeof *workspace->specs) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = before; i < workspace->n_specs; i++) {
+        workspace->specs[i] = NULL;
+    }
+    return 0;
+}
+
 py_workspace *
 py_workspace_of(const py_state *state, PyObject *object)
 {
@@ -83,6 +98,10 @@ workspace_dealloc(py_workspace *workspace)
     PyMem_Free(workspace->slots);
     PyMem_Free(workspace->extras);
     PyMem_Free(workspace->tensors);
+    for (Py_ssize_t i = 0; i < workspace->n_specs; i++) {
+        Py_XDECREF(workspace->specs[i]);
+    }
+    PyMem_Free(workspace->specs);
     if (workspace->backend.data != NULL && workspace->process == getpid()) {
         /* Waits for the GPU, which may wait for a callback that needs the GIL. */
         Py_BEGIN_ALLOW_THREADS

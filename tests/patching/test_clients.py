@@ -72,14 +72,7 @@ CLIENTS_RUN = [
     Client("ppo.py", (), ("adamw", "clip")),
     Client("compiled.py"),
     Client("ddp.py", (), ("adamw", "clip"), processes=2),
-    Client(
-        "fsdp2.py",
-        (),
-        (),
-        fallbacks=("adamw", "clip"),  # FSDP2's parameters are DTensors
-        processes=2,
-        may_warn=("torch's own step runs for all parameters",),
-    ),
+    Client("fsdp2.py", (), ("adamw", "clip"), processes=2),
     Client("notebook.ipynb", ("nbclient", "ipykernel", "sklearn"), ("adamw", "clip")),
     Client(
         "transformer_encoder.py",

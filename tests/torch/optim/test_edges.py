@@ -395,46 +395,6 @@ def test_meta_tensors_run_torchs_step(backend):
     assert "meta" in reason
 
 
-@pytest.fixture
-def distribute(tmp_path):
-    """Makes a DTensor of a tensor, in a world of this process alone."""
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        yield lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_distributed_tensors_run_torchs_step(distribute):
-    p = torch.nn.Parameter(distribute(torch.ones(4)))
-    p.grad = distribute(torch.ones(4))
-    q = torch.nn.Parameter(torch.ones(4))
-    q.grad = torch.ones(4)
-    AdamW([p]).step()
-    AdamW([q]).step()
-    torch.testing.assert_close(p.full_tensor(), q)
-    assert "DTensor" in str(fallbacks())
-
-
-def test_distributed_tensors_are_warned_of_once(distribute, monkeypatch):
-    monkeypatch.setattr("trainfast.torch.optim.torch_step._warned", set())
-    p = torch.nn.Parameter(distribute(torch.ones(4)))
-    p.grad = distribute(torch.ones(4))
-    with pytest.warns(UserWarning, match="torch's own step runs for all .* DTensor"):
-        AdamW([p]).step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        AdamW([p]).step()
-
-
 @pytest.mark.parametrize("cls", [AdamW, Adam])
 def test_whole_fallbacks_are_warned_of_once(backend, monkeypatch, cls):
     monkeypatch.setattr("trainfast.torch.optim.torch_step._warned", set())

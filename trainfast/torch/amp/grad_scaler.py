@@ -18,9 +18,9 @@ from trainfast import _core
 from trainfast.report import attributes, one_line
 from trainfast.stats import CallTally, count_call, count_fallback
 from trainfast.torch.amp.checks import check_init_scale, check_options, check_state
+from trainfast.torch.optim import shards
 from trainfast.torch.optim.clip import (
     Measured,
-    by_mesh,
     call_core,
     combine_flags,
     current_stream,
@@ -32,6 +32,7 @@ from trainfast.torch.optim.state import NO_CHECKS, bump_versions, has_grads
 from trainfast.torch.private import (
     disable_dynamo,
     global_step_hooks,
+    increment_version,
     new_optimizer_state,
     unscale_and_check,
     update_scale,
@@ -191,13 +192,16 @@ class GradScaler(torchs.GradScaler):
             device = part[0].device
             found = torch.zeros((), dtype=torch.float32, device=device)
             inverse = inv_scale.to(device)
-            for there in by_mesh(part).values():
-                for dtype in dict.fromkeys(grad.dtype for grad in there):
-                    same = [grad for grad in there if grad.dtype == dtype]
-                    unscale_and_check(same, found, inverse)
+            for kind in dict.fromkeys((type(grad), grad.dtype) for grad in part):
+                same = [grad for grad in part if (type(grad), grad.dtype) == kind]
+                unscale_and_check(same, found, inverse)
             return found
 
-        flags = each_device(tally, grads, on_core, by_torch) if grads else []
+        parts = shards.locals_of(grads)
+        flags = each_device(tally, parts, on_core, by_torch) if grads else []
+        if parts is not grads:
+            increment_version(grads)
+            flags = [shards.anywhere(combine_flags(flags), grads)]
         return {flag.device: flag for flag in flags}
 
     @torch.no_grad()
@@ -539,6 +543,7 @@ def _grads_of(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor
     """All gradients; the values of sparse ones, which may replace `param.grad`."""
     ours, grads = isinstance(optimizer, FusedStep), []
     for group in optimizer.param_groups:
+        shards.align_grads(group["params"], "amp")
         fine = allow_fp16 or (ours and group["master_weights"])
         for param in group["params"]:
             if not isinstance(param, Tensor):

@@ -56,7 +56,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
     unless patch() was in force when it was written and no option of this class is used:
     then it loads as torch's wherever torch's name is not patched.
 
-    Parameters and gradients may be float64, float32, float16 or bfloat16, in any mix;
+    Parameters and gradients may be float64, float32, float16 or bfloat16, in any mix,
+    also DTensors, of which each process steps its shards;
     anything else runs torch's own step, which
     trainfast.stats() counts with the reason, and so does a step inside torch.compile
     (not counted), unless a scaler or an option asks for more: that breaks the graph and

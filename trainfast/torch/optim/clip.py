@@ -1,7 +1,8 @@
 """torch.nn.utils' clipping on trainfast's kernel, and the pass over gradients below it.
 
 Gradients that the core refuses (sparse, complex, with gaps) go torch's way, device by
-device, and are counted in trainfast.stats().
+device, and are counted in trainfast.stats(). Of DTensors each process reads its shards;
+the norm and the flag are then reduced over their mesh.
 """
 
 import math
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.utils
 
 from trainfast import _core
 from trainfast.stats import CallTally, count_fallback
+from trainfast.torch.optim import shards
 from trainfast.torch.private import (
     cuda_stream,
     increment_version,
@@ -118,9 +120,7 @@ def measure(
     get the same, as plain tensors.
     """
     how = _Measuring(norm_type, max_norm, grad_scale, find_inf, CallTally("amp"))
-    measured = how.over(list(grads))
-    is_spread = hasattr(measured.total_norm, "full_tensor")
-    return how.combine([measured]) if is_spread else measured
+    return how.over(list(grads))
 
 
 class _Measuring(NamedTuple):
@@ -132,17 +132,66 @@ class _Measuring(NamedTuple):
 
     @torch.no_grad()
     def over(self, grads: list[Tensor]) -> Measured:
+        if shards.any_sharded(grads):
+            return self.over_meshes(grads)
         found = each_device(self.tally, grads, self.on_core, self.by_torch)
         return found[0] if len(found) == 1 else self.combine(found)
 
-    def on_core(self, grads: list[Tensor]) -> Measured:
+    def over_meshes(self, grads: list[Tensor]) -> Measured:
+        """The same for DTensors among the gradients: one reduction for each mesh.
+
+        Other tensors count once, as if every process had the same.
+        """
+        infinite, p = math.isinf(self.norm_type), self.norm_type
+        op = distributed.ReduceOp.MAX if infinite else distributed.ReduceOp.SUM
+        rows = []
+        for mesh, part in shards.by_mesh(grads).items():
+            row = self.power_sum(part, grads[0].device)
+            rows.append(row if mesh is None else shards.reduce(row, mesh, op))
+        here = torch.stack([row.to(rows[0].device) for row in rows])
+        total, not_finite, nans = (here.amax(0) if infinite else here.sum(0)).unbind()
+        found = (not_finite > 0).float() if self.find_inf else None
+        if self.max_norm is None:
+            return Measured(found, None, None)
+        norm = total.abs() if infinite else total.pow(1 / p)
+        norm = torch.where(nans > 0, torch.nan, norm)
+        if all(grad.dtype != torch.float64 for grad in grads):
+            norm = norm.float()
+        return Measured(found, norm, self.coef(norm))
+
+    def power_sum(self, grads: list[Tensor], device: torch.device) -> Tensor:
+        """In float64 what the processes reduce: the sum of |x|^p, or for p = inf the
+        largest |x|, for -inf the smallest negated; whether one is not finite; is NaN.
+        """
+        p = self.norm_type
+        if not any(grad.numel() for grad in grads):
+            none = -math.inf if p == -math.inf else 0.0
+            return torch.tensor([none, 0, 0], dtype=torch.float64).to(device)
+        how = self._replace(max_norm=self.max_norm and math.inf, find_inf=True)
+        parts = each_device(self.tally, grads, how.on_core_wide, how.by_torch)
+        measured = parts[0] if len(parts) == 1 else how.combine(parts)
+        assert measured.found_inf is not None
+        found = measured.found_inf.double()
+        if measured.total_norm is None:
+            return torch.stack([found, found, torch.zeros_like(found)])
+        norm = measured.total_norm.double()
+        if math.isinf(p):
+            nan = norm.isnan().double()
+            extreme = norm.nan_to_num(nan=0, posinf=math.inf) * math.copysign(1, p)
+            return torch.stack([extreme, found, nan])
+        return torch.stack([norm.pow(p), found, torch.zeros_like(found)])
+
+    def on_core_wide(self, grads: list[Tensor]) -> Measured:
+        return self.on_core(grads, True)
+
+    def on_core(self, grads: list[Tensor], wide: bool = False) -> Measured:
         device = grads[0].device
         found = norm = coef = scale = None
         results: dict[str, Any] = {}
         if self.find_inf:
             found = torch.empty((), dtype=torch.float32, device=device)
         if self.max_norm is not None:
-            wide = torch.float64 in [grad.dtype for grad in grads]
+            wide = wide or torch.float64 in [grad.dtype for grad in grads]
             name = "total_norm_f64" if wide else "total_norm"
             dtype = torch.float64 if wide else torch.float32
             norm = results[name] = torch.empty((), dtype=dtype, device=device)
@@ -162,13 +211,9 @@ class _Measuring(NamedTuple):
         return Measured(found, norm, coef)
 
     def by_torch(self, grads: list[Tensor]) -> Measured:
-        parts = [self._by_torch(part, mesh) for mesh, part in by_mesh(grads).items()]
-        return parts[0] if len(parts) == 1 else self.combine(parts)
-
-    def _by_torch(self, grads: list[Tensor], mesh: Any) -> Measured:
         found = norm = None
         if self.find_inf:
-            found = _found_inf(grads, mesh)
+            found = _found_inf(grads)
         if self.max_norm is not None:
             norm = total_norm(grads, self.norm_type)
             if norm.dtype != torch.float64:
@@ -183,11 +228,9 @@ class _Measuring(NamedTuple):
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).double()
 
     def combine(self, parts: list[Measured]) -> Measured:
-        """Of several devices or meshes, plain tensors on the first one."""
+        """Of several devices, on the first one."""
         flags = [part.found_inf for part in parts if part.found_inf is not None]
-        norms = [
-            _full(part.total_norm) for part in parts if part.total_norm is not None
-        ]
+        norms = [part.total_norm for part in parts if part.total_norm is not None]
         found = norm = None
         if flags:
             found = combine_flags(flags)
@@ -204,33 +247,10 @@ def combine_flags(flags: Sequence[Tensor], device: Any = None) -> Tensor:
     return here[0] if len(here) == 1 else torch.stack(here).amax()
 
 
-def _full(value: Tensor) -> Tensor:
-    """The full tensor of a DTensor; another tensor unchanged."""
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
-
-
-def by_mesh(grads: list[Tensor]) -> dict[Any, list[Tensor]]:
-    """The DTensors of each mesh, and under None the other tensors."""
-    meshes: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-    return meshes
-
-
-def _found_inf(grads: list[Tensor], mesh: Any) -> Tensor:
-    """1 where an element is not finite, of DTensors on any process of their mesh."""
-    parts: list[Any] = grads
-    if mesh is not None:
-        parts = [grad.to_local() for grad in parts]
-    finite = [torch.isfinite(_values(part)).all() for part in parts]
-    found = (~torch.stack(finite).all()).float()
-    if mesh is None:
-        return found
-    from torch.distributed.tensor import DTensor, Partial
-
-    anywhere = [Partial("max")] * mesh.ndim
-    return DTensor.from_local(found, mesh, anywhere, run_check=False).full_tensor()
+def _found_inf(grads: list[Tensor]) -> Tensor:
+    """1 where an element is not finite."""
+    finite = [torch.isfinite(_values(grad)).all() for grad in grads]
+    return (~torch.stack(finite).all()).float()
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -269,7 +289,7 @@ def get_total_norm(
         return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     total, _ = _norm_of(tensors, norm_type, math.inf, CallTally("clip"))
     _check_finite(total, norm_type, error_if_nonfinite)
-    return _as_torchs(total, tensors)
+    return shards.replicated_as(_as_torchs(total, tensors), tensors)
 
 
 def clip_grad_norm_(
@@ -307,6 +327,7 @@ def clip_grad_norm_(
         return torchs.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
+    shards.align_grads(parameters, "clip")
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     if not grads:
         return torch.tensor(0.0)
@@ -315,7 +336,7 @@ def clip_grad_norm_(
     _check_finite(total, norm_type, error_if_nonfinite)
     if coef.is_cuda or float(coef) != 1:  # on a GPU asking would wait; the kernel sees
         _multiply(grads, coef, total.dtype, tally)
-    return _as_torchs(total, grads)
+    return shards.replicated_as(_as_torchs(total, grads), grads)
 
 
 def clip_grad_value_(
@@ -329,8 +350,7 @@ def clip_grad_value_(
         parameters, clip_value: as in torch.nn.utils.clip_grad_value_.
         foreach: ignored where trainfast's kernel runs.
     """
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     clip_value = float(clip_value)
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     if torch.compiler.is_compiling() or not clip_value >= 0:  # torch takes any number
@@ -338,6 +358,9 @@ def clip_grad_value_(
         return torchs.clip_grad_value_(parts, clip_value, foreach)
     if not grads:
         return None
+    if shards.any_sharded(grads):
+        shards.align_grads(parameters, "clip")
+        grads = [grad for p in parameters if (grad := p.grad) is not None]
     tally = CallTally("clip")
 
     def on_core(part: list[Tensor]) -> None:
@@ -347,8 +370,21 @@ def clip_grad_value_(
         parts: list[Any] = [_Holder(grad) for grad in part]
         torchs.clip_grad_value_(parts, clip_value)
 
-    each_device(tally, grads, on_core, by_torch)
+    _rewrite(tally, grads, on_core, by_torch)
     return None
+
+
+def _rewrite(
+    tally: CallTally,
+    grads: list[Tensor],
+    on_core: Callable[[list[Tensor]], Any],
+    by_torch: Callable[[list[Tensor]], Any],
+) -> None:
+    """Writes the gradients in place, of DTensors their local tensors."""
+    parts = shards.locals_of(grads)
+    each_device(tally, parts, on_core, by_torch)
+    if parts is not grads:
+        increment_version(grads)
 
 
 class _Holder(NamedTuple):
@@ -406,4 +442,4 @@ def _multiply(
         for grad in part:
             grad.mul_(factor)
 
-    each_device(tally, grads, on_core, by_torch)
+    _rewrite(tally, grads, on_core, by_torch)

@@ -11,6 +11,7 @@ from trainfast import _core
 from trainfast.numpy.adamw_state import check_max_grad_norm
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import private
+from trainfast.torch.optim import shards
 from trainfast.torch.optim import state as adamw_state
 from trainfast.torch.optim.clip import measure
 from trainfast.torch.optim.ema import EmaWeights
@@ -163,7 +164,10 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
         if self._masters_loaded:
             adamw_state.match_masters(groups, self.state)
             self._masters_loaded = False
-        if groups and self._has_flag(groups):
+        if groups and not self.state and private.is_called_to_make_state():
+            for group in groups:
+                adamw_state.make_state(group, self.state)
+        elif groups and self._has_flag(groups):
             self._step_groups(groups)
         return loss
 
@@ -181,20 +185,22 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         """Steps all groups in one call, or apart where that cannot be."""
+        measured = self._measure_shards(groups)
         if self._whole_refusal(groups) is None:
             try:
-                if self._call_core("all", groups) is not None:
+                if self._call_core("all", groups, measured) is not None:
                     return
                 for group in groups:
+                    shards.align_grads(group["params"], "adamw")
                     adamw_state.make_state(group, self.state)
-                if self._call_core("all", groups) is not None:
+                if self._call_core("all", groups, measured) is not None:
                     return
             except NotImplementedError:
                 pass  # found again, and counted, with the group that it is about
             except ValueError as reason:
                 if not is_for_torch(reason, groups):
                     raise
-        scalars = self._measure_apart(groups)
+        scalars = measured or self._measure_apart(groups)
         parts = [
             part
             for index, group in enumerate(groups)
@@ -219,6 +225,16 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
         if any(group["differentiable"] for group in groups):
             return DIFFERENTIABLE
         return None
+
+    def _measure_shards(self, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Pass 1 where processes reduce its results; None where the core does it."""
+        own = self.__dict__
+        find_inf = own.get("found_inf") is None and "_measure_inf" in own
+        params = [param for group in groups for param in group["params"]]
+        if not (find_inf or self.max_grad_norm) or not shards.any_sharded(params):
+            return None
+        shards.align_grads(params, "adamw")
+        return self._measure_apart(groups)
 
     def _measure_apart(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Pass 1 over gradients of any kind; what _call_core then needs no more do."""
@@ -250,6 +266,7 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
         if refusal is not None:
             parts = [Part(index, group, refusal)]
         else:
+            shards.align_grads(group["params"], "adamw")
             adamw_state.make_state(group, self.state)
             devices: dict[torch.device, list[Tensor]] = {}
             for param in group["params"]:
@@ -314,7 +331,7 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
             norm_f64 = torch.empty((), dtype=torch.float64, device=first.device)
         copies: list[tuple[Tensor, Tensor]] = []
         try:
-            done = private.outside_modes(
+            done = shards.caller_for(first)(
                 _core.adamw_groups,
                 [self._core_group(key, i, g, first) for i, g in enumerate(groups)],
                 self.state,
@@ -331,6 +348,7 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
                 _scalar_on(clip, first, torch.float64),
                 _current_stream(first),
                 only_prepare,
+                shards.reader(),
             )
         except ValueError:
             if retry and adamw_state.mend_state(groups, self.state):

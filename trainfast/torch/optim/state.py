@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainfast.torch import private
+from trainfast.torch.optim import shards
 
 # What a param group has besides torch's own entries.
 OPTIONS: dict[str, Any] = {
@@ -42,6 +43,14 @@ def relayout(like: Tensor, value: Tensor) -> Tensor:
         like.shape, like.stride(), dtype=value.dtype, device=value.device
     )
     return copy.copy_(value)
+
+
+def conformed(like: Tensor, value: Tensor) -> Tensor:
+    """State with the strides of its parameter, whose shape it has; of DTensors with the
+    parameter's placements, and the strides of its local tensor."""
+    if shards.is_sharded(like) and shards.is_sharded(value):
+        return shards.conformed(like, value)
+    return value if value.stride() == like.stride() else relayout(like, value)
 
 
 def recording_relayout(
@@ -196,8 +205,8 @@ def mend_state(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) -> bo
                 continue
             if name == "step":
                 new = value.to(device=param.device, dtype=torch.float32)
-            elif value.shape == param.shape and value.stride() != param.stride():
-                new = relayout(param, value)
+            elif value.shape == param.shape:
+                new = conformed(param, value)
             else:
                 continue
             mended = mended or new is not value
@@ -391,7 +400,7 @@ def _cast_state(
     `state` is what torch has loaded of it: nothing, or all.
     """
     dropped = set()
-    device, strides = param.device, param.stride()
+    device = param.device
     wanted = group["state_dtype"] or param.dtype
     extras = _extra_dtypes(param, group)
     for name, value in saved.items():
@@ -408,8 +417,8 @@ def _cast_state(
                 dtype = param.dtype if param.is_floating_point() else value.dtype
             if value.dtype != dtype or value.device != device:
                 value = value.to(device=device, dtype=dtype)
-            if floating and value.stride() != strides and value.shape == param.shape:
-                value = relayout(param, value)
+            if floating and value.shape == param.shape:
+                value = conformed(param, value)
             state[name] = value
     return dropped
 

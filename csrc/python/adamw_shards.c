@@ -1,0 +1,102 @@
+/* Param groups of sharded tensors (torch's DTensor): finds the local tensor of each,
+ * and asks Python whether a gradient is placed as its parameter only if one of the two
+ * has another spec, which holds the placements, than in the previous step. */
+#include "adamw_call.h"
+
+int
+py_wrapper_take(PyObject *tuple, py_wrapper *wrapper)
+{
+    memset(wrapper, 0, sizeof *wrapper);
+    if (tuple == NULL) {
+        return 0;
+    }
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 4) {
+        PyErr_SetString(PyExc_TypeError, "wrapper must be a tuple of four");
+        return -1;
+    }
+    wrapper->type = (PyTypeObject *)PyTuple_GetItem(tuple, 0);
+    wrapper->local = PyTuple_GetItem(tuple, 1);
+    wrapper->spec = PyTuple_GetItem(tuple, 2);
+    wrapper->agree = PyTuple_GetItem(tuple, 3);
+    wrapper->get = (descrgetfunc)PyType_GetSlot(&PyMemberDescr_Type, Py_tp_descr_get);
+    return 0;
+}
+
+/* What `reader` reads of the object: a new reference, or NULL with an exception. The
+ * descriptor of a slot is called without a lookup. */
+static PyObject *
+read_by(const py_wrapper *wrapper, PyObject *reader, PyObject *object)
+{
+    return Py_TYPE(reader) == &PyMemberDescr_Type
+               ? wrapper->get(reader, object, (PyObject *)wrapper->type)
+               : PyObject_CallFunctionObjArgs(reader, object, NULL);
+}
+
+/* Stores the reference in *kept, and returns whether it was there already. */
+static bool
+keep(PyObject **kept, PyObject *object)
+{
+    PyObject *before = *kept;
+
+    *kept = object;
+    Py_XDECREF(before);
+    return object == before;
+}
+
+/* Whether the gradient of the next row is placed as its parameter: 0, 1 if it must be
+ * redistributed, or -1 with an exception. */
+static int
+check_placements(const py_adamw_group *group, PyObject *param, PyObject *grad)
+{
+    py_workspace *workspace = group->call.workspace;
+    PyObject **kept = &workspace->specs[2 * workspace->table.n_rows], *answer;
+    PyObject *ours = read_by(group->wrapper, group->wrapper->spec, param);
+    PyObject *theirs = NULL;
+    bool same, known, yes;
+
+    if (ours != NULL && Py_TYPE(grad) == group->wrapper->type) {
+        theirs = read_by(group->wrapper, group->wrapper->spec, grad);
+    }
+    if (PyErr_Occurred()) {
+        Py_XDECREF(ours);
+        return -1;
+    }
+    same = ours == theirs;
+    known = keep(&kept[0], ours);
+    known &= keep(&kept[1], theirs) && theirs != NULL;
+    if (same || known) {
+        return 0;
+    }
+    answer = PyObject_CallFunctionObjArgs(group->wrapper->agree, param, grad, NULL);
+    yes = answer != NULL && PyObject_IsTrue(answer) == 1;
+    Py_XDECREF(answer);
+    if (!yes) {
+        keep(&kept[0], NULL); /* asked again in the next call */
+    }
+    return answer == NULL ? -1 : !yes;
+}
+
+int
+py_adamw_unwrap(py_adamw_group *group, PyObject *param, PyObject *grad,
+                PyObject **objects)
+{
+    const py_wrapper *wrapper = group->wrapper;
+    int status = 0;
+
+    if (wrapper->type == NULL) {
+        return 0;
+    }
+    if (Py_TYPE(param) == wrapper->type) {
+        status = check_placements(group, param, grad);
+    }
+    for (int c = 0; c < N_COLUMNS && status == 0; c++) {
+        if (objects[c] != NULL && Py_TYPE(objects[c]) == wrapper->type) {
+            objects[c] = read_by(wrapper, wrapper->local, objects[c]);
+            if (objects[c] == NULL ||
+                py_table_hold(&group->call.workspace->table, objects[c]) < 0) {
+                return -1;
+            }
+        }
+    }
+    return status;
+}
