@@ -271,3 +271,33 @@ def test_a_scheduler_that_wants_a_metric_is_refused():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="must be one that advances with each step"):
         Accumulator(optimizer, 2, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.AdamW])
+def test_tokens_weigh_the_passes(cls):
+    model, data = make()
+    parts = [x[: 1 + i % 4] for i, x in enumerate(data)]
+    accumulator = Accumulator(cls(model.parameters(), lr=0.1), 3)
+    for x in accumulator.batches(parts):
+        accumulator.backward(loss_of(model, x), tokens=len(x))
+    truth, _ = make()
+    theirs = torch.optim.AdamW(truth.parameters(), lr=0.1)
+    for group in (parts[:3], parts[3:6], parts[6:]):
+        theirs.zero_grad()
+        loss_of(truth, torch.cat(group)).backward()
+        theirs.step()
+    for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_bad_tokens_and_models_are_refused():
+    model, data = make()
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(ValueError, match="model must be a DistributedDataParallel"):
+        Accumulator(optimizer, 2, model=model)
+    accumulator = Accumulator(optimizer, 2)
+    with pytest.raises(ValueError, match="tokens must be a number >= 0, got -1"):
+        accumulator.backward(loss_of(model, data[0]), tokens=-1)
+    accumulator.backward(loss_of(model, data[0]), tokens=3)
+    with pytest.raises(ValueError, match="for all passes of a step or for none"):
+        accumulator.backward(loss_of(model, data[0]))

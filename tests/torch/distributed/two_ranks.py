@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import trainfast
-from trainfast.torch import Adam, AdamW, GradScaler
+from trainfast.torch import Accumulator, Adam, AdamW, GradScaler
 from trainfast.torch.optim import clip
 
 PLACES = ((7, 3, Shard(0)), (1, 5, Shard(0)), (4, 6, Shard(1)), (3, 2, Replicate()))
@@ -407,3 +407,70 @@ def case_a_checkpoint_is_saved(folder):
     from tests.torch.distributed.resume import save_first
 
     save_first(folder)
+
+
+# ---- Accumulation and offload --------------------------------------------------------
+
+
+def case_offloaded_parameters_train_as_with_torch(folder):
+    policy = CPUOffloadPolicy(pin_memory=False)
+    check_model(lambda model: shard_fully(model, offload_policy=policy))
+
+
+def wrap(model, kind):
+    if kind is None:
+        shard_fully(model)
+        return model
+    return kind(model)
+
+
+def case_accumulated_passes_are_one_batch(folder):
+    """Seven passes of each rank, by three, against all their rows at once."""
+    rank = distributed.get_rank()
+    generator = torch.Generator().manual_seed(21)
+    rows = [
+        [torch.randn(2 + (i + r) % 3, 6, generator=generator) for i in range(7)]
+        for r in range(2)
+    ]
+    for kind in (None, nn.parallel.DistributedDataParallel):
+        model = wrap(model_of(lambda model: None), kind)
+        optimizer = AdamW(model.parameters(), 0.01)
+        accumulator = Accumulator(optimizer, 3, model=model, max_grad_norm=0.1)
+        for x in accumulator.batches(rows[rank]):
+            loss = model(x).square().mean()
+            accumulator.backward(loss, tokens=len(x))
+        assert accumulator.steps_done == 3
+        whole = model_of(lambda model: None)
+        torchs = torch.optim.AdamW(whole.parameters(), 0.01)
+        for at in (slice(0, 3), slice(3, 6), slice(6, 7)):
+            whole(torch.cat(rows[0][at] + rows[1][at])).square().mean().backward()
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            torchs.step()
+            torchs.zero_grad()
+        assert_same(model.parameters(), whole.parameters(), close_enough)
+
+
+def case_passes_before_the_last_reduce_nothing(folder):
+    for kind in (None, nn.parallel.DistributedDataParallel):
+        model = wrap(model_of(lambda model: None), kind)
+        accumulator = Accumulator(AdamW(model.parameters()), 2, model=model)
+        for i, x in enumerate(accumulator.batches(torch.randn(4, 3, 6))):
+            accumulator.backward(
+                model(x).square().mean() * (distributed.get_rank() + 1)
+            )
+            first = next(model.parameters())
+            if i % 2 == 0 and kind is None:
+                assert first.grad is None
+            elif i % 2 == 0:
+                both = [torch.empty_like(first) for _ in range(2)]
+                distributed.all_gather(both, first.grad)
+                assert not torch.allclose(*both)
+            if i == 2:
+                break
+        for refused in (accumulator.flush, accumulator.discard)[: 1 if kind else 2]:
+            try:
+                refused()
+            except RuntimeError as error:
+                assert "reduce" in str(error)
+            else:
+                raise AssertionError(refused)

@@ -1,6 +1,7 @@
 """Gradient accumulation in a loop that stays the user's own."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainfast.report import attributes, one_line
 from trainfast.torch.amp.grad_scaler import GradScaler
 from trainfast.torch.amp.scheduler import SkipAwareScheduler
+from trainfast.torch.optim import shards
 from trainfast.torch.optim.clip import clip_grad_norm_
 from trainfast.torch.optim.fused_step import FusedStep
 
@@ -40,14 +42,17 @@ class Accumulator:
             trainfast's optimizers better given to them, which saves a pass.
         float32_grads: accumulates gradients of float16 and bfloat16 parameters in
             float32. None: where optimizer and torch (from 2.10 on) can.
+        model: the DistributedDataParallel or FSDP2 module that is trained: in `batches`
+            its processes reduce gradients only in the last backward pass of a step.
+            FSDP2 keeps whole gradients until then.
 
     Attributes:
         steps_done: how many steps there were, skipped ones included.
         grad_norm: of the last step, before clipping, on the device; None without.
 
     Raises:
-        ValueError: steps below 1, a ReduceLROnPlateau, or clipping asked for in two
-            places.
+        ValueError: steps below 1, a ReduceLROnPlateau, clipping asked for in two
+            places, or a model that cannot put off the reduction.
         NotImplementedError: float32_grads=True where they cannot be had.
     """
 
@@ -60,6 +65,7 @@ class Accumulator:
         scheduler: Any = None,
         max_grad_norm: float | None = None,
         float32_grads: bool | None = None,
+        model: Any = None,
     ) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be a whole number >= 1, got {steps!r}")
@@ -70,6 +76,15 @@ class Accumulator:
             )
         if max_grad_norm and getattr(optimizer, "max_grad_norm", None):
             raise ValueError("max_grad_norm must not be given to the optimizer as well")
+        if model is not None and not _can_wait(model):
+            raise ValueError(
+                "model must be a DistributedDataParallel or FSDP2 module, got "
+                f"{type(model).__name__}; leave it out where gradients are not reduced"
+            )
+        self.model = model
+        self._no_sync = ExitStack()  # holds the model's no_sync() for one pass
+        self._reduces = True  # as the model is told
+        self._unit = 0.0  # tokens that weigh as one pass; 0: not known yet
         self.optimizer = optimizer
         self.steps = steps
         self.scaler = scaler
@@ -89,8 +104,21 @@ class Accumulator:
     def _begin(self) -> None:
         """Begins the next step's backward passes."""
         self._waiting = 0  # how many there were
-        self._divisor = self.steps  # by which the losses of those were divided
+        self._weight = 0.0  # of their losses
+        self._by_tokens = False
+        self._divisor: float = self.steps  # by which those losses were divided
         self._ready = False  # their gradients want nothing but the step
+        self._is_pending = False  # gradients of the last pass were not reduced
+
+    def _prepare_pass(self, reduces: bool) -> None:
+        """Tells the model, before a forward pass, whether backward() reduces."""
+        self._reduces = reduces
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(reduces)
+        elif self.model is not None:
+            self._no_sync.close()
+            if not reduces:
+                self._no_sync.enter_context(self.model.no_sync())
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -114,19 +142,31 @@ class Accumulator:
         Args:
             loader: an iterable of batches.
         """
-        yield from loader
+        if self.model is None:
+            yield from loader
+        else:
+            try:
+                for batch, is_last in _mark_last(loader):
+                    self._prepare_pass(is_last or self._waiting + 1 >= self.steps)
+                    yield batch
+            finally:
+                self._prepare_pass(True)
         self.flush()
 
-    def backward(self, loss: Tensor) -> bool:
+    def backward(self, loss: Tensor, tokens: float | None = None) -> bool:
         """One backward pass, and a step if it is the last of `steps`.
 
         Args:
             loss: the mean loss of the batch, a tensor of one element.
+            tokens: how many tokens (or samples) the loss is the mean of. The gradient
+                of the step is then the mean over the tokens of all its passes, with
+                `model` those of all processes, instead of the mean over passes.
 
         Returns:
             Whether the optimizer has stepped.
 
         Raises:
+            ValueError: tokens are negative, or given for some passes of a step only.
             RuntimeError: the gradients are unscaled or clipped already, because a step
                 has failed: `flush` repeats the step, `discard` drops the gradients.
         """
@@ -137,24 +177,67 @@ class Accumulator:
                 "already (has a step failed?): flush() steps with them, discard() "
                 "forgets them"
             )
-        share = loss / self._divisor
+        share = self._share_of(loss, tokens)
         if self.scaler is not None:
             share = self.scaler.scale(share)
         share.backward()
         self._waiting += 1
         self._ready = False
+        self._is_pending = not self._reduces
         if self._waiting < self.steps:
             return False
         self._step()
         return True
 
+    def _share_of(self, loss: Tensor, tokens: float | None) -> Tensor:
+        """The loss as a part of the step's, which _make_ready() corrects."""
+        if self._waiting and self._by_tokens is (tokens is None):
+            raise ValueError(
+                "tokens must be given for all passes of a step or for none"
+            )
+        if tokens is None:
+            self._by_tokens = False
+            self._weight += 1
+            return loss / self._divisor
+        if not float(tokens) >= 0:
+            raise ValueError(f"tokens must be a number >= 0, got {tokens}")
+        self._by_tokens = True
+        if self._unit == 0:
+            self._unit = max(self._mean(float(tokens)), 1.0)
+        weight = float(tokens) / self._unit
+        self._weight += weight
+        return loss * (weight / self._divisor)
+
+    def _mean(self, number: float) -> float:
+        """The mean over the processes that average the model's gradients."""
+        if self.model is None:
+            return number
+        params: list[Any] = self._params()
+        mesh = next((p.device_mesh for p in params if shards.is_sharded(p)), None)
+        value = torch.tensor([number], dtype=torch.float64, device=params[0].device)
+        if mesh is not None:
+            total = shards.reduce(value, mesh, torch.distributed.ReduceOp.SUM)
+            return float(total) / int(mesh.size())
+        group = self.model.process_group
+        torch.distributed.all_reduce(value, group=group)
+        return float(value) / torch.distributed.get_world_size(group)
+
     def flush(self) -> bool:
         """Steps with the backward passes since the last step; False if there are none.
 
         For loops that do not use `batches`, at their end; and again, where it failed.
+
+        Raises:
+            RuntimeError: with `model`, `batches` was left before the pass that reduces.
         """
         if self._waiting == 0:
             return False
+        if self._is_pending:
+            raise RuntimeError(
+                "flush() must come after a pass that reduces gradients over processes, "
+                f"got {self._waiting} of {self.steps} passes; iterate over "
+                "batches(loader) to its end"
+            )
         self._step()
         return True
 
@@ -199,11 +282,13 @@ class Accumulator:
     def _make_ready(self) -> None:
         """Turns the gradients into those of a step, once even where the step fails."""
         grads = [p.grad for p in self._params() if p.grad is not None]
-        if self._waiting != self._divisor:  # fewer; more after a failed step
-            if grads:
-                for grad in grads:
-                    grad.mul_(self._divisor / self._waiting)
-            self._divisor = self._waiting
+        if self._by_tokens:
+            self._weight = self._mean(self._weight)
+            self._by_tokens = False  # the step may fail, and is repeated as it is
+        if self._weight not in (self._divisor, 0):  # less; more after a failed step
+            for grad in grads:
+                grad.mul_(self._divisor / self._weight)
+            self._divisor = self._weight
         if self.max_grad_norm is not None:
             if self.scaler is not None and not self._is_unscaled():
                 self.scaler.unscale_(self.optimizer)
@@ -215,7 +300,16 @@ class Accumulator:
 
         For what failed half-way, such as a batch that ran out of memory: its backward
         pass may have left a part of its gradients.
+
+        Raises:
+            RuntimeError: FSDP2 keeps gradients of its own that have not been reduced.
         """
+        fsdp = hasattr(self.model, "set_requires_gradient_sync")
+        if fsdp and self._is_pending:
+            raise RuntimeError(
+                "discard() must not come before FSDP2 has reduced the gradients; go on "
+                "to the pass that reduces"
+            )
         self._begin()
         if self.scaler is not None and self._is_unscaled():
             self.scaler._per_optimizer_states.pop(id(self.optimizer))
@@ -241,3 +335,19 @@ class Accumulator:
         """
         self.steps_done = int(state["steps_done"])
         self.discard()
+
+
+def _can_wait(model: Any) -> bool:
+    """True for modules that can put off the reduction of gradients."""
+    names = ("set_requires_gradient_sync", "no_sync")
+    return any(callable(getattr(model, name, None)) for name in names)
+
+
+def _mark_last(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each batch, and whether it is the last one."""
+    rest = iter(loader)
+    for batch in rest:
+        for following in rest:
+            yield batch, False
+            batch = following
+        yield batch, True
