@@ -121,6 +121,9 @@ def test_shell_line_names_what_exists(line):
         elif words[:2] == ["pip", "install"]:
             for option in (word for word in words if word.startswith("-")):
                 assert option in pip_options()
+        elif words[0] == "torchrun":
+            (script,) = (word for word in words if word.endswith(".py"))
+            assert (ROOT / script).exists()
         else:
             assert words[:2] == ["python", "-m"]
             if words[2] == "trainfast":
