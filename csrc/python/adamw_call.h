@@ -97,11 +97,14 @@ typedef struct {
                             parameters, for autograd's version counters; else NULL */
 } py_adamw_group;
 
+/* Whether the gradient of the next row is placed as its parameter: 0, 1 if it must be
+ * redistributed, or -1 with an exception. May run Python code. */
+int py_adamw_check_placement(const py_adamw_group *group, PyObject *param,
+                             PyObject *grad);
+
 /* Replaces wrapped tensors among the N_COLUMNS objects of the next row by their local
- * tensors, which the table holds. Returns 0, 1 if the gradient must be redistributed,
- * or -1 with an exception. */
-int py_adamw_unwrap(py_adamw_group *group, PyObject *param, PyObject *grad,
-                    PyObject **objects);
+ * tensors, which the table holds. Returns 0, or -1 with an exception. */
+int py_adamw_unwrap(const py_adamw_group *group, PyObject **objects);
 
 /* Adds a row for each parameter that has a gradient; `all` is the optimizer's state
  * dict. Returns 0, -1 with an exception, or 1 if a parameter's state must be made, a

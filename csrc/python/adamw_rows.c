@@ -94,6 +94,10 @@ add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t plac
     py_table *table = &group->call.workspace->table;
     int status;
 
+    status = py_adamw_check_placement(group, param, grad);
+    if (status != 0) {
+        return status;
+    }
     dict = state_of(all, param, &group->call.workspace->next);
     if (dict == NULL) {
         return PyErr_Occurred() ? -1 : 1;
@@ -103,7 +107,7 @@ add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t plac
     }
     status = take_state(state, dict, group, objects);
     if (status == 0) {
-        status = py_adamw_unwrap(group, param, grad, objects);
+        status = py_adamw_unwrap(group, objects);
     }
     if (status == 0) {
         status = py_table_add(state, table, objects, place);

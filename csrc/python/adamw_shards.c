@@ -43,17 +43,18 @@ keep(PyObject **kept, PyObject *object)
     return object == before;
 }
 
-/* Whether the gradient of the next row is placed as its parameter: 0, 1 if it must be
- * redistributed, or -1 with an exception. */
-static int
-check_placements(const py_adamw_group *group, PyObject *param, PyObject *grad)
+int
+py_adamw_check_placement(const py_adamw_group *group, PyObject *param, PyObject *grad)
 {
     py_workspace *workspace = group->call.workspace;
-    PyObject **kept = &workspace->specs[2 * workspace->table.n_rows], *answer;
-    PyObject *ours = read_by(group->wrapper, group->wrapper->spec, param);
-    PyObject *theirs = NULL;
-    bool same, known, yes;
+    PyObject **kept, *ours, *theirs = NULL, *answer;
+    bool ours_known, theirs_known, yes;
 
+    if (Py_TYPE(param) != group->wrapper->type) {
+        return 0;
+    }
+    kept = &workspace->specs[2 * workspace->table.n_rows];
+    ours = read_by(group->wrapper, group->wrapper->spec, param);
     if (ours != NULL && Py_TYPE(grad) == group->wrapper->type) {
         theirs = read_by(group->wrapper, group->wrapper->spec, grad);
     }
@@ -61,10 +62,9 @@ check_placements(const py_adamw_group *group, PyObject *param, PyObject *grad)
         Py_XDECREF(ours);
         return -1;
     }
-    same = ours == theirs;
-    known = keep(&kept[0], ours);
-    known &= keep(&kept[1], theirs) && theirs != NULL;
-    if (same || known) {
+    ours_known = keep(&kept[0], ours);
+    theirs_known = keep(&kept[1], theirs) && theirs != NULL;
+    if (ours_known && (theirs_known || kept[0] == kept[1])) {
         return 0;
     }
     answer = PyObject_CallFunctionObjArgs(group->wrapper->agree, param, grad, NULL);
@@ -76,20 +76,35 @@ check_placements(const py_adamw_group *group, PyObject *param, PyObject *grad)
     return answer == NULL ? -1 : !yes;
 }
 
+/* Holds all objects of a row, if reading one may run Python code, which may drop the
+ * caller's references to the others. */
+static int
+hold_all(const py_adamw_group *group, PyObject *const *objects)
+{
+    if (Py_TYPE(group->wrapper->local) == &PyMemberDescr_Type) {
+        return 0;
+    }
+    for (int c = 0; c < N_COLUMNS; c++) {
+        if (objects[c] != NULL &&
+            py_table_hold(&group->call.workspace->table, Py_NewRef(objects[c])) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 int
-py_adamw_unwrap(py_adamw_group *group, PyObject *param, PyObject *grad,
-                PyObject **objects)
+py_adamw_unwrap(const py_adamw_group *group, PyObject **objects)
 {
     const py_wrapper *wrapper = group->wrapper;
-    int status = 0;
 
     if (wrapper->type == NULL) {
         return 0;
     }
-    if (Py_TYPE(param) == wrapper->type) {
-        status = check_placements(group, param, grad);
+    if (hold_all(group, objects) < 0) {
+        return -1;
     }
-    for (int c = 0; c < N_COLUMNS && status == 0; c++) {
+    for (int c = 0; c < N_COLUMNS; c++) {
         if (objects[c] != NULL && Py_TYPE(objects[c]) == wrapper->type) {
             objects[c] = read_by(wrapper, wrapper->local, objects[c]);
             if (objects[c] == NULL ||
@@ -98,5 +113,5 @@ py_adamw_unwrap(py_adamw_group *group, PyObject *param, PyObject *grad,
             }
         }
     }
-    return status;
+    return 0;
 }

@@ -421,42 +421,6 @@ def test_whole_fallbacks_are_warned_of_once(backend, monkeypatch, cls):
     assert sum(fallbacks().values()) == 6
 
 
-@pytest.mark.parametrize("bad", [None, 0, 1])
-@pytest.mark.parametrize("by", ["step", "torchs step", "unscale_", "max_grad_norm"])
-def test_distributed_tensors_beside_others_are_scaled_and_clipped(distribute, by, bad):
-    """As they are without being distributed; torch's scaler does it, too."""
-
-    def run(place):
-        grads = [torch.tensor([8.0, -16.0, 4.0]), torch.tensor([2.0, 6.0])]
-        if bad is not None:
-            grads[bad][-1] = float("nan")
-        params = [torch.nn.Parameter(place(torch.ones(3))), torch.ones(2)]
-        params[0].grad, params[1].grad = place(grads[0]), grads[1]
-        cls = torch.optim.AdamW if by == "torchs step" else AdamW
-        limit = {"max_grad_norm": 0.5} if by == "max_grad_norm" else {}
-        optimizer = cls(params, lr=0.1, eps=1.0, **limit)  # or scales are lost
-        scaler, norm = trainfast.torch.GradScaler("cpu", 4.0), None
-        scaler.scale(torch.ones(()))
-        if by == "unscale_":
-            scaler.unscale_(optimizer)
-            norm = trainfast.torch.clip_grad_norm_(params, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        norm = optimizer.grad_norm if limit else norm
-        values = [params[0].detach(), params[1], norm]
-        return [getattr(v, "full_tensor", lambda v=v: v)() for v in values], (
-            scaler.get_scale(),
-            scaler.step_was_skipped(),
-        )
-
-    (mine, end), (want, other) = run(distribute), run(lambda tensor: tensor)
-    for value, right in zip(mine, want, strict=True):
-        assert type(value) is type(right)
-        if value is not None:
-            torch.testing.assert_close(value, right, equal_nan=True)
-    assert end == other == ((4.0, False) if bad is None else (2.0, True))
-
-
 def test_a_fallback_does_not_run_hooks_twice():
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     torch.optim.AdamW([p])  # torch wraps its step() when one is made
