@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch import LeakTracker as LeakTracker
     from trainfast.torch import LeakWarning as LeakWarning
     from trainfast.torch import MemoryMonitor as MemoryMonitor
+    from trainfast.torch import Muon as Muon
     from trainfast.torch import Profiler as Profiler
     from trainfast.torch import SkipAwareScheduler as SkipAwareScheduler
     from trainfast.torch import accelerate as accelerate
@@ -139,6 +140,7 @@ _TORCHS = (
     *("auto_micro_batch", "enable_checkpointing", "estimate_memory"),
     *("find_batch_size", "find_max_batch_size", "profile_memory_usage"),
     *("print_gpu_memory", "LeakTracker", "LeakWarning", "MemoryMonitor", "Profiler"),
+    "Muon",
 )
 _NUMPYS = ("AttentionGradients", "LossScaler", "adamw_step", "attention_backward")
 

@@ -183,6 +183,10 @@ EXAMPLES = {
         lambda kind, _: kind().add([], "losses"),
         "MemoryMonitor(names=['losses'])",
     ),
+    "torch.Muon": (
+        lambda kind, _: kind([torch.nn.Parameter(torch.ones(2, 3))]),
+        "Muon (",
+    ),
     "torch.Profiler": (
         lambda kind, _: kind(0, "profiles"),
         "Profiler(interval=0, dir='profiles', keep=10, steps=0)",

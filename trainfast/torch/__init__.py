@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # __getattr__ loads them
     from trainfast.torch.optim import (
         Adam,
         AdamW,
+        Muon,
         clip_grad_norm_,
         clip_grad_value_,
         get_total_norm,
@@ -53,7 +54,7 @@ _PACKAGES = {
         "print_gpu_memory",
     ),
     "optim": (
-        *("Adam", "AdamW"),
+        *("Adam", "AdamW", "Muon"),
         *("clip_grad_norm_", "clip_grad_value_", "get_total_norm"),
     ),
     "profiler": ("Profiler",),
@@ -82,6 +83,7 @@ __all__ = [
     "LeakTracker",
     "LeakWarning",
     "MemoryMonitor",
+    "Muon",
     "Profiler",
     "SkipAwareScheduler",
     "attention",

@@ -174,6 +174,28 @@ new_optimizer_state = _required(
 )
 
 
+def _foreach(method: str) -> Callable[..., Any]:
+    """torch's method of many tensors at once; without it, of one after another."""
+
+    def one_by_one(tensors: list[Any], *args: Any, **kwargs: Any) -> None:
+        for i, tensor in enumerate(tensors):
+            each = (arg[i] if isinstance(arg, list) else arg for arg in args)
+            getattr(tensor, method)(*each, **kwargs)
+
+    return _find(f"_foreach_{method}") or one_by_one
+
+
+foreach_add, foreach_lerp, foreach_mul = map(_foreach, ("add_", "lerp_", "mul_"))
+
+_has_avx512_bf16: Callable[[], bool]
+_has_avx512_bf16 = _find("cpu._is_avx512_bf16_supported") or bool
+
+
+def has_bf16() -> bool:
+    """True where the CPU has instructions for bfloat16, and torch uses them."""
+    return _has_avx512_bf16() or has_amx()
+
+
 def global_step_hooks() -> list[Any]:
     """The hooks that run around every optimizer's step, none where torch has no such
     dicts any more."""
