@@ -25,6 +25,7 @@ TITLES = {
     "attention-memory": "Attention, growth of the peak memory",
     "gemm": "Products of matrices",
     "graph-cache": "Graph cache, batches of 32 graphs",
+    "muon": "Muon, a whole `optimizer.step()`",
     "neighbours": "Graphs of neighbours",
     "trajectory": "Trajectory metrics",
 }
