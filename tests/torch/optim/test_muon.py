@@ -1,7 +1,9 @@
 """trainfast.torch.Muon beside torch's, and beside a float64 iteration."""
 
 import copy
+import importlib
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -443,3 +445,54 @@ def test_scalers_unscale_then_clip_then_step(scaler_class):
 
     for one, other in zip(run(True), run(False)):
         torch.testing.assert_close(one, other)
+
+
+# ---- Training ------------------------------------------------------------------------
+
+
+def torchs_muon_and_adamw(model):
+    """As scripts do it: the matrices of the blocks, and all the rest."""
+    hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
+    known = set(map(id, hidden))
+    rest = [p for p in model.parameters() if id(p) not in known]
+    adamw = torch.optim.AdamW(rest, 3e-3, (0.9, 0.95), weight_decay=0.0)
+    return [TORCHS(hidden, lr=0.02), adamw]
+
+
+def validation_loss(corpus, model, optimizers, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss_of(text, generator, batch):
+        starts = torch.randint(len(text) - 33, (batch,), generator=generator)
+        lines = torch.stack([text[i : i + 33] for i in starts.tolist()])
+        scores = model(lines[:, :-1])
+        return nn.functional.cross_entropy(scores.flatten(0, 1), lines[:, 1:].flatten())
+
+    for _ in range(200):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(corpus.train, generator, 16).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(corpus.validation, torch.Generator().manual_seed(9), 256))
+
+
+@pytest.mark.slow
+@BESIDE_TORCHS
+def test_a_transformer_learns_inside_the_spread_of_torchs_seeds(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    small_gpt = importlib.import_module("small_gpt")
+    corpus = small_gpt.Corpus()
+
+    def losses(optimizers_of):
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model = small_gpt.GPT(len(corpus.alphabet), 32, 2, 32, 2)
+            found.append(validation_loss(corpus, model, optimizers_of(model), seed))
+        return found
+
+    theirs = losses(torchs_muon_and_adamw)
+    ours = losses(lambda model: [Muon(model, lr=0.02, adamw_lr=3e-3)])
+    assert min(theirs) <= sum(ours) / 3 <= max(theirs), (ours, theirs)
