@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainfast
 from tests.torch_loops import make_params, set_grads, train
@@ -158,6 +159,24 @@ def test_bfloat16_on_a_cpu_with_instructions_for_it_uses_them(monkeypatch):
     native = orthogonalize(torch.eye(4)[None], COEFFICIENTS, 5, 0.0, torch.bfloat16)
     assert (emulated.dtype, native.dtype) == (torch.float32, torch.bfloat16)
     torch.testing.assert_close(emulated, native.float(), atol=0.02, rtol=0)
+
+
+class RefusesReads(TorchDispatchMode):
+    """A value that the host reads would make it wait for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "local_scalar" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_step_reads_no_value_of_a_tensor():
+    params = make_params(shapes=SHAPES)
+    set_grads(params, 0)
+    optimizer = Muon(params)
+    with RefusesReads():
+        with pytest.raises(AssertionError):
+            params[0].detach().sum().item()
+        optimizer.step()
 
 
 # ---- Arguments, groups and state -----------------------------------------------------
