@@ -204,6 +204,12 @@ def global_step_hooks() -> list[Any]:
     return [hook for hooks in found if hooks for hook in hooks.values()]
 
 
+def post_accumulate_hooks(param: torch.Tensor) -> list[Any]:
+    """The hooks of register_post_accumulate_grad_hook, none where torch hides them."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
 # ---- DTensor -------------------------------------------------------------------------
 
 

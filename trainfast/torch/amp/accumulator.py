@@ -85,6 +85,13 @@ class Accumulator:
         self._no_sync = ExitStack()  # holds the model's no_sync() for one pass
         self._reduces = True  # as the model is told
         self._unit = 0.0  # tokens that weigh as one pass; 0: not known yet
+        releases = getattr(optimizer, "_release", None) is not None
+        scaled = scaler is not None and scaler.is_enabled()
+        if releases and (steps > 1 or max_grad_norm or scaled):
+            raise ValueError(
+                "steps must be 1, scaler and max_grad_norm None with an optimizer that "
+                "releases gradients in backward(); call release_gradients(False) first"
+            )
         self.optimizer = optimizer
         self.steps = steps
         self.scaler = scaler

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad as torchs  # not patched, unlike torch.nn.u
 from trainfast import _core
 from trainfast.stats import CallTally, count_fallback
 from trainfast.torch.optim import shards
+from trainfast.torch.optim.release import refuse_clipping
 from trainfast.torch.private import (
     cuda_stream,
     increment_version,
@@ -329,6 +330,8 @@ def clip_grad_norm_(
         )
     shards.align_grads(parameters, "clip")
     grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if len(grads) < len(parameters):
+        refuse_clipping(parameters)
     if not grads:
         return torch.tensor(0.0)
     tally = CallTally("clip")
@@ -353,6 +356,8 @@ def clip_grad_value_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     clip_value = float(clip_value)
     grads = [grad for p in parameters if (grad := p.grad) is not None]
+    if len(grads) < len(parameters):
+        refuse_clipping(parameters)
     if torch.compiler.is_compiling() or not clip_value >= 0:  # torch takes any number
         parts: list[Any] = [_Holder(grad) for grad in grads]
         return torchs.clip_grad_value_(parts, clip_value, foreach)

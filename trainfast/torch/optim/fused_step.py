@@ -16,6 +16,7 @@ from trainfast.torch.optim import state as adamw_state
 from trainfast.torch.optim.clip import measure
 from trainfast.torch.optim.ema import EmaWeights
 from trainfast.torch.optim.pickling import reduce_as_torchs
+from trainfast.torch.optim.release import ReleasedGradients
 from trainfast.torch.optim.state import OPTIONS
 from trainfast.torch.optim.torch_step import (
     DIFFERENTIABLE,
@@ -33,7 +34,7 @@ else:
     _Mixin = object
 
 
-class FusedStep(EmaWeights, TorchStep, _Mixin):
+class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
     """A torch Adam whose step() is one call into the core."""
 
     # What gradient scalers and frameworks look for. As in torch it is missing where
@@ -113,6 +114,8 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
             except (TypeError, ValueError):
                 del self.param_groups[-1]
                 raise
+            if self._release is not None:
+                self._release.attach(self)
 
     # ---- The step ------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
         """
         if not torch.compiler.is_compiling():
             return self._own_step(closure)
-        if self._is_plain():
+        if self._is_plain() and self._release is None:
             return self._torch_step(closure)
         return self._uncompiled_step(closure)
 
@@ -150,9 +153,23 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
 
     def _own_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
+        if self._release is not None:
+            self._check_released_step(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = self._ready_groups()
+        if groups and not self.state and private.is_called_to_make_state():
+            for group in groups:
+                adamw_state.make_state(group, self.state)
+        elif groups and self._has_flag(groups):
+            self._step_groups(groups)
+        if self._release is not None:
+            self._release.close(self)
+        return loss
+
+    def _ready_groups(self) -> list[dict[str, Any]]:
+        """The groups that have parameters, with all options and matching masters."""
         if "_workspaces" not in self.__dict__:  # a subclass's own constructor
             self._finish_init(None, None, tuple(OPTIONS.values()))
         if self._before_ema:
@@ -164,12 +181,7 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
         if self._masters_loaded:
             adamw_state.match_masters(groups, self.state)
             self._masters_loaded = False
-        if groups and not self.state and private.is_called_to_make_state():
-            for group in groups:
-                adamw_state.make_state(group, self.state)
-        elif groups and self._has_flag(groups):
-            self._step_groups(groups)
-        return loss
+        return groups
 
     def _has_flag(self, groups: list[dict[str, Any]]) -> bool:
         """False where torch's scaler has found no gradients, and there are none.
@@ -183,17 +195,17 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
             raise AssertionError(adamw_state.NO_CHECKS)
         return False
 
-    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+    def _step_groups(self, groups: list[dict[str, Any]], key: Any = "all") -> None:
         """Steps all groups in one call, or apart where that cannot be."""
         measured = self._measure_shards(groups)
         if self._whole_refusal(groups) is None:
             try:
-                if self._call_core("all", groups, measured) is not None:
+                if self._call_core(key, groups, measured) is not None:
                     return
                 for group in groups:
                     shards.align_grads(group["params"], "adamw")
                     adamw_state.make_state(group, self.state)
-                if self._call_core("all", groups, measured) is not None:
+                if self._call_core(key, groups, measured) is not None:
                     return
             except NotImplementedError:
                 pass  # found again, and counted, with the group that it is about
@@ -206,7 +218,8 @@ class FusedStep(EmaWeights, TorchStep, _Mixin):
             for index, group in enumerate(groups)
             for part in self._split(index, group, scalars)
         ]
-        warn_of_fallback(self._torch_class.__name__, parts)
+        if key == "all":  # it warns where no parameter has run the kernel
+            warn_of_fallback(self._torch_class.__name__, parts)
         # torch's step, which may raise for reasons of its own, before all that cannot
         for part in parts:
             if part.refusal is not None:
