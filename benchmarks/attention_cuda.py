@@ -28,7 +28,8 @@ from benchmarks.attention import (
     Unavailable,
     forward_torch,
     make_inputs,
-    make_ours,
+    ours,
+    without_fallback,
 )
 from benchmarks.harness import Budget, Contender
 
@@ -67,6 +68,17 @@ def by_size(problem: Problem) -> tuple:
 
 
 # ---- Contenders ----------------------------------------------------------------------
+
+
+def make_ours(setup: Setup) -> Contender:
+    """trainfast's kernel on every GPU: scaled_dot_product_attention leaves GPUs from
+    sm_80 on to torch."""
+    attention = ours("trainfast.torch.attention")
+    is_causal = setup.problem.is_causal
+    forward = partial(attention, *setup.inputs.leaves, is_causal=is_causal)
+    return without_fallback(
+        lambda: setup.differentiated("trainfast", forward, role="ours")
+    )
 
 
 def make_backend(setup: Setup, name: str, backend: SDPBackend) -> Contender:

@@ -97,6 +97,18 @@ def test_unfused_attention_that_does_not_fit_says_so(monkeypatch):
         attention_cuda.make_unfused(made)
 
 
+@pytest.mark.parametrize("which", attention.PASSES)
+def test_ours_is_timed_where_torch_has_flash_attention(monkeypatch, which):
+    import trainfast.torch
+
+    def refuse(*args, **options):  # as on a GPU of capability 9.0
+        raise NotImplementedError("torch has flash attention")
+
+    monkeypatch.setattr(trainfast.torch, "scaled_dot_product_attention", refuse)
+    made, skipped = attention_cuda.make_contenders(["ours"], setup(which=which))
+    assert [contender.name for contender in made] == ["trainfast"] and not skipped
+
+
 def test_back_end_that_cannot_run_gives_torchs_reason():
     from torch.nn.attention import SDPBackend
 
