@@ -7,7 +7,8 @@
 # make wheel   in dist/: the wheel for every Python from 3.11, every torch from 2.6 and
 #              every Linux with glibc 2.34, audited; and the sdist
 # make compat  tests that wheel beside several versions of torch (GBs from the index)
-# make gpu     on a machine with a GPU: build for it, test, sanitize, measure
+# make gpu     on a machine with a GPU, build for it, test, sanitize, measure: all parts
+#              of .ci/gpu, ten minutes each
 # TRAINFAST_CUDA=1 make ...   with CUDA on a machine without a GPU, too
 # make docs    the documentation site; a broken link is an error
 # make clean   removes what was built and .venv
@@ -95,7 +96,8 @@ compat: wheel
 	$(RUN) .ci/compat.py $(TORCH)
 
 gpu: .venv/.test build
-	@PYTHON=$(RUN) .ci/gpu
+	@status=0; for part in correctness sanitize attention rest; do \
+	    PYTHON=$(RUN) .ci/gpu $$part || status=1; done; exit $$status
 
 docs: .venv/.docs
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

@@ -37,7 +37,8 @@ MODELS = ("torch/test_huggingface", "torch/test_huggingface_models")
 # Tests of this source tree and of its build, which no version of torch changes, and
 # scripts whose other packages each need a torch of their own.
 NOT_HERE = ("project/test_source", "project/test_packaging", "project/test_wheel")
-NOT_HERE += ("project/test_ci", "project/test_docs", "simt/test_runner", *MODELS)
+NOT_HERE += ("project/test_ci", "project/test_docs", "project/test_gpu_parts")
+NOT_HERE += ("simt/test_runner", *MODELS)
 NOT_HERE += ("project/test_import_circles",)
 NOT_HERE += ("patching/test_clients", "torch/test_lightning", "torch/test_accelerate")
 NOT_HERE += ("torch/test_lightning_precision", "torch/test_lightning_callback")

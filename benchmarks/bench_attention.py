@@ -200,6 +200,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--without-ours", action="store_true", help="rivals only")
     add("--within", type=float, default=math.inf,
         help="on a GPU: start no case after so many seconds")  # fmt: skip
+    add("--as-gpu", action="store_true",
+        help="the cases of --device cuda on the CPU, for --smoke")  # fmt: skip
     add("--ptx75", action="store_true",
         help="on a GPU: float16 only, with the library that TRAINFAST_CUDA_LIBRARY "
         "names, built with TRAINFAST_CUDA_ARCHS=75 and TRAINFAST_CUDA=1")  # fmt: skip
@@ -209,7 +211,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         return args.without_ours or fewer or args.heads != attention_memory.HEADS
 
     args = command.parse(parser, argv, partial_run)
-    on_gpu = args.device == "cuda"
+    if args.as_gpu and not args.smoke:
+        parser.error("--as-gpu must be with --smoke, got it alone")
+    on_gpu = args.device == "cuda" or args.as_gpu
     own = attention_cuda if on_gpu else sys.modules[__name__]
     for option, given, known in (
         ("--case", args.case, [problem.name for problem in own.problems()]),
@@ -249,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the process's exit status."""
     args = parse(argv)
     kind = "attention-memory" if args.memory else "attention"
-    if args.device == "cuda":
+    if args.device == "cuda" or args.as_gpu:
         report = attention_cuda.run(args)
         kind = "attention-cuda-ptx75" if args.ptx75 else "attention-cuda"
         command.write(args, report, kind)

@@ -226,14 +226,11 @@ def test_ptx75_is_measured_in_float16(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_stub")
-def test_whole_run_makes_a_report_that_can_be_published(monkeypatch, tmp_path, capsys):
+def test_whole_run_makes_a_report_that_can_be_published(tmp_path, capsys):
     """As on a GPU, but for the device, the clock and the size of the roof."""
     names = ["bf16-n1024-d64", "f16-causal-n512-d128"]
     args = bench_attention.parse(["--smoke"])
     args.case, args.seconds = names, 0.0
-    monkeypatch.setitem(
-        attention_cuda.CONTENDERS, "roof", partial(attention_cuda.make_roof, side=16)
-    )
     made = attention_cuda.run(args)
     assert [case["name"] for case in made["cases"]] == [
         *("bf16-n1024-d64-forward", "bf16-n1024-d64-backward"),

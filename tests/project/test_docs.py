@@ -124,6 +124,8 @@ def test_shell_line_names_what_exists(line):
         elif words[0] == "torchrun":
             (script,) = (word for word in words if word.endswith(".py"))
             assert (ROOT / script).exists()
+        elif words[0] == ".ci/gpu":
+            assert f'"{words[1]}": self.' in (ROOT / ".ci" / "gpu.py").read_text()
         else:
             assert words[:2] == ["python", "-m"]
             if words[2] == "trainfast":
