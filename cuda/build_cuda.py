@@ -395,13 +395,15 @@ def find_images(cc, objects, *, release, force, say, **how):
 
 
 def write_images(kernels, images, objects):
-    """Writes images.c and, for tests and readers, cuda.json: {architecture: {id: what
-    ptxas says}}. Returns the path of images.c."""
+    """Writes images.c and, for tests and readers, images.json, the list of images, and
+    cuda.json: {architecture: {id: what ptxas says}}. Returns the path of images.c."""
     said = {}
     for image in images:
         if not image.is_ptx:
             said.setdefault(str(image.arch), {}).update(image.registers)
     write_if_new(Path(objects, "cuda.json"), json.dumps(said, indent=1))
+    listed = [asdict(image) for image in images]
+    write_if_new(Path(objects, "images.json"), json.dumps(listed, indent=1))
     text = images_source(kernels, images)
     path = Path(objects, digest(text)[:16], "images.c")
     write_if_new(path, text)
