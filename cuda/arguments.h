@@ -147,6 +147,7 @@ typedef struct {
     int32_t *bounds;         /* of each query: its exponent */
     mma_head_powers *powers; /* [batch, heads] */
     bool chunks;             /* all rows that are read begin at multiples of 16 bytes */
+    bool whole;              /* chunks, and dims are multiples of 8 */
     bool pairs;              /* all rows that are written, of 4 bytes */
 } mma_call;
 

@@ -84,6 +84,13 @@ is_aligned(const tfast_attention_rows *rows, int64_t elements)
            rows->row % elements == 0;
 }
 
+/* Whether rows that are aligned can be copied 16 bytes at a time to their end. */
+static bool
+has_whole_chunks(const tfast_attention_args *args)
+{
+    return args->dim % 8 == 0 && args->dim_v % 8 == 0;
+}
+
 mma_call
 tfast_mma_forward_call(const tfast_attention_args *args, int path)
 {
@@ -96,6 +103,7 @@ tfast_mma_forward_call(const tfast_attention_args *args, int path)
     }
     call.chunks =
         is_aligned(&args->q, 8) && is_aligned(&args->k, 8) && is_aligned(&args->v, 8);
+    call.whole = call.chunks && has_whole_chunks(args);
     call.pairs = is_aligned(&args->out, 2);
     return call;
 }
@@ -117,6 +125,7 @@ tfast_mma_backward_call(const tfast_attention_args *args, int path)
     }
     call.chunks = is_aligned(&args->q, 8) && is_aligned(&args->k, 8) &&
                   is_aligned(&args->v, 8) && is_aligned(&args->dout, 8);
+    call.whole = call.chunks && has_whole_chunks(args);
     call.pairs = is_aligned(&args->dq, 2) && is_aligned(&args->dk, 2) &&
                  is_aligned(&args->dv, 2);
     return call;

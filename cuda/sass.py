@@ -143,8 +143,8 @@ def in_order(blocks, head):
 
 
 def turn_of(code, blocks, head):
-    """A turn of a loop from its first block back to it: the indices of its
-    instructions, [] if there is none."""
+    """A turn of a loop that passes the block `head`: the indices of its instructions
+    from the lowest on, [] if there is none."""
     order = in_order(blocks, head)
     place = {block: i for i, block in enumerate(order)}
     # Of the ways to each block: (keys left out, instructions), the less the better.
@@ -163,7 +163,8 @@ def turn_of(code, blocks, head):
     while at is not None:
         turn[:0] = range(at, blocks[at][0])
         at = best[at][1]
-    return turn
+    lowest = turn.index(min(turn)) if turn else 0
+    return turn[lowest:] + turn[:lowest]
 
 
 def main_loop(code):
@@ -186,7 +187,7 @@ def count(opcodes, *names):
 
 def before_products(turn):
     """Instructions from the last barrier to the first HMMA of a turn, which may begin
-    in the middle of the source's loop."""
+    between the two."""
     first = next(i for i, opcode in enumerate(turn) if opcode.startswith("HMMA"))
     ahead = (turn + turn[:first])[::-1]
     found = [i for i, opcode in enumerate(ahead) if opcode.startswith("BAR")]

@@ -280,7 +280,7 @@ fetch_keys(mma_tile<PATH, N, D, THREADS> *tile, smem to, const mma_call &call,
            int64_t key)
 {
     if (key < block.end) {
-        tile->fetch(to, mma_keys(call.args, block.h, rows, dims, key, N), call.chunks);
+        tile->fetch(to, mma_keys(call.args, block.h, rows, dims, key, N), call.whole);
     } else if constexpr (PATH::ASYNC) {
         cp_async_commit(); /* an empty group: as many as ever are later */
     }

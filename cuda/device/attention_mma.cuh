@@ -180,34 +180,128 @@ struct mma_tile {
     typedef mma_layout<ROWS, D> layout;
     static constexpr int EACH = ROWS * D / 8 / THREADS; /* chunks of a thread */
     static_assert(ROWS * D / 8 % THREADS == 0, "all threads have the same to do");
+
+    /* True if all chunks of a thread lie in one column of the tile, APART rows from
+     * each other and with the same swizzle: their addresses are the first one's plus
+     * constants. */
+    static constexpr int APART = THREADS / (D / 8);
+    static constexpr bool COLUMN = THREADS % (D / 8) == 0 && APART % 8 == 0;
     uint4 staged[PATH::ASYNC ? 1 : EACH];
 
     DEVICE unsigned thread() { return THREADS == 32 ? threadIdx.x % 32 : threadIdx.x; }
-    DEVICE int row(int i) { return (i * THREADS + thread()) / (D / 8); }
-    DEVICE int chunk(int i) { return (i * THREADS + thread()) % (D / 8); }
 
-    /* Begins to; rows past the end become zeros. Nobody may read `to` any more. */
-    __device__ __forceinline__ void fetch(smem to, const mma_rows &rows, bool chunks)
+    /* The row and the chunk of this thread's chunk i. */
+    DEVICE int row(int i)
+    {
+        return COLUMN ? i * APART + (int)(thread() / (D / 8))
+                      : (int)((i * THREADS + thread()) / (D / 8));
+    }
+
+    DEVICE int chunk(int i)
+    {
+        return (int)(COLUMN ? thread() % (D / 8) : (i * THREADS + thread()) % (D / 8));
+    }
+
+    /* Bytes from the tile's beginning to chunk i. */
+    DEVICE int at(int i)
+    {
+        return COLUMN ? layout::at(row(0), chunk(0)) + i * APART * layout::ROW_BYTES
+                      : layout::at(row(i), chunk(i));
+    }
+
+    /* The rows that fetch_part() takes: from this thread's first chunk on if its chunks
+     * are a column, with no rows if that column is behind the last of dims. */
+    DEVICE mma_rows part_of(const mma_rows &rows)
+    {
+        const int left = rows.dims - chunk(0) * 8;
+
+        if (!COLUMN) {
+            return rows;
+        }
+        return {rows.data + row(0) * rows.stride + chunk(0) * 8, rows.stride,
+                left > 0 ? rows.n - row(0) : 0, left};
+    }
+
+    /* The row and the chunk of chunk i, counted from a part's first. */
+    DEVICE int part_row(int i) { return COLUMN ? i * APART : row(i); }
+    DEVICE int part_chunk(int i) { return COLUMN ? 0 : chunk(i); }
+
+    DEVICE const uint16_t *source(const mma_rows &part, int i)
+    {
+        return part.data + part_row(i) * part.stride + part_chunk(i) * 8;
+    }
+
+    /* Chunks that are aligned and have 8 elements or none. */
+    __device__ __forceinline__ void fetch_whole(smem to, const mma_rows &part)
     {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int left = row(i) < rows.n ? rows.dims - chunk(i) * 8 : 0;
-            const uint16_t *from = rows.data + row(i) * rows.stride + chunk(i) * 8;
-            const smem at = to + layout::at(row(i), chunk(i));
-            const bool whole = chunks && left >= 8;
+            const bool any =
+                part_row(i) < part.n && (COLUMN || part.dims > part_chunk(i) * 8);
             if constexpr (PATH::ASYNC) {
-                if (chunks && (whole || left <= 0)) {
-                    cp_async_16(at, whole ? from : rows.data, whole);
-                } else {
-                    st_shared_128(at, gather_chunk(from, left));
-                }
+                cp_async_16(to + at(i), source(part, i), any);
             } else {
-                staged[i] = whole ? *(const uint4 *)from : gather_chunk(from, left);
+                staged[i] = make_uint4(0, 0, 0, 0);
+                if (any) {
+                    staged[i] = *(const uint4 *)source(part, i);
+                }
             }
+        }
+    }
+
+    /* Any chunks. Rarely used, so it is kept small: the loop is not unrolled, and the
+     * staged chunks move up by one in each turn, because registers have no index. */
+    __device__ __forceinline__ void fetch_any(smem to, mma_rows part)
+    {
+        part.data = opaque(part.data);
+#pragma unroll 1
+        for (int i = 0; i < EACH; i++) {
+            const int left = part_row(i) < part.n ? part.dims - part_chunk(i) * 8 : 0;
+            const uint4 x = gather_chunk(source(part, i), left);
+            if constexpr (PATH::ASYNC) {
+                st_shared_128(to + at(i), x);
+            } else {
+#pragma unroll
+                for (int j = 0; j < EACH - 1; j++) {
+                    staged[j] = staged[j + 1];
+                }
+                staged[EACH - 1] = x;
+            }
+        }
+    }
+
+    /* Chunks of path_75 that are no column: fetch_whole() would need registers that
+     * these tiles, of more than 128 dims, do not have. */
+    __device__ __forceinline__ void fetch_each(const mma_rows &part, bool whole)
+    {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int left = row(i) < part.n ? part.dims - chunk(i) * 8 : 0;
+            staged[i] = whole && left >= 8 ? *(const uint4 *)source(part, i)
+                                           : gather_chunk(source(part, i), left);
+        }
+    }
+
+    /* Begins to fetch part_of() a tile's rows; rows past the end become zeros. Nobody
+     * may read `to` any more. `whole`: as in mma_call. */
+    __device__ __forceinline__ void fetch_part(smem to, const mma_rows &part,
+                                               bool whole)
+    {
+        if constexpr (!COLUMN && !PATH::ASYNC) {
+            fetch_each(part, whole);
+        } else if (whole) {
+            fetch_whole(to, part);
+        } else {
+            fetch_any(to, part);
         }
         if constexpr (PATH::ASYNC) {
             cp_async_commit();
         }
+    }
+
+    __device__ __forceinline__ void fetch(smem to, const mma_rows &rows, bool whole)
+    {
+        fetch_part(to, part_of(rows), whole);
     }
 
     /* Ends all but the last LATER fetches; a barrier must follow before a read.
@@ -222,7 +316,7 @@ struct mma_tile {
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 const uint4 x = staged[i];
-                st_shared_128(to + layout::at(row(i), chunk(i)),
+                st_shared_128(to + at(i),
                               make_uint4(T::load(x.x, power), T::load(x.y, power),
                                          T::load(x.z, power), T::load(x.w, power)));
             }
@@ -233,9 +327,12 @@ struct mma_tile {
 /* A block's head and rows. Kept in shared memory, where they take no registers. */
 struct mma_block {
     attention_head h;
-    int64_t first, last;     /* its own rows: the last one too */
-    float unit;              /* what products of queries and keys are multiplied by */
-    int exponent[EXPONENTS]; /* of the head's tensors, where they are scaled */
+    int64_t first, last;      /* its own rows: the last one too */
+    int64_t k, v;             /* elements before the head's first key and value */
+    int begin, end;           /* tiles with a key that any query attends to */
+    int free_begin, free_end; /* tiles with keys that all queries attend to */
+    float unit;               /* what products of queries and keys are multiplied by */
+    int exponent[EXPONENTS];  /* of the head's tensors, where they are scaled */
 };
 
 /* Whether the tile's elements that this thread has landed are finite; `at` is where
@@ -251,8 +348,7 @@ is_finite(const TILE &tile, const char *at)
 
 #pragma unroll
     for (int i = 0; i < TILE::EACH; i++) {
-        const uint4 x =
-            *(const uint4 *)(at + TILE::layout::at(tile.row(i), tile.chunk(i)));
+        const uint4 x = *(const uint4 *)(at + tile.at(i));
         seen |= ((x.x & EXPONENTS) + ONES) | ((x.y & EXPONENTS) + ONES) |
                 ((x.z & EXPONENTS) + ONES) | ((x.w & EXPONENTS) + ONES);
     }
@@ -260,19 +356,25 @@ is_finite(const TILE &tile, const char *at)
 }
 
 /* A lane's part of the addresses with which one ldmatrix.x4 reads 16 x 16 elements of a
- * tile of D columns. `chunk` is even. */
+ * tile of D columns. `chunk` is even. A tile begins at a multiple of ROW_BYTES, so the
+ * chunk can be XORed into the whole address; row and panel are constants to add. */
 template <int D>
 struct mma_reader {
     typedef mma_layout<8, D> layout; /* of any number of rows, but for its panels */
-    int left_row, left_chunk, right_row, right_chunk;
+    static constexpr bool KEPT = D <= 128; /* more dims leave no registers for it */
+    int left_at, right_at;
 
     __device__ __forceinline__ mma_reader()
     {
         const unsigned lane = threadIdx.x % 32;
-        left_row = lane % 16 * layout::ROW_BYTES;
-        left_chunk = (lane / 16 ^ layout::swizzle(lane % 8)) * 16;
-        right_row = (lane / 16 * 8 + lane % 8) * layout::ROW_BYTES;
-        right_chunk = (lane / 8 % 2 ^ layout::swizzle(lane % 8)) * 16;
+        left_at = lane % 16 * layout::ROW_BYTES +
+                  (lane / 16 ^ layout::swizzle(lane % 8)) * 16;
+        right_at = (lane / 16 * 8 + lane % 8) * layout::ROW_BYTES +
+                   (lane / 8 % 2 ^ layout::swizzle(lane % 8)) * 16;
+        if constexpr (KEPT) {
+            left_at = opaque(left_at);
+            right_at = opaque(right_at);
+        }
     }
 
     /* Left operand of 16 rows from `row` on; also, transposed, the right operand whose
@@ -280,16 +382,24 @@ struct mma_reader {
     template <int ROWS>
     __device__ __forceinline__ smem left(smem tile, int row, int chunk) const
     {
-        return tile + mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES +
-               left_row + (chunk % layout::CHUNKS * 16 ^ left_chunk);
+        return at<ROWS>(tile, left_at, row, chunk);
     }
 
     /* Right operand whose columns are the rows: two of 8 columns. */
     template <int ROWS>
     __device__ __forceinline__ smem right(smem tile, int row, int chunk) const
     {
-        return tile + mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES +
-               right_row + (chunk % layout::CHUNKS * 16 ^ right_chunk);
+        return at<ROWS>(tile, right_at, row, chunk);
+    }
+
+    template <int ROWS>
+    DEVICE smem at(smem tile, int lane_at, int row, int chunk)
+    {
+        const int bits = chunk % layout::CHUNKS * 16;
+        const int more = mma_layout<ROWS, D>::panel(chunk) + row * layout::ROW_BYTES;
+
+        return KEPT ? smem_xor(tile + lane_at, bits) + more
+                    : tile + (lane_at ^ bits) + more;
     }
 };
 

@@ -61,8 +61,8 @@ fetch_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
     const attention_head h = head_of_step<S>(block, step);
     const smem u_at = own->base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
 
-    own->u.fetch(u_at, streamed_u<S>(args, h, step.tile), call.chunks);
-    own->v.fetch(u_at + S::TILE_BYTES, streamed_v<S>(args, h, step.tile), call.chunks);
+    own->u.fetch(u_at, streamed_u<S>(args, h, step.tile), call.whole);
+    own->v.fetch(u_at + S::TILE_BYTES, streamed_v<S>(args, h, step.tile), call.whole);
     if constexpr (S::KEYS) {
         const int i = threadIdx.x % S::STREAMED;
         const int64_t query = (int64_t)step.tile * S::STREAMED + i;
@@ -459,12 +459,12 @@ read_own(mma_backward_thread<PATH, S> *own, const mma_call &call,
     }
     if constexpr (!S::X) {
         mma_tile<PATH, S::ROWS, S::D, S::THREADS> tile;
-        tile.fetch(own->base, x, call.chunks);
+        tile.fetch(own->base, x, call.whole);
         tile.template land<0, T>(own->base, x_power);
     }
     if constexpr (!S::Y) {
         mma_tile<PATH, S::ROWS, S::D, S::THREADS> tile;
-        tile.fetch(own->base + S::Y_AT, y, call.chunks);
+        tile.fetch(own->base + S::Y_AT, y, call.whole);
         tile.template land<0, T>(own->base + S::Y_AT, y_power);
     }
     read_numbers<T>(own, call, block);

@@ -33,14 +33,20 @@ struct mma_forward_shape {
                                 : ASYNC && FAST && (D == 96 || D == 128)  ? 0
                                                                           : D / 16;
     static constexpr int BLOCKS = WARPS == 8 ? 1 : 2;
+    /* Whether registers hold the addresses of the next tiles of keys and values. */
+    static constexpr bool KEPT = D <= 128;
 
     static constexpr int THREADS = WARPS * 32, ROWS = WARPS * PIECES * 16;
-    static constexpr int STAGES = ASYNC ? 2 : 1; /* tiles of keys */
+    /* Tiles of keys in shared memory. With 128 dims one, for two blocks on sm_86. */
+    static constexpr int STAGES = ASYNC && !(FAST && D == 128) ? 2 : 1;
     static constexpr int OWN_BYTES = ROWS * (D - HELD * 16) * 2;
     static constexpr int TILE_BYTES = STREAMED * D * 2;
     static constexpr int BYTES = OWN_BYTES + (STAGES + 1) * TILE_BYTES;
     static_assert(BYTES + (int)sizeof(mma_block) <= (ASYNC ? 101376 : 65536),
                   "what sm_86, or sm_75, has for a block");
+    static_assert(!FAST || D > 128 || !ASYNC || D == 96 ||
+                      2 * (BYTES + 1024 + (int)sizeof(mma_block)) <= 102400,
+                  "two blocks on sm_86");
 };
 
 /* What a warp keeps. Rows: g, g + 8 of each piece. With OPTIONS scores are in natural
@@ -120,11 +126,14 @@ finish_mma_scores(mma_scores<S> *s, const tfast_attention_args &args,
     }
 }
 
-/* Scores become weights; the output and sum so far are made relative to the new top. */
+/* Scores become weights; the output and sum so far are made relative to the new top.
+ * The later a tile, the more rarely it has a new top in any row. */
 template <typename S>
 DEVICE void
 soften_piece(mma_scores<S> *s, mma_softmax<S> *state, int piece, float unit)
 {
+    float fade[2];
+
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float top = -INFINITY, sum = 0;
@@ -135,7 +144,7 @@ soften_piece(mma_scores<S> *s, mma_softmax<S> *state, int piece, float unit)
         top = fmaxf(state->top[piece][r], quad_max(top) * (S::OPTIONS ? 1 : unit));
         const float base = top == -INFINITY ? 0 : top;
         const float back = state->top[piece][r] - base;
-        const float fade = S::OPTIONS ? exponential(back) : ex2_approx(back);
+        fade[r] = S::OPTIONS ? exponential(back) : ex2_approx(back);
         state->top[piece][r] = top;
 #pragma unroll
         for (int i = 0; i < S::STREAMED / 4; i++) {
@@ -144,10 +153,12 @@ soften_piece(mma_scores<S> *s, mma_softmax<S> *state, int piece, float unit)
                             : ex2_approx(fused(*x, unit, -base));
             sum += *x;
         }
-        state->sum[piece][r] = fused(state->sum[piece][r], fade, sum);
+        state->sum[piece][r] = fused(state->sum[piece][r], fade[r], sum);
+    }
+    if (__any_sync(~0u, fade[0] != 1 || fade[1] != 1)) {
 #pragma unroll
-        for (int i = 0; i < S::D / 4; i++) {
-            state->out[piece][i / 2][r * 2 + i % 2] *= fade;
+        for (int i = 0; i < S::D / 2; i++) {
+            state->out[piece][i / 4][i % 4] *= fade[i % 4 / 2];
         }
     }
 }
@@ -213,24 +224,50 @@ struct mma_forward_thread {
     smem q;
 };
 
-/* Tile number `tile` of an array's rows. */
-template <typename S>
+/* A thread's part of a tile of keys or values, whose first row is `head` elements
+ * behind rows.data. */
+template <typename S, typename TILE>
 DEVICE mma_rows
-keys_of(const tfast_attention_args &args, const attention_head &h,
-        const tfast_attention_rows &rows, int64_t dims, int tile)
+part_of_keys(const attention_head &h, const tfast_attention_rows &rows, int64_t head,
+             int64_t dims, int tile)
 {
-    return mma_keys(args, h, rows, dims, (int64_t)tile * S::STREAMED, S::STREAMED);
+    const int64_t first = (int64_t)tile * S::STREAMED;
+    const uint16_t *data = (const uint16_t *)rows.data + head + first * rows.row;
+
+    return TILE::part_of(
+        {(uint16_t *)data, rows.row, mma_left(h.n_k, first, S::STREAMED), (int)dims});
 }
 
-/* Whether any of the block's queries may not look at all of a tile's keys. */
-template <typename S>
-DEVICE bool
-is_bounded(const tfast_attention_args &args, const mma_block &block, int tile)
+/* From a thread's part of a tile to that of the tile before it, `step` bytes on, which
+ * has all rows. */
+template <typename S, typename TILE>
+DEVICE void
+step_back(mma_rows *part, int64_t step)
 {
-    const int64_t key = (int64_t)tile * S::STREAMED;
+    const int n = S::STREAMED - (TILE::COLUMN ? TILE::row(0) : 0);
 
-    return key < first_key(args, block.h, block.last) ||
-           key + S::STREAMED > end_key(args, block.h, block.first);
+    part->data = (uint16_t *)((char *)part->data + step);
+    part->n = !TILE::COLUMN || part->dims > 0 ? n : 0;
+}
+
+/* Begins to fetch the keys before those of `tile`, of which `k` is a thread's part. */
+template <typename S, typename TILE>
+DEVICE void
+fetch_next(TILE *k_tile, mma_rows *k, smem to, const mma_call &call,
+           const mma_block &block, int tile)
+{
+    const tfast_attention_args &args = call.args;
+
+    if (tile > block.begin) {
+        if constexpr (S::KEPT) {
+            step_back<S, TILE>(k, -2 * S::STREAMED * args.k.row);
+        } else {
+            *k = part_of_keys<S, TILE>(block.h, args.k, block.k, args.dim, tile - 1);
+        }
+        k_tile->fetch_part(to, *k, call.whole);
+    } else if constexpr (S::ASYNC) {
+        cp_async_commit(); /* empty, so that land() counts the same groups */
+    }
 }
 
 /* The first row of a warp's piece, from the block's first. */
@@ -343,10 +380,11 @@ walk_keys(const mma_call &call, const mma_block &block,
     const tfast_attention_args &args = call.args;
     const attention_head &h = block.h;
     const smem k_at = own.q + S::OWN_BYTES, v_at = k_at + S::STAGES * S::TILE_BYTES;
-    const int begin = (int)(first_key(args, h, block.first) / S::STREAMED);
-    int tile =
-        (int)((end_key(args, h, block.last) + S::STREAMED - 1) / S::STREAMED) - 1;
-    mma_tile<PATH, S::STREAMED, S::D, S::THREADS> k_tile, v_tile;
+    typedef mma_tile<PATH, S::STREAMED, S::D, S::THREADS> tile_type;
+    tile_type k_tile, v_tile;
+    int tile = block.end - 1;
+    mma_rows k = part_of_keys<S, tile_type>(h, args.k, block.k, args.dim, tile);
+    mma_rows v = part_of_keys<S, tile_type>(h, args.v, block.v, args.dim_v, tile);
     mma_softmax<S> state = {};
     int stage = 0;
 
@@ -354,29 +392,38 @@ walk_keys(const mma_call &call, const mma_block &block,
     for (int i = 0; i < S::PIECES * 2; i++) {
         state.top[i / 2][i % 2] = -INFINITY;
     }
-    if (tile >= begin) {
-        k_tile.fetch(k_at, keys_of<S>(args, h, args.k, args.dim, tile), call.chunks);
+    if (tile >= block.begin) {
+        k_tile.fetch_part(k_at, k, call.whole);
     }
-    for (; tile >= begin; tile--) {
-        const bool bounded = S::OPTIONS || is_bounded<S>(args, block, tile);
+    for (; tile >= block.begin; tile--) {
+        const bool bounded =
+            S::OPTIONS || tile < block.free_begin || tile >= block.free_end;
         const smem keys = k_at + stage * S::TILE_BYTES;
         mma_scores<S> s[S::PIECES] = {};
         k_tile.template land<0, T>(keys, power_in<T>(block, EXPONENT_K));
         __syncthreads(); /* keys are there, and nobody reads the old values any more */
-        v_tile.fetch(v_at, keys_of<S>(args, h, args.v, args.dim_v, tile), call.chunks);
-        stage ^= PATH::ASYNC;
-        if (tile > begin) {
-            k_tile.fetch(k_at + stage * S::TILE_BYTES,
-                         keys_of<S>(args, h, args.k, args.dim, tile - 1), call.chunks);
-        } else if constexpr (PATH::ASYNC) {
-            cp_async_commit(); /* an empty group: as many as ever are later */
+        if constexpr (!S::KEPT) {
+            v = part_of_keys<S, tile_type>(h, args.v, block.v, args.dim_v, tile);
+        }
+        v_tile.fetch_part(v_at, v, call.whole);
+        if constexpr (S::KEPT) {
+            step_back<S, tile_type>(&v, -2 * S::STREAMED * args.v.row);
         }
         multiply_keys<PATH, T>(s, own, keys);
+        if constexpr (S::STAGES == 2 || !PATH::ASYNC) {
+            stage ^= S::STAGES == 2;
+            fetch_next<S>(&k_tile, &k, k_at + stage * S::TILE_BYTES, call, block, tile);
+        }
         weigh_keys(s, &state, args, block, (int64_t)tile * S::STREAMED, bounded);
-        v_tile.template land<1, T>(v_at, power_in<T>(block, EXPONENT_V));
+        v_tile.template land<S::STAGES - 1, T>(v_at, power_in<T>(block, EXPONENT_V));
         const char *landed = base + S::OWN_BYTES + S::STAGES * S::TILE_BYTES;
         /* values are there, and nobody reads these keys any more */
-        if (__syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0) {
+        const bool careful =
+            __syncthreads_or(bounded && !is_finite<T>(v_tile, landed)) != 0;
+        if constexpr (S::STAGES == 1 && PATH::ASYNC) {
+            fetch_next<S>(&k_tile, &k, k_at, call, block, tile);
+        }
+        if (careful) {
 #pragma unroll
             for (int p = 0; p < S::PIECES; p++) {
                 add_carefully<T, S::D>(state.out[p], s[p], landed, 0);
@@ -386,6 +433,22 @@ walk_keys(const mma_call &call, const mma_block &block,
         }
     }
     finish_mma_rows<T>(&state, call, block);
+}
+
+/* Which tiles of keys the block walks, and where bounds cut none of their scores. */
+template <typename S>
+DEVICE void
+find_tiles(mma_block *block, const tfast_attention_args &args)
+{
+    const attention_head &h = block->h;
+    const int64_t first = first_key(args, h, block->last);
+
+    block->k = key_row(args, h, args.k, 0);
+    block->v = key_row(args, h, args.v, 0);
+    block->begin = (int)(first_key(args, h, block->first) / S::STREAMED);
+    block->end = (int)((end_key(args, h, block->last) + S::STREAMED - 1) / S::STREAMED);
+    block->free_begin = (int)((first + S::STREAMED - 1) / S::STREAMED);
+    block->free_end = (int)(end_key(args, h, block->first) / S::STREAMED);
 }
 
 /* Which head and rows are the block's; by its first warp. */
@@ -410,6 +473,7 @@ begin_block(mma_block *block, const mma_call &call)
         block->h = attention_head_of(args, item / args.heads, head);
         block->first = (tiles - 1 - blockIdx.x % tiles) * S::ROWS; /* long first */
         block->last = block->first + mma_left(block->h.n_q, block->first, S::ROWS) - 1;
+        find_tiles<S>(block, args);
         block->unit = unit_of<T, S>(args, block->exponent[EXPONENT_Q],
                                     block->exponent[EXPONENT_K]);
     }
@@ -442,7 +506,7 @@ attention_mma_forward(const __grid_constant__ mma_call call)
     if constexpr (S::OWN_BYTES > 0) { /* a barrier follows before it is read */
         typedef mma_own<S::D, S::HELD> held;
         mma_tile<PATH, S::ROWS, held::REST, S::THREADS> q_tile;
-        q_tile.fetch(own.q, held::rest(q), call.chunks);
+        q_tile.fetch(own.q, held::rest(q), call.whole);
         q_tile.template land<0, T>(own.q, power);
     }
     walk_keys<PATH, T>(call, *block, own, base);

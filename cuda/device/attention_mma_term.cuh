@@ -112,8 +112,8 @@ fetch_piece(mma_backward_thread<PATH, S> *own, const mma_term_call &call,
     const mma_rows keys = mma_keys(args, block.h, second ? args.v : args.k, dims,
                                    (int64_t)piece.tile * S::STREAMED, S::STREAMED);
 
-    own->u.fetch(at, columns_from(rows, column), call.mma.chunks);
-    own->v.fetch(at + S::TILE_BYTES, columns_from(keys, column), call.mma.chunks);
+    own->u.fetch(at, columns_from(rows, column), call.mma.whole);
+    own->v.fetch(at + S::TILE_BYTES, columns_from(keys, column), call.mma.whole);
 }
 
 /* Ends to; a barrier must follow before anyone reads. */

@@ -101,11 +101,10 @@ write_vector(void *array, int dtype, int64_t i, const raw_vector &raw)
     const uint32_t *w = raw.word;
 
     if (N == 4 && dtype != TFAST_F32) {
-        *(uint2 *)((uint16_t *)array + i) = make_uint2(w[0], w[1]);
-    } else if (N == 4) {
-        *(uint4 *)((float *)array + i) = make_uint4(w[0], w[1], w[2], w[3]);
+        st_global_64((uint16_t *)array + i, make_uint2(w[0], w[1]));
     } else {
-        *(uint4 *)((uint16_t *)array + i) = make_uint4(w[0], w[1], w[2], w[3]);
+        void *to = N == 4 ? (void *)((float *)array + i) : (uint16_t *)array + i;
+        st_global_128(to, make_uint4(w[0], w[1], w[2], w[3]));
     }
 }
 

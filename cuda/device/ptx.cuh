@@ -19,6 +19,27 @@ smem_address(const void *pointer)
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+/* at ^ bits: sets bits that the alignment of `at` leaves 0, or flips its own. */
+PTX smem
+smem_xor(smem at, int bits)
+{
+    return at ^ (uint32_t)bits;
+}
+
+/* x, as a value that the compiler cannot derive: it stays in its register instead of
+ * being computed again at each use. */
+template <typename X>
+PTX X
+opaque(X x)
+{
+    if constexpr (sizeof(X) == 8) {
+        asm volatile("" : "+l"(x));
+    } else {
+        asm volatile("" : "+r"(x));
+    }
+    return x;
+}
+
 /* ---- Conversions ----------------------------------------------------------------- */
 
 /* A float16 stands in the low half of a word. */
@@ -64,6 +85,26 @@ ex2_approx(float x)
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+/* ---- Global memory --------------------------------------------------------------- */
+
+/* As C++ these become a store of each word where the compiler knows the words apart. */
+PTX void
+st_global_128(void *to, uint4 value)
+{
+    asm volatile(
+        "st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(to)),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+        : "memory");
+}
+
+PTX void
+st_global_64(void *to, uint2 value)
+{
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(value.x), "r"(value.y)
+                 : "memory");
 }
 
 /* ---- Shared memory --------------------------------------------------------------- */

@@ -4,6 +4,7 @@ cuda/sass.py. It is what the build has left; nothing is compiled here."""
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,42 @@ def test_worse_counts_are_named_and_better_ones_pass():
     assert sass.worse({"issued": 499, "share": 0.3, "wide": 8}, bounds) == []
     said = sass.worse({"issued": 501, "share": 0.1}, bounds)
     assert said == ["issued 501, was 500", "share 0.1, was 0.2", "wide None, was 4"]
+
+
+# Of attention without options, for two numbers of dims: instructions
+# before the first product and in all, and the share of products.
+FORWARD = [
+    ("75", "f16", 64, 45, 700, 0.27),
+    ("75", "f16", 128, 60, 700, 0.37),
+    *[
+        (arch, dtype, dims, before, 540, share)
+        for arch, dtype in product(("80", "86", "90"), ("f16", "bf16"))
+        for dims, before, share in ((64, 45, 0.17), (128, 60, 0.24))
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dims", "before", "issued", "share"), FORWARD
+)
+def test_bounds_of_attention_are_within_its_limits(
+    arch, dtype, dims, before, issued, share
+):
+    path = 75 if arch == "75" else 80
+    kernel = BOUNDS[arch][f"forward_{path}_mma_{dtype}_{dims}_0"]
+    assert kernel["before"] <= before
+    assert kernel["issued"] <= issued
+    assert kernel["share"] >= share
+    assert (kernel["conversions"], kernel["spilled"]) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", ["75", "80", "86", "90"])
+@pytest.mark.parametrize("mix", ["ALL_F32", "ALL_BF16"])
+def test_bounds_of_adamw_are_wide_stores_and_64_registers(arch, mix):
+    """Of param, exp_avg, exp_avg_sq, max_exp_avg_sq and grad, by 16 bytes each."""
+    kernel = BOUNDS[arch][f"adamw_{mix}"]
+    assert (kernel["wide"], kernel["spilled"]) == (5, 0)
+    assert kernel["registers"] <= 64
 
 
 @pytest.fixture(scope="module")

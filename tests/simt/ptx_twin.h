@@ -62,6 +62,34 @@ smem_address(const void *pointer)
     return static_cast<char *>(const_cast<void *>(pointer));
 }
 
+inline smem
+smem_xor(smem at, int bits)
+{
+    return at +
+           ((reinterpret_cast<uintptr_t>(at) ^ bits) - reinterpret_cast<uintptr_t>(at));
+}
+
+template <typename X>
+X
+opaque(X x)
+{
+    return x;
+}
+
+inline void
+st_global_128(void *to, uint4 value)
+{
+    simt::require_aligned(to, 16, "st.global.v4 must be aligned to 16 bytes");
+    *static_cast<uint4 *>(to) = value;
+}
+
+inline void
+st_global_64(void *to, uint2 value)
+{
+    simt::require_aligned(to, 8, "st.global.v2 must be aligned to 8 bytes");
+    *static_cast<uint2 *>(to) = value;
+}
+
 inline void
 ldmatrix_x1(uint32_t *r, smem at)
 {

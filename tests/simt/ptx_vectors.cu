@@ -73,6 +73,15 @@ WARP(st_shared)
     out[lane * 4 + 3] = __float_as_uint(second.y);
 }
 
+/* 16 bytes of each lane, then 8. */
+WARP(st_global)
+{
+    const uint32_t lane = threadIdx.x;
+
+    st_global_128(out + lane * 4, make_uint4(lane, lane << 8, lane << 16, lane << 20));
+    st_global_64(out + 128 + lane * 2, make_uint2(lane + 7, lane << 9));
+}
+
 WARP(ldmatrix)
 {
     SHARED_DYNAMIC(raw);
@@ -172,7 +181,7 @@ WARP(cp_async)
 #    include <math.h>
 #    include <stdio.h>
 
-static uint32_t words[WORDS];
+alignas(16) static uint32_t words[WORDS];
 
 static void
 run(void (*kernel)(uint32_t *), int n)
@@ -225,6 +234,7 @@ main()
     report("unpack_f16", 75, WORDS, of_unpack_f16);
     report_ex2();
     report("st_shared", 75, LANES * 4, of_st_shared);
+    report("st_global", 75, LANES * 6, of_st_global);
     report("ldmatrix", 75, LANES * 14, of_ldmatrix);
     report("mma_m16n8k8_f16", 75, LANES * 4, of_mma_m16n8k8_f16);
     report("mma_m16n8k16_f16", 80, LANES * 4, of_mma_m16n8k16_f16);
