@@ -58,6 +58,23 @@ check_steps(const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
+/* 8-bit state is float32 arithmetic. */
+static tfast_status
+check_codes(const tfast_adamw_args *args)
+{
+    for (int64_t i = 0; i < args->n_slots; i++) {
+        if (args->slots[i].scales == NULL) {
+            continue;
+        }
+        if (args->slots[i].param_dtype == TFAST_F64) {
+            return tfast_fail(TFAST_EINVAL,
+                              "params[%lld] must not be float64 with 8-bit state",
+                              (long long)i);
+        }
+    }
+    return TFAST_OK;
+}
+
 /* Validates the arguments and finds the backend. */
 static tfast_status
 check(const tfast_adamw_args *args, const tfast_backend **backend)
@@ -68,6 +85,9 @@ check(const tfast_adamw_args *args, const tfast_backend **backend)
     status = check_scalars(args);
     if (status == TFAST_OK) {
         status = check_steps(args);
+    }
+    if (status == TFAST_OK) {
+        status = check_codes(args);
     }
     if (status != TFAST_OK || *backend == NULL) {
         return status != TFAST_OK ? status : TFAST_EUNSUPPORTED;

@@ -108,6 +108,8 @@ typedef struct {
     uint8_t param_dtype; /* a tfast_dtype; the three dtypes are independent */
     uint8_t grad_dtype;
     uint8_t state_dtype; /* of exp_avg, exp_avg_sq and max_exp_avg_sq */
+    float *scales; /* NULL, or the state is 8-bit codes: see adamw_codes.h; state_dtype
+                      is then TFAST_F32, and param_dtype not float64 */
 } tfast_adamw_slot;
 
 /* Optional outputs for one slot, written in the same pass over the elements. The rules
@@ -161,9 +163,9 @@ typedef struct {
  *
  * With amsgrad the last line uses the running maximum of v. Coefficients are computed
  * in double and rounded once. Arithmetic is float64 if the parameter or its state is
- * float64, else float32. Stores round to nearest even; the last line uses m and v, and
- * the extras use p, before that rounding. The same inputs give the same bits on every
- * backend. */
+ * float64, else float32. Stores round to nearest even, also to 8-bit codes; the last
+ * line uses m and v, and the extras use p, before that rounding. The same inputs give
+ * the same bits on every backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
 
 /* For a caller that steps several lists of slots and must not fail after the first:
@@ -514,7 +516,7 @@ tfast_status tfast_trajectory(const tfast_trajectory_args *args);
 
 /* Raise it whenever a struct in this file changes: a backend library that was built
  * with another value is refused. */
-#define TFAST_ABI 9
+#define TFAST_ABI 10
 
 /* A backend: one function for each operation, NULL if it lacks the operation. The
  * tfast_ functions validate the arguments before they call a backend. */

@@ -8,7 +8,7 @@ all_of_dtype(const tfast_adamw_slot *slots, int64_t n, int dtype)
 {
     for (int64_t i = 0; i < n; i++) {
         if (slots[i].param_dtype != dtype || slots[i].grad_dtype != dtype ||
-            slots[i].state_dtype != dtype) {
+            slots[i].state_dtype != dtype || slots[i].scales != NULL) {
             return false;
         }
     }
@@ -57,6 +57,11 @@ adamw_mix_of(const tfast_adamw_args *args)
         return ALL_BF16;
     }
     for (int64_t i = 0; i < n; i++) {
+        if (slots[i].scales != NULL) {
+            return CODES;
+        }
+    }
+    for (int64_t i = 0; i < n; i++) {
         if (is_wide(slots[i].param_dtype, slots[i].state_dtype)) {
             return WIDE;
         }
@@ -82,6 +87,14 @@ has_float64(const adamw_row *row)
            (row->copy != NULL && row->copy_dtype == TFAST_F64);
 }
 
+/* Codes of a vector are one word. */
+static bool
+state_aligned_at(const adamw_row *row, const void *array, int head, int vector)
+{
+    return row->scales != NULL ? (uintptr_t)array % (size_t)vector == 0
+                               : aligned_at(array, row->state_dtype, head, vector);
+}
+
 /* The arrays of a slot may be views that are misaligned differently (a gradient in a
  * bucket): then no head aligns them all, and the slot is done element by element, still
  * coalesced. */
@@ -91,12 +104,12 @@ head_of(const adamw_row *row, int vector)
     if (has_float64(row)) {
         return NO_VECTORS;
     }
-    for (int head = 0; head < vector; head++) {
+    for (int head = 0; head < (row->scales != NULL ? 1 : vector); head++) {
         if (aligned_at(row->param, row->param_dtype, head, vector) &&
             aligned_at(row->grad, row->grad_dtype, head, vector) &&
-            aligned_at(row->exp_avg, row->state_dtype, head, vector) &&
-            aligned_at(row->exp_avg_sq, row->state_dtype, head, vector) &&
-            aligned_at(row->max_exp_avg_sq, row->state_dtype, head, vector) &&
+            state_aligned_at(row, row->exp_avg, head, vector) &&
+            state_aligned_at(row, row->exp_avg_sq, head, vector) &&
+            state_aligned_at(row, row->max_exp_avg_sq, head, vector) &&
             aligned_at(row->ema, row->ema_dtype, head, vector) &&
             aligned_at(row->copy, row->copy_dtype, head, vector)) {
             return (uint8_t)head;
@@ -136,6 +149,7 @@ adamw_fill_table(adamw_table *table, const tfast_adamw_args *args, adamw_mix mix
         row->ema = extra.ema;
         row->copy = extra.copy;
         row->step = slot->step;
+        row->scales = slot->scales;
         row->numel = slot->numel;
         row->first_item = items;
         row->param_dtype = slot->param_dtype;
@@ -160,9 +174,10 @@ adamw_same_rows(const adamw_table *table, const tfast_adamw_args *args)
         if (a->param != b->param || a->grad != b->grad || a->exp_avg != b->exp_avg ||
             a->exp_avg_sq != b->exp_avg_sq || a->max_exp_avg_sq != b->max_exp_avg_sq ||
             extra.ema != b->ema || extra.copy != b->copy || a->step != b->step ||
-            a->numel != b->numel || a->param_dtype != b->param_dtype ||
-            a->grad_dtype != b->grad_dtype || a->state_dtype != b->state_dtype ||
-            extra.ema_dtype != b->ema_dtype || extra.copy_dtype != b->copy_dtype) {
+            a->scales != b->scales || a->numel != b->numel ||
+            a->param_dtype != b->param_dtype || a->grad_dtype != b->grad_dtype ||
+            a->state_dtype != b->state_dtype || extra.ema_dtype != b->ema_dtype ||
+            extra.copy_dtype != b->copy_dtype) {
             return false;
         }
     }

@@ -29,7 +29,8 @@ typedef struct ALIGNED_16 {
     void *max_exp_avg_sq; /* null without amsgrad */
     void *ema;            /* these two null where not wanted */
     void *copy;
-    float *step; /* null: the launch's own */
+    float *step;   /* null: the launch's own */
+    float *scales; /* null: float state */
     int64_t numel;
     int first_item; /* counted over all rows */
     int end_item;
@@ -52,9 +53,10 @@ typedef struct ALIGNED_16 {
  *   ALL_BF16  the common half case: 8 elements a vector keep accesses 16 bytes wide
  *   NARROW    any mix in float32 arithmetic, dtypes at run time, 4 elements a vector
  *   WIDE      float64 arithmetic somewhere: keeps its registers out of NARROW
+ *   CODES     8-bit state somewhere; its other slots are any mix
  * Extras make a list NARROW or WIDE: their arrays would cost ALL_F32 its 64 registers
  * and so a block a multiprocessor, while NARROW has room for them. */
-typedef enum { ALL_F32, ALL_BF16, NARROW, WIDE } adamw_mix;
+typedef enum { ALL_F32, ALL_BF16, NARROW, WIDE, CODES } adamw_mix;
 
 typedef struct {
     tfast_adamw_args args;

@@ -191,6 +191,7 @@ def adamw(
     found_inf: _Array | None = None,
     relayout: Callable[[Any, Any], _Array] | None = None,
     stream: int = 0,
+    scales: Sequence[_Array | None] | None = None,
     emas: Sequence[_Array] | None = None,
     copies: Sequence[_Array | None] | None = None,
     ema_decay: float = 0.0,

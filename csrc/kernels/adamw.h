@@ -6,6 +6,9 @@
 
 #include "../adamw_coef.h"
 #include "tile.h"
+#if REAL_IS_F32
+#    include "adamw_codes.h"
+#endif
 
 /* The step's scalars, rounded to `real`. */
 typedef struct {
@@ -208,7 +211,7 @@ adamw_tiles(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_
             e = tile_open(tile[5], extra->ema, extra->ema_dtype, first, count);
         }
         adamw_vectors(&(tfast_adamw_slot){p, g, m, v, t, NULL, padded, REAL_DTYPE,
-                                          REAL_DTYPE, REAL_DTYPE},
+                                          REAL_DTYPE, REAL_DTYPE, NULL},
                       &(tfast_adamw_extra){e, NULL, REAL_DTYPE, REAL_DTYPE}, 0, padded,
                       s);
         tile_close(p, tile[0], slot->param, param_dtype, first, count);
@@ -229,21 +232,91 @@ adamw_tiles(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_
     }
 }
 
-/* Steps n elements from `first` on: whole vectors in place if adamw_vectors() has a
- * loop for the dtypes, all others through tiles. */
+/* Steps n elements from `first` on, with float state: whole vectors in place if
+ * adamw_vectors() has a loop for the dtypes, all others through tiles. */
+static void
+adamw_floats(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+             int64_t first, int64_t n, const adamw_scalars *s)
+{
+    int64_t whole = n / VR_WIDTH * VR_WIDTH;
+
+    if (!adamw_vectors(slot, extra, first, whole, s)) {
+        whole = 0;
+    }
+    if (whole < n) {
+        adamw_tiles(slot, extra, first + whole, n - whole, s);
+    }
+}
+
+#if REAL_IS_F32
+/* The address of element i of an array that may be NULL. */
+static void *
+element(void *array, int dtype, int64_t i)
+{
+    const int64_t bytes = i * (int64_t)tfast_dtype_size((tfast_dtype)dtype);
+
+    return array == NULL ? NULL : (char *)array + bytes;
+}
+
+/* Steps n elements of a slot with 8-bit state from `first` on, a multiple of BLOCK. */
+static void
+adamw_codes(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
+            int64_t n, const adamw_scalars *s)
+{
+    _Alignas(64) real m[CODE_CHUNK], v[CODE_CHUNK], top[CODE_CHUNK];
+    const bool amsgrad = slot->max_exp_avg_sq != NULL;
+    const int columns = amsgrad ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
+
+    for (const int64_t end = first + n; first < end; first += CODE_CHUNK) {
+        const int count = (int)(end - first < CODE_CHUNK ? end - first : CODE_CHUNK);
+        float *scales = slot->scales + first / BLOCK * columns;
+        const tfast_adamw_slot floats = {
+            .param = element(slot->param, slot->param_dtype, first),
+            .grad = element(slot->grad, slot->grad_dtype, first),
+            .exp_avg = m,
+            .exp_avg_sq = v,
+            .max_exp_avg_sq = amsgrad ? top : NULL,
+            .numel = count,
+            .param_dtype = slot->param_dtype,
+            .grad_dtype = slot->grad_dtype,
+            .state_dtype = TFAST_F32,
+        };
+        const tfast_adamw_extra extras = {
+            .ema = element(extra->ema, extra->ema_dtype, first),
+            .copy = element(extra->copy, extra->copy_dtype, first),
+            .ema_dtype = extra->ema_dtype,
+            .copy_dtype = extra->copy_dtype,
+        };
+
+        decode_chunk(m, slot->exp_avg, first, count, scales, columns, 0);
+        decode_chunk(v, slot->exp_avg_sq, first, count, scales, columns, 1);
+        if (amsgrad) {
+            decode_chunk(top, slot->max_exp_avg_sq, first, count, scales, columns, 3);
+        }
+        adamw_floats(&floats, &extras, 0, count, s);
+        encode_chunk(slot->exp_avg, m, first, count, scales, columns, 0);
+        encode_chunk(slot->exp_avg_sq, v, first, count, scales, columns, 1);
+        if (amsgrad) {
+            encode_chunk(slot->max_exp_avg_sq, top, first, count, scales, columns, 3);
+        }
+    }
+}
+#endif
+
+/* Steps n elements of a slot from `first` on. */
 static void
 adamw_span(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
            int64_t n, const tfast_adamw_coef *coef, const tfast_adamw_args *args)
 {
     const adamw_scalars s = adamw_round(coef, args);
-    int64_t whole = n / VR_WIDTH * VR_WIDTH;
 
-    if (!adamw_vectors(slot, extra, first, whole, &s)) {
-        whole = 0;
+#if REAL_IS_F32
+    if (slot->scales != NULL) {
+        adamw_codes(slot, extra, first, n, &s);
+        return;
     }
-    if (whole < n) {
-        adamw_tiles(slot, extra, first + whole, n - whole, &s);
-    }
+#endif
+    adamw_floats(slot, extra, first, n, &s);
 }
 
 #endif

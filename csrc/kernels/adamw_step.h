@@ -3,6 +3,7 @@
 #ifndef ADAMW_STEP_H
 #define ADAMW_STEP_H
 
+#include "../adamw_codes.h"
 #include "../adamw_coef.h"
 #include "parts.h"
 #include "type_kernels.h"
@@ -16,7 +17,9 @@ static const tfast_type_kernels *kernels_for(bool is_float64);
 enum {
     SLOT_COST = 64,    /* cost of starting a slot, in elements */
     PART_COST = 32768, /* elements worth waking a sleeping thread, which takes 50 us */
-    CUT = 64           /* ranges are cut at multiples of this many elements of a slot */
+    /* ranges are cut at multiples of this many elements of a slot: whole cache lines,
+     * and whole blocks of 8-bit state */
+    CUT = TFAST_CODE_BLOCK
 };
 
 typedef struct {

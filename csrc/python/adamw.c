@@ -1,6 +1,8 @@
 /* _core.adamw: the AdamW step on lists of arrays; and what all AdamW calls share. */
 #include "adamw_call.h"
 
+#include "../adamw_codes.h"
+
 #define OUTPUT(NAME) .name = NAME, .kind = PY_ARRAY, .written = true
 #define COLUMNS(PARAMS, COPIES)                                                        \
     {                                                                                  \
@@ -9,11 +11,14 @@
                   .kind = PY_ARRAY,                                                    \
                   .any_layout = true,                                                  \
                   .held = true},                                                       \
-        [EXP_AVG] = {OUTPUT("exp_avgs")},                                              \
-        [EXP_AVG_SQ] = {OUTPUT("exp_avg_sqs"), .same_dtype = EXP_AVG},                 \
-        [MAX_EXP_AVG_SQ] = {OUTPUT("max_exp_avg_sqs"), .same_dtype = EXP_AVG},         \
+        [EXP_AVG] = {OUTPUT("exp_avgs"), .or_bytes = true},                            \
+        [EXP_AVG_SQ] = {OUTPUT("exp_avg_sqs"), .or_bytes = true,                       \
+                        .same_dtype = EXP_AVG},                                        \
+        [MAX_EXP_AVG_SQ] = {OUTPUT("max_exp_avg_sqs"), .or_bytes = true,               \
+                            .same_dtype = EXP_AVG},                                    \
         [STEP] = {.name = "step", .kind = PY_SCALAR, .written = true},                 \
-        [EMA] = {OUTPUT("emas")}, [COPY] = {OUTPUT(COPIES)},                           \
+        [SCALES] = {OUTPUT("scales"), .own_shape = true}, [EMA] = {OUTPUT("emas")},    \
+        [COPY] = {OUTPUT(COPIES)},                                                     \
     }
 
 /* columns[1] is for master weights: the step updates the master weights (PARAM) and
@@ -44,6 +49,7 @@ static const py_parameter options[PY_ADAMW_PARAMETERS] = {
     [EXP_AVG_SQ] = COLUMN("exp_avg_sqs"),
     [MAX_EXP_AVG_SQ] = {.name = "max_exp_avg_sqs", .kind = PY_OBJECT},
     [STEP] = COLUMN("step"),
+    [SCALES] = {.name = "scales", .kind = PY_OBJECT},
     [EMA] = {.name = "emas", .kind = PY_OBJECT},
     [COPY] = {.name = "copies", .kind = PY_OBJECT},
     [PY_ADAMW_WORKSPACE] = {.name = "workspace", .kind = PY_OBJECT, .required = true},
@@ -117,6 +123,7 @@ fill_slots(py_workspace *workspace)
 {
     for (Py_ssize_t i = 0; i < workspace->table.n_rows; i++) {
         const py_row *row = &workspace->table.rows[i];
+        const bool codes = row->dtype[EXP_AVG] == PY_UINT8;
 
         workspace->slots[i] = (tfast_adamw_slot){
             .param = row->data[PARAM],
@@ -128,7 +135,8 @@ fill_slots(py_workspace *workspace)
             .numel = row->numel,
             .param_dtype = row->dtype[PARAM],
             .grad_dtype = row->dtype[GRAD],
-            .state_dtype = row->dtype[EXP_AVG],
+            .state_dtype = codes ? TFAST_F32 : row->dtype[EXP_AVG],
+            .scales = row->data[SCALES],
         };
     }
 }
@@ -146,6 +154,38 @@ fill_extras(py_workspace *workspace)
             .copy_dtype = row->dtype[COPY],
         };
     }
+}
+
+/* Codes need scales of the right number, and float state must have none. */
+static int
+check_scales(const py_table *table)
+{
+    for (Py_ssize_t i = 0; i < table->n_rows; i++) {
+        const py_row *row = &table->rows[i];
+        const int64_t blocks = (row->numel + TFAST_CODE_BLOCK - 1) / TFAST_CODE_BLOCK;
+        const int columns = row->data[MAX_EXP_AVG_SQ] != NULL
+                                ? TFAST_CODE_SCALES_AMSGRAD
+                                : TFAST_CODE_SCALES;
+        const bool codes = row->dtype[EXP_AVG] == PY_UINT8;
+        const bool given = row->data[SCALES] != NULL;
+
+        if (codes != given && row->numel > 0) {
+            return py_argument_error(
+                PyExc_ValueError, (py_argument){"exp_avgs", row->place},
+                "must be %s, got %s", given ? "uint8 codes with scales" : "floats",
+                py_dtype_name(row->dtype[EXP_AVG]));
+        }
+        if (given &&
+            (row->dtype[SCALES] != TFAST_F32 || row->own_numel != blocks * columns)) {
+            return py_argument_error(
+                PyExc_ValueError, (py_argument){"scales", row->place},
+                "must be %lld float32, %d a block of %d "
+                "elements, got %lld %s",
+                (long long)(blocks * columns), columns, TFAST_CODE_BLOCK,
+                (long long)row->own_numel, py_dtype_name(row->dtype[SCALES]));
+        }
+    }
+    return 0;
 }
 
 /* Borrows lr if it is an array: one float32 on the device of the parameters. */
@@ -193,7 +233,8 @@ py_adamw_prepare(py_adamw_call *call, py_state *state)
     tfast_adamw_args *args = &call->args;
 
     args->device = workspace->table.place.device;
-    if (py_table_check(state, &workspace->table) < 0 || take_lr(call, state) < 0 ||
+    if (check_scales(&workspace->table) < 0 ||
+        py_table_check(state, &workspace->table) < 0 || take_lr(call, state) < 0 ||
         py_workspace_reserve(workspace, workspace->table.n_rows, call->extras) < 0) {
         return -1;
     }
@@ -275,7 +316,7 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
 
         for (int c = 0; c < N_COLUMNS; c++) {
             objects[c] = lists[c] == NULL ? NULL : PyList_GetItem(lists[c], i);
-            if ((c == EMA || c == COPY) && objects[c] == Py_None) {
+            if ((c == SCALES || c == EMA || c == COPY) && objects[c] == Py_None) {
                 objects[c] = NULL; /* none for this parameter */
             }
         }

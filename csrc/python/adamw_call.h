@@ -16,6 +16,7 @@ enum {
     EXP_AVG_SQ,
     MAX_EXP_AVG_SQ,
     STEP,
+    SCALES,  /* of 8-bit state; absent where the state is float */
     N_PLAIN, /* number of columns without extras */
     EMA = N_PLAIN,
     COPY,

@@ -39,24 +39,44 @@ find_position(PyObject *all, PyObject *param, Py_ssize_t guess)
     return 0;
 }
 
+/* Whether the state is in 8 bits: then `exp_avg_q8` is the entry after `step`. */
+static bool
+has_codes(const py_state *state, PyObject *dict)
+{
+    PyObject *key;
+    Py_ssize_t next = 0;
+
+    if (PyDict_Next(dict, &next, &key, NULL) && key == state->s_step &&
+        PyDict_Next(dict, &next, &key, NULL) && key == state->s_exp_avg) {
+        return false; /* float state, without a lookup */
+    }
+    return PyDict_GetItemWithError(dict, state->s_exp_avg) == NULL &&
+           PyDict_GetItemWithError(dict, state->s_codes[PY_EXP_AVG_CODES]) != NULL;
+}
+
 /* Stores the state arrays of one parameter in objects[column]. Returns 0, 1 if one is
  * missing, or -1 with an exception. */
 static int
 take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
            PyObject **objects)
 {
+    const bool codes = PyDict_Check(dict) && has_codes(state, dict);
     /* in the order of insertion, so that PyDict_Next() meets each without a lookup */
     const struct {
         int column;
         bool wanted;
         PyObject *name;
-    } entries[] = {{STEP, true, state->s_step},
-                   {EXP_AVG, true, state->s_exp_avg},
-                   {EXP_AVG_SQ, true, state->s_exp_avg_sq},
-                   {MAX_EXP_AVG_SQ, group->call.amsgrad, state->s_max_exp_avg_sq},
-                   {PARAM, group->call.master, state->s_master_param},
-                   {COPY, group->call.copy, state->s_weight_copy},
-                   {EMA, group->call.ema, state->s_ema}};
+    } entries[] = {
+        {STEP, true, state->s_step},
+        {EXP_AVG, true, codes ? state->s_codes[PY_EXP_AVG_CODES] : state->s_exp_avg},
+        {EXP_AVG_SQ, true,
+         codes ? state->s_codes[PY_EXP_AVG_SQ_CODES] : state->s_exp_avg_sq},
+        {MAX_EXP_AVG_SQ, group->call.amsgrad,
+         codes ? state->s_codes[PY_MAX_EXP_AVG_SQ_CODES] : state->s_max_exp_avg_sq},
+        {SCALES, codes, state->s_codes[PY_SCALES]},
+        {PARAM, group->call.master, state->s_master_param},
+        {COPY, group->call.copy, state->s_weight_copy},
+        {EMA, group->call.ema, state->s_ema}};
     PyObject *key, *value;
     Py_ssize_t next = 0;
 

@@ -99,6 +99,7 @@ py_dtype_error(py_argument argument, int how, const char *format, ...)
         : (how & PY_ONLY_INT32) != 0 ? "int32"
         : (how & PY_ANY_DTYPE) != 0  ? "of bool, an integer, a float or a complex dtype"
         : (how & PY_OR_BOOL) != 0    ? "bool, float64, float32, float16 or bfloat16"
+        : (how & PY_OR_UINT8) != 0   ? "float64, float32, float16, bfloat16 or uint8"
                                      : "float64, float32, float16 or bfloat16",
         got);
 }
@@ -106,16 +107,25 @@ py_dtype_error(py_argument argument, int how, const char *format, ...)
 /* ---- Layouts --------------------------------------------------------------------- */
 
 bool
-py_is_dense(const py_array *array)
+py_is_c_order(const py_array *array)
 {
     int64_t expected = 1;
-    bool c_order = true, used[PY_MAX_DIMS] = {false};
+    bool c_order = true;
 
     for (int d = array->ndim - 1; d >= 0 && c_order; d--) {
         c_order = array->shape[d] == 1 || array->strides[d] == expected;
         expected *= array->shape[d];
     }
-    if (c_order || array->numel == 0) {
+    return c_order || array->numel == 0;
+}
+
+bool
+py_is_dense(const py_array *array)
+{
+    int64_t expected = 1;
+    bool used[PY_MAX_DIMS] = {false};
+
+    if (py_is_c_order(array)) {
         return true;
     }
     /* Any other order: each next stride must be the extent of the dimensions so far. */

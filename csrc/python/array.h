@@ -19,6 +19,7 @@ enum {
                           misaligned or have strides of partial elements, and
                           torch's lazily conjugated or negated views */
     PY_ONLY_INT32 = 16, /* take int32 only */
+    PY_OR_UINT8 = 32,   /* also take uint8 */
 };
 
 /* A py_array's dtype is a tfast_dtype, TFAST_BOOL, or one of these. */
@@ -75,6 +76,9 @@ const char *py_dtype_name(int dtype);
 
 /* True if the elements fill numel places without gaps, in any order of dimensions. */
 bool py_is_dense(const py_array *array);
+
+/* True if the elements lie one after another, the last dimension fastest. */
+bool py_is_c_order(const py_array *array);
 
 /* True if a and b have the same shape. */
 bool py_same_shape(const py_array *a, const py_array *b);

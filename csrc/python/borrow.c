@@ -227,7 +227,8 @@ dtype_fits(int dtype, int how)
         return dtype == PY_INT32;
     }
     return dtype < TFAST_N_DTYPES || (how & PY_ANY_DTYPE) != 0 ||
-           (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0);
+           (dtype == TFAST_BOOL && (how & PY_OR_BOOL) != 0) ||
+           (dtype == PY_UINT8 && (how & PY_OR_UINT8) != 0);
 }
 
 /* What holds of every array, whoever produced it. */

@@ -89,6 +89,8 @@ typedef struct {
     /* Only for columns of a py_table: */
     bool any_layout;    /* an array of another layout is copied by `relayout` */
     bool held;          /* the caller holds the objects, so the table need not */
+    bool or_bytes;      /* an array of uint8 is allowed */
+    bool own_shape;     /* an array in C order of another shape; see py_row */
     uint8_t same_dtype; /* must have the dtype of this column; 0: any */
 } py_parameter;
 

@@ -131,7 +131,14 @@ static int
 module_exec(PyObject *module)
 {
     py_state *state = PyModule_GetState(module);
+    static const char *const code_names[PY_N_CODE_NAMES] = {
+        [PY_EXP_AVG_CODES] = "exp_avg_q8",
+        [PY_EXP_AVG_SQ_CODES] = "exp_avg_sq_q8",
+        [PY_MAX_EXP_AVG_SQ_CODES] = "max_exp_avg_sq_q8",
+        [PY_SCALES] = "scales_q8",
+    };
     PyObject *workspace, *small_calls;
+    bool complete = true;
 
     memset(state->numpy_numbers, -1, sizeof state->numpy_numbers);
     state->s_grad = PyUnicode_InternFromString("grad");
@@ -142,6 +149,10 @@ module_exec(PyObject *module)
     state->s_ema = PyUnicode_InternFromString("ema");
     state->s_master_param = PyUnicode_InternFromString("master_param");
     state->s_weight_copy = PyUnicode_InternFromString("weight_copy");
+    for (int i = 0; i < PY_N_CODE_NAMES; i++) {
+        state->s_codes[i] = PyUnicode_InternFromString(code_names[i]);
+        complete &= state->s_codes[i] != NULL;
+    }
     workspace = PyType_FromModuleAndSpec(module, &py_workspace_spec, NULL);
     state->workspace_type = (PyTypeObject *)workspace;
     small_calls = PyType_FromModuleAndSpec(module, &py_small_calls_spec, NULL);
@@ -153,7 +164,7 @@ module_exec(PyObject *module)
     if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
         state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||
         state->s_ema == NULL || state->s_master_param == NULL ||
-        state->s_weight_copy == NULL || workspace == NULL ||
+        state->s_weight_copy == NULL || !complete || workspace == NULL ||
         state->placement_error == NULL ||
         PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
         PyModule_AddObjectRef(module, "PlacementError", state->placement_error) < 0 ||
@@ -202,6 +213,9 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->s_ema);
     Py_VISIT(state->s_master_param);
     Py_VISIT(state->s_weight_copy);
+    for (int i = 0; i < PY_N_CODE_NAMES; i++) {
+        Py_VISIT(state->s_codes[i]);
+    }
     return 0;
 }
 
@@ -237,6 +251,9 @@ module_clear(PyObject *module)
     Py_CLEAR(state->s_ema);
     Py_CLEAR(state->s_master_param);
     Py_CLEAR(state->s_weight_copy);
+    for (int i = 0; i < PY_N_CODE_NAMES; i++) {
+        Py_CLEAR(state->s_codes[i]);
+    }
     return 0;
 }
 

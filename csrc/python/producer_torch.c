@@ -7,11 +7,11 @@ _Static_assert((int)PY_N_TORCH_DTYPES >= (int)PY_N_DTYPES, "room for every dtype
 /* Dtypes that are borrowed through attributes; all others go through __dlpack__(),
  * which refuses conjugated complex tensors instead of resolving them. */
 static const char *const dtype_names[PY_N_DTYPES] = {
-    [TFAST_F32] = "float32",        [TFAST_F64] = "float64",
-    [TFAST_F16] = "float16",        [TFAST_BF16] = "bfloat16",
-    [TFAST_BOOL] = "bool",          [PY_INT64] = "int64",
-    [PY_INT32] = "int32",           [PY_COMPLEX64] = "complex64",
-    [PY_COMPLEX128] = "complex128",
+    [TFAST_F32] = "float32",      [TFAST_F64] = "float64",
+    [TFAST_F16] = "float16",      [TFAST_BF16] = "bfloat16",
+    [TFAST_BOOL] = "bool",        [PY_INT64] = "int64",
+    [PY_INT32] = "int32",         [PY_UINT8] = "uint8",
+    [PY_COMPLEX64] = "complex64", [PY_COMPLEX128] = "complex128",
 };
 
 int

@@ -32,6 +32,15 @@ enum {
 };
 enum { PY_N_TORCH_DTYPES = 17 }; /* at least PY_N_DTYPES of array.h */
 
+/* Entries of an AdamW state in 8 bits. */
+enum {
+    PY_EXP_AVG_CODES,
+    PY_EXP_AVG_SQ_CODES,
+    PY_MAX_EXP_AVG_SQ_CODES,
+    PY_SCALES,
+    PY_N_CODE_NAMES
+};
+
 typedef struct {
     struct {
         PyTypeObject *type;
@@ -52,6 +61,7 @@ typedef struct {
     PyTypeObject *graph_types[PY_N_GRAPH_TYPES];
     PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
         *s_master_param, *s_weight_copy; /* interned strings */
+    PyObject *s_codes[PY_N_CODE_NAMES];  /* likewise: the names of 8-bit state */
 } py_state;
 
 #endif

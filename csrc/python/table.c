@@ -185,9 +185,10 @@ borrow_cell(py_state *state, py_table *table, int column, PyObject *const *objec
     const py_parameter *parameter = &table->columns[column];
     const py_argument argument = {parameter->name, place};
     PyObject *object = objects[column];
+    const int how = (is_written(table, column) ? PY_WRITE : 0) |
+                    (parameter->or_bytes ? PY_OR_UINT8 : 0);
 
-    if (py_borrow(state, object, argument, is_written(table, column) ? PY_WRITE : 0,
-                  array) < 0) {
+    if (py_borrow(state, object, argument, how, array) < 0) {
         return -1;
     }
     if (!py_is_at(array, &table->place)) {
@@ -195,6 +196,11 @@ borrow_cell(py_state *state, py_table *table, int column, PyObject *const *objec
     }
     if (parameter->kind == PY_SCALAR) {
         return py_check_scalar(array, argument, TFAST_F32);
+    }
+    if (parameter->own_shape) {
+        return py_is_c_order(array) ? 0
+                                    : py_argument_error(PyExc_ValueError, argument,
+                                                        "must be contiguous");
     }
     if (check_shape(table, array, first, argument) < 0) {
         return -1;
@@ -216,6 +222,9 @@ set_cell(py_table *table, py_row *row, int column, py_array *array)
 
     row->data[column] = array->data;
     row->dtype[column] = (uint8_t)array->dtype;
+    if (table->columns[column].own_shape) {
+        row->own_numel = array->numel;
+    }
     if (like != 0 && row->dtype[column] != row->dtype[like]) {
         return py_argument_error(
             PyExc_ValueError, argument_of(table, column, row->place),
@@ -273,7 +282,8 @@ row_moved(const py_table *table, const py_row *row)
 {
     const py_row *before = &table->rows[table->n_rows];
 
-    if (table->n_rows >= table->n_trusted || row->numel != before->numel) {
+    if (table->n_rows >= table->n_trusted || row->numel != before->numel ||
+        row->own_numel != before->own_numel) {
         return true;
     }
     for (int c = 0; c < table->n_columns; c++) {
@@ -330,8 +340,10 @@ fill_spans(const py_table *table, int group, int first, int last, py_span *spans
         const py_row *row = &table->rows[r];
 
         for (int c = first; c < last; c++) {
-            const bool scalar = table->columns[c].kind == PY_SCALAR;
-            const int64_t numel = scalar ? 1 : row->numel;
+            const py_parameter *column = &table->columns[c];
+            const int64_t numel = column->kind == PY_SCALAR ? 1
+                                  : column->own_shape       ? row->own_numel
+                                                            : row->numel;
             const uintptr_t start = (uintptr_t)row->data[c];
 
             if (start != 0 && numel > 0) {

@@ -7,11 +7,12 @@
 
 #include "borrow.h"
 
-enum { PY_MAX_COLUMNS = 8 };
+enum { PY_MAX_COLUMNS = 9 };
 
 typedef struct {
     void *data[PY_MAX_COLUMNS];
     int64_t numel;
+    int64_t own_numel;             /* of the column with a shape of its own */
     Py_ssize_t place;              /* index in the caller's lists */
     uint8_t dtype[PY_MAX_COLUMNS]; /* tfast_dtype */
 } py_row;

@@ -76,6 +76,32 @@ static inline void vr_store_bf16(uint16_t *p, vr a)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(half),
                                                     _mm256_extracti128_si256(half, 1)));
 }
+static inline vr vr_abs(vr a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+static inline vr vr_copysign(vr a, vr b)
+{
+    return _mm256_or_ps(a, _mm256_and_ps(b, _mm256_set1_ps(-0.0f)));
+}
+static inline vr vr_bits_down(vr a, int n, uint32_t k)
+{
+    const __m256i bits = _mm256_srli_epi32(_mm256_castps_si256(a), n);
+    return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32((int)k)));
+}
+static inline vr vr_bits_up(vr a, int n, uint32_t k)
+{
+    const __m256i bits = _mm256_sub_epi32(_mm256_castps_si256(a), _mm256_set1_epi32((int)k));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, n));
+}
+static inline vr vr_load_u8(const uint8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+static inline void vr_store_u8(uint8_t *p, vr a)
+{
+    const __m256i word = _mm256_cvtps_epi32(a);
+    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(word),
+                                         _mm256_extracti128_si256(word, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(half, half));
+}
 static inline vr vr_add_pairs(vr a, vr b)
 {
     const __m256d halves = _mm256_castps_pd(_mm256_hadd_ps(a, b));

@@ -94,6 +94,29 @@ static inline void vr_store_bf16(uint16_t *p, vr a)
     const __m512i half = _mm512_mask_set1_epi32(rounded, nan, 0x7FC0);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
 }
+static inline vr vr_abs(vr a) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a); }
+static inline vr vr_copysign(vr a, vr b)
+{
+    return _mm512_or_ps(a, _mm512_and_ps(b, _mm512_set1_ps(-0.0f)));
+}
+static inline vr vr_bits_down(vr a, int n, uint32_t k)
+{
+    const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(a), n);
+    return _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32((int)k)));
+}
+static inline vr vr_bits_up(vr a, int n, uint32_t k)
+{
+    const __m512i bits = _mm512_sub_epi32(_mm512_castps_si512(a), _mm512_set1_epi32((int)k));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, n));
+}
+static inline vr vr_load_u8(const uint8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline void vr_store_u8(uint8_t *p, vr a)
+{
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 /* Caches the answer, because CPUID is slow, most of all in a virtual machine. */
 static inline bool v_has_pairs(void)
 {

@@ -11,6 +11,11 @@
  * the lanes. vr_add_pairs(a, b) is the sums of neighbouring lanes of a followed by b, and
  * vr_accumulate(sums, a) adds the lanes to as many float64.
  *
+ * Of float32 only: vr_load_u8 and vr_store_u8 convert from and to bytes; the store
+ * rounds to nearest even, and its lanes must be in 0 .. 255. vr_copysign(a, b) has
+ * the sign of b; a >= 0. vr_bits_down(a, n, k) has
+ * the bits (a >> n) + k, and vr_bits_up(a, n, k) the bits (a - k) << n.
+ *
  * Of float64 only: vr_mask_le(a, b) has bit i set where a <= b in lane i; vr_compress()
  * and vr_compress_indices() store the lanes that a mask selects one after another, and
  * may write anything to the rest of VR_WIDTH places.
@@ -68,5 +73,17 @@ static inline vr vr_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
 static inline void vr_store_f16(uint16_t *p, vr a) { *p = tfast_to_f16(a); }
 static inline vr vr_load_bf16(const uint16_t *p) { return tfast_from_bf16(*p); }
 static inline void vr_store_bf16(uint16_t *p, vr a) { *p = tfast_to_bf16(a); }
+static inline vr vr_abs(vr a) { return fabsf(a); }
+static inline vr vr_copysign(vr a, vr b) { return copysignf(a, b); }
+static inline vr vr_bits_down(vr a, int n, uint32_t k)
+{
+    return tfast_float_from_bits((tfast_bits_from_float(a) >> n) + k);
+}
+static inline vr vr_bits_up(vr a, int n, uint32_t k)
+{
+    return tfast_float_from_bits((tfast_bits_from_float(a) - k) << n);
+}
+static inline vr vr_load_u8(const uint8_t *p) { return *p; }
+static inline void vr_store_u8(uint8_t *p, vr a) { *p = (uint8_t)lrintf(a); }
 
 #endif

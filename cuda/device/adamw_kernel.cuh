@@ -274,6 +274,8 @@ update_elements(const adamw_row *row, const dtypes &d, int64_t begin, int64_t en
     }
 }
 
+#include "adamw_codes.cuh"
+
 /* ---- The kernel ------------------------------------------------------------------ */
 
 DEVICE int64_t
@@ -322,7 +324,9 @@ run_item(const adamw_row *row, int item, const held_scalars *held)
     const dtypes d = dtypes_of<MIX>(row);
     const item_span span = span_of(row, item);
 
-    if (MIX == WIDE && adamw_is_wide(row)) {
+    if (MIX == CODES && row->scales != nullptr) {
+        update_blocks(row, d, span.begin, span.end, held->narrow);
+    } else if ((MIX == WIDE || MIX == CODES) && adamw_is_wide(row)) {
         update_elements(row, d, span.begin, span.end, held->wide);
     } else if (row->head == NO_VECTORS) {
         update_elements(row, d, span.begin, span.end, held->narrow);

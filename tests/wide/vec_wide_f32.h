@@ -53,6 +53,21 @@ static inline void vr_transpose(vr *rows)
 }
 static inline vr vr_load_f16(const uint16_t *p) { EACH_LANE(vr, 16, tfast_from_f16(p[i])); }
 static inline vr vr_load_bf16(const uint16_t *p) { EACH_LANE(vr, 16, tfast_from_bf16(p[i])); }
+static inline vr vr_abs(vr a) { EACH_LANE(vr, 16, fabsf(a[i])); }
+static inline vr vr_copysign(vr a, vr b) { EACH_LANE(vr, 16, copysignf(a[i], b[i])); }
+static inline vr vr_bits_down(vr a, int n, uint32_t k)
+{
+    EACH_LANE(vr, 16, tfast_float_from_bits((tfast_bits_from_float(a[i]) >> n) + k));
+}
+static inline vr vr_bits_up(vr a, int n, uint32_t k)
+{
+    EACH_LANE(vr, 16, tfast_float_from_bits((tfast_bits_from_float(a[i]) - k) << n));
+}
+static inline vr vr_load_u8(const uint8_t *p) { EACH_LANE(vr, 16, p[i]); }
+static inline void vr_store_u8(uint8_t *p, vr a)
+{
+    for (int i = 0; i < 16; i++) { p[i] = (uint8_t)lrintf(a[i]); }
+}
 static inline void vr_store_f16(uint16_t *p, vr a)
 {
     for (int i = 0; i < 16; i++) { p[i] = tfast_to_f16(a[i]); }

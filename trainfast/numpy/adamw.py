@@ -33,6 +33,7 @@ def adamw_step(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     max_exp_avg_sqs: Sequence[Array] | None = None,
+    scales: Sequence[Array | None] | None = None,
     emas: Sequence[Array] | None = None,
     copies: Sequence[Array | None] | None = None,
     ema_decay: float = 0.0,
@@ -68,6 +69,10 @@ def adamw_step(
         lr: a number, or an array of one float32 on the arrays' device.
         betas, eps, weight_decay: as in the formula.
         max_exp_avg_sqs: the running maxima of `exp_avg_sqs` (AMSGrad).
+        scales: float32 arrays of shape [blocks, 3], with `max_exp_avg_sqs` [blocks, 5],
+            where the state at the same place is 8-bit codes (uint8), in blocks of 128
+            elements in the order of memory; None where it is floats. Zeros in all of
+            these arrays are the state before the first step. Not for float64.
         emas: moving averages of the parameters, of any of the four dtypes.
         copies: arrays that become the new parameters, rounded to their own dtype, of
             any of the four; None at a place where none is wanted. For half parameters
@@ -93,15 +98,12 @@ def adamw_step(
         Nothing has changed when it raises.
     """
     writes_grads = zero_grad or write_back_grads
-    columns = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, emas, copies)
+    columns = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, emas, copies)
     tell_autograd = _notice(*columns, grads if writes_grads else None)
     relaid: list[tuple[Array, Array]] = []
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     _core.adamw(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
+        *lists,
         int(step) if isinstance(step, np.integer) else step,
         _core.Workspace() if workspace is None else workspace,
         lr=lr,
@@ -115,6 +117,7 @@ def adamw_step(
         found_inf=found_inf,
         relayout=_relayout(relaid),
         stream=stream,
+        scales=scales,
         emas=emas,
         copies=copies,
         ema_decay=ema_decay,
