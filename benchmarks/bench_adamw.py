@@ -37,6 +37,9 @@ from benchmarks.optimizers import (
 COMPILED_TENSORS = {"cpu": 150, "cuda": 1}
 
 
+CODES = torch.uint8  # the state_dtype of cases with 8-bit state
+
+
 def problems() -> list[Problem]:
     """Return the cases, in the order of the table."""
     f32, bf16 = torch.float32, torch.bfloat16
@@ -44,6 +47,12 @@ def problems() -> list[Problem]:
     return [
         Problem("50m-f32", "1 x 50,000,000 f32", one),
         Problem("300x40k-f32", "300 x 40,000 f32", many),
+        Problem(
+            "50m-f32-int8state", "1 x 50,000,000 f32, 8-bit state", one, f32, CODES
+        ),
+        Problem(
+            "300x40k-f32-int8state", "300 x 40,000 f32, 8-bit state", many, f32, CODES
+        ),
         Problem("gpt2-f32", "GPT-2 small, f32", tuple(gpt2_shapes())),
         Problem("10000x64-f32", "10,000 x 64 f32", 10_000 * ((64,),)),
         Problem("300x64-f32", "300 x 64 f32", 300 * ((64,),)),
@@ -64,9 +73,21 @@ def make_ours(setup: Setup) -> Contender:
 
     params, problem = setup.parameters(), setup.problem
     other = problem.state_dtype != problem.dtype
-    state_dtype = problem.state_dtype if other else None
+    state_dtype: Any = problem.state_dtype if other else None
+    if problem.state_dtype == CODES:
+        state_dtype = "int8"
     optimizer = AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, state_dtype=state_dtype)
     return setup.contender("trainfast", optimizer.step, params, role="ours")
+
+
+def make_float_state(setup: Setup) -> Contender:
+    """Ours without 8-bit state."""
+    from trainfast.torch import AdamW
+
+    params, problem = setup.parameters(), setup.problem
+    optimizer = AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
+    nbytes, name = problem.nbytes(problem.dtype), "trainfast, float32 state"
+    return setup.contender(name, optimizer.step, params, nbytes=nbytes)
 
 
 def make_torch(setup: Setup, name: str, **options: Any) -> Contender:
@@ -137,6 +158,7 @@ def make_bound(setup: Setup) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours": make_ours,
+    "float-state": make_float_state,
     "fused": make_fused,
     "foreach": make_foreach,
     "compiled": make_compiled,
@@ -149,6 +171,10 @@ def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]
     """Return the contenders of a case, and why the others do not run."""
     chosen = list(args.contender or CONTENDERS)
     skipped: dict[str, str] = {}
+    if problem.state_dtype == CODES:
+        skipped["floor"] = "the floor's loop is for floats"
+    else:
+        chosen = [name for name in chosen if name != "float-state"]
     if args.without_ours:
         skipped["ours"] = "--without-ours"
     if not (args.contender and "compiled" in args.contender):

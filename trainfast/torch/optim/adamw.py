@@ -22,6 +22,10 @@ class AdamW(FusedStep, torch.optim.AdamW):
         foreach, fused: stored, and otherwise ignored.
         state_dtype: dtype of exp_avg, exp_avg_sq and max_exp_avg_sq (float64, float32,
             float16 or bfloat16); None: each parameter's own. Kept by load_state_dict.
+            "int8": 8-bit codes in blocks of 128 elements, 2.1 bytes a parameter in
+            place of 8, under keys of their own (`exp_avg_q8`, `exp_avg_sq_q8`,
+            `max_exp_avg_sq_q8`, `scales_q8`); float state for parameters
+            below 4096 elements, float64 parameters and DTensors.
         max_grad_norm: clips the 2-norm over all groups' gradients, as clip_grad_norm_
             does, inside the step: one read of the gradients, no write. None or 0 is
             off, infinity only measures. The norm before clipping is then in
@@ -84,7 +88,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         weight_copy_dtype: torch.dtype | None = None,
@@ -143,7 +147,7 @@ class Adam(FusedStep, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         weight_copy_dtype: torch.dtype | None = None,

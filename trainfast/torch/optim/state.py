@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainfast.torch import private
-from trainfast.torch.optim import shards
+from trainfast.torch.optim import codes, shards
 
 # What a param group has besides torch's own entries.
 OPTIONS: dict[str, Any] = {
@@ -75,10 +75,12 @@ def has_grads(groups: Iterable[dict[str, Any]]) -> bool:
 
 def check_options(group: dict[str, Any]) -> None:
     """Raises ValueError for an option out of range, and for contradicting options."""
-    for name in ("state_dtype", "weight_copy_dtype"):
-        if group[name] not in _DTYPES:
+    for name, more in (("state_dtype", ("int8",)), ("weight_copy_dtype", ())):
+        if group[name] not in (*_DTYPES, *more):
+            words = ', a floating dtype of torch or "int8"' if more else ""
             raise ValueError(
-                f"{name} must be None or a floating dtype of torch, got {group[name]}"
+                f"{name} must be None{words or ' or a floating dtype of torch'}, "
+                f"got {group[name]}"
             )
     decay = group["ema_decay"]
     if decay is not None and not 0.0 <= decay < 1.0:
@@ -152,8 +154,18 @@ def _extra_dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype
     return extras
 
 
-def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
-    return (*_MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else _MOMENTS
+def _moment_names(group: dict[str, Any], coded: bool) -> tuple[str, ...]:
+    names = (*_MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else _MOMENTS
+    return (*(codes.NAMES[n] for n in names), codes.SCALES) if coded else names
+
+
+def _moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+    """The dtype of float moments. With "int8" some are float32 all the same."""
+    if group["state_dtype"] == "int8" and param.dtype in _HALF:
+        return torch.float32
+    return (
+        param.dtype if group["state_dtype"] in (None, "int8") else group["state_dtype"]
+    )
 
 
 # ---- Making it -----------------------------------------------------------------------
@@ -178,11 +190,14 @@ def make_state(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
             continue
         state = all_state[param]
         if not state:
-            dtype = group["state_dtype"] or param.dtype
             state["step"] = new_step(param.device)
-            for name in _moment_names(group):
-                state[name] = torch.zeros_like(param, dtype=dtype)
-        for name in ("step", *_moment_names(group)):
+            if codes.wanted(param, group):
+                state.update(codes.new(param, group["amsgrad"]))
+            else:
+                dtype = _moment_dtype(param, group)
+                for name in _moment_names(group, False):
+                    state[name] = torch.zeros_like(param, dtype=dtype)
+        for name in ("step", *_moment_names(group, codes.is_coded(state))):
             if name not in state:
                 raise KeyError(f"state of a parameter has no {name!r}")
         for name, dtype in _extra_dtypes(param, group).items():
@@ -199,7 +214,13 @@ def mend_state(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) -> bo
     float32 on its device: torch's own may be on the host, and float64.
     """
     mended = False
-    for param in (p for group in groups for p in group["params"]):
+    for param, group in [(p, g) for g in groups for p in g["params"]]:
+        if _is_stale(all_state.get(param, {}), param, group):
+            state = all_state[param]
+            again = codes.encode(codes.decode(state), param, group["amsgrad"])
+            state.clear()
+            state.update(again)
+            mended = True
         for name, value in all_state.get(param, {}).items():
             if not isinstance(value, Tensor):
                 continue
@@ -212,6 +233,16 @@ def mend_state(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) -> bo
             mended = mended or new is not value
             all_state[param][name] = new
     return mended
+
+
+def _is_stale(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> bool:
+    """True for codes of blocks in another layout, or with a maximum that has no use."""
+    if not codes.is_coded(state):
+        return False
+    names = [name for name in codes.NAMES.values() if name in state]
+    return (codes.NAMES["max_exp_avg_sq"] in names and not group["amsgrad"]) or any(
+        state[name].stride() != param.stride() for name in names
+    )
 
 
 def check_devices(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
@@ -401,7 +432,11 @@ def _cast_state(
     """
     dropped = set()
     device = param.device
-    wanted = group["state_dtype"] or param.dtype
+    wanted = _moment_dtype(param, group)
+    saved = _recoded(saved, param, group)
+    for name in (*codes.NAMES, *codes.NAMES.values(), codes.SCALES):
+        if name not in saved:
+            state.pop(name, None)  # torch has loaded the other form
     extras = _extra_dtypes(param, group)
     for name, value in saved.items():
         if name in _EXTRAS and name not in extras:
@@ -409,6 +444,8 @@ def _cast_state(
             dropped.add(name)
         elif name == "step":
             state[name] = _cast_step(value, device)
+        elif name == codes.SCALES or name in codes.NAMES.values():
+            state[name] = value.to(device)
         elif isinstance(value, Tensor):
             floating = value.is_floating_point()
             if floating:
@@ -421,6 +458,22 @@ def _cast_state(
                 value = conformed(param, value)
             state[name] = value
     return dropped
+
+
+def _recoded(
+    saved: dict[str, Any], param: Tensor, group: dict[str, Any]
+) -> dict[str, Any]:
+    """The saved state with 8-bit moments where the group wants them, else floats."""
+    coded, wanted = codes.is_coded(saved), codes.wanted(param, group)
+    if coded and (not wanted or _is_stale(saved, param, group)):
+        saved, coded = codes.decode(saved), False
+    fits = all(
+        isinstance(saved.get(name), Tensor) and saved[name].shape == param.shape
+        for name in _moment_names(group, False)
+    )
+    if coded or not wanted or not fits:
+        return saved
+    return codes.encode(saved, param, group["amsgrad"])
 
 
 def _cast_step(value: Any, device: torch.device) -> Tensor:

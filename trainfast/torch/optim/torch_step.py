@@ -9,6 +9,7 @@ import torch
 
 from trainfast import _core
 from trainfast.stats import count_fallback
+from trainfast.torch.optim import codes
 
 
 class TorchStep:
@@ -46,12 +47,23 @@ class TorchStep:
         for name in ("grad_scale", "found_inf"):
             if name in self.__dict__:
                 hidden[name] = self.__dict__.pop(name)
+        coded = [
+            param
+            for param in group["params"]
+            if param.grad is not None and codes.is_coded(self.state.get(param, {}))
+        ]
+        for param in coded:
+            self.state[param] = codes.decode(self.state[param], param.dtype)
         try:
             self.param_groups = [{**group, "fused": None}]
             self._torch_step(None)
         finally:
             self.param_groups = groups
             self.__dict__.update(hidden)
+            for param in coded:
+                self.state[param] = codes.encode(
+                    self.state[param], param, group["amsgrad"]
+                )
         for param in group["params"]:
             state = self.state.get(param, {})
             if param.grad is not None and group["ema_decay"] is not None:
