@@ -401,8 +401,8 @@ zero_grads(adamw_row *row, const adamw_table *table, int64_t n, int n_items)
 }
 
 /* At least 4 blocks a multiprocessor hold it to 64 registers; with dtypes at run time
- * that would spill. So would either on sm_120 and newer, where the compiler needs more.
- */
+ * that would spill, and with 8-bit state so would 80. So would either on sm_120 and
+ * newer, where the compiler needs more. */
 #if __CUDA_ARCH__ >= 1200
 enum { FEWER = 1 };
 #else
@@ -410,7 +410,9 @@ enum { FEWER = 0 };
 #endif
 
 template <adamw_mix MIX>
-TFAST_KERNEL(THREADS, (MIX == ALL_F32 || MIX == ALL_BF16 ? 4 : 3) - FEWER)
+TFAST_KERNEL(THREADS, MIX == CODES                        ? 2
+                      : MIX == ALL_F32 || MIX == ALL_BF16 ? 4 - FEWER
+                                                          : 3 - FEWER)
 adamw_kernel(const __grid_constant__ adamw_call call)
 {
     const tfast_adamw_args &args = call.args;
