@@ -198,6 +198,18 @@ def test_arguments_that_do_not_fit(path):
         quiet(path, range(N), graph, executor=pool, workers=2)
 
 
+def test_interrupt_between_two_tasks_ends_the_build(path, monkeypatch):
+    def interrupted(tasks, future):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executor._Tasks, "_take", interrupted)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(KeyboardInterrupt):
+        quiet(path, range(N), graph, executor=pool)
+    monkeypatch.undo()
+    with ThreadPoolExecutor(2) as pool:
+        assert quiet(path, range(N), graph, executor=pool).graphs == N
+
+
 def test_ctrl_c_keeps_what_was_made(path):
     code = f"""
         import os, signal, threading, time

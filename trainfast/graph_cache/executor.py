@@ -8,7 +8,7 @@ record for each key, and segments without wanted graphs are deleted then.
 
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -111,9 +111,11 @@ class _Tasks:
 
     def stop(self) -> None:
         """Cancels what has not begun, and waits for what runs: it writes the cache."""
-        running = {future for future in self.in_flight if not future.cancel()}
-        while running:
-            running.discard(self.finished.get())
+        # An interrupt may have come between any two statements, so `finished` may lack
+        # futures.
+        for future in [each for each in self.in_flight if not each.cancel()]:
+            with suppress(CancelledError):
+                future.exception()
 
     def _submit(self, chunk: list[Todo], attempt: int) -> None:
         self.number += 1
