@@ -46,9 +46,12 @@ def scratch(n):
     return on_gpu(n)
 
 
-def adamw(*dtypes):
-    columns = [[on_gpu(300, dtype=dtype) for dtype in dtypes] for _ in range(4)]
-    options = dict(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+def adamw(*dtypes, state=None):
+    columns = [[on_gpu(300, dtype=dtype) for dtype in dtypes] for _ in range(2)]
+    columns += [[on_gpu(300, dtype=state or of) for of in dtypes] for _ in range(2)]
+    scales = [on_gpu(3, 3) for _ in dtypes] if state is torch.uint8 else None
+    options = dict(scales=scales)
+    options |= dict(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     options |= dict(maximize=False, decoupled_weight_decay=True, lr=0.1)
     _core.adamw(*columns, None, 1, _core.Workspace(), **options)
 
@@ -82,7 +85,7 @@ def attend(dtype, dim, n_q=3, n_k=5, heads=2, backward=True, **options):
 
 ALL = """
 f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-adamw(f32), adamw(bf16), adamw(f16), adamw(f64)
+adamw(f32), adamw(bf16), adamw(f16), adamw(f64), adamw(f32, state=torch.uint8)
 for dtype in (f32, f64):
     scaling(dtype)
     attend(dtype, 16), attend(dtype, 16, all_options=True)
