@@ -469,7 +469,9 @@ def test_smoke_run_writes_valid_json(tmp_path, extra):
     assert len(full["cases"]) == len(bench_adamw.problems())
     roles = {"rival", "bound"} if extra else set(turns.ROLES)
     for case in full["cases"]:
-        assert {line["role"] for line in case["lines"]} == roles, case["skipped"]
+        missing = {"bound"} if "8-bit state" in case["title"] else set()
+        found = {line["role"] for line in case["lines"]}
+        assert found == roles - missing, case["skipped"]
         assert case["rounds"] >= 3
         assert case["title"] in done.stdout
         for line in case["lines"]:

@@ -243,10 +243,12 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
         """Pass 1 where processes reduce its results; None where the core does it."""
         own = self.__dict__
         find_inf = own.get("found_inf") is None and "_measure_inf" in own
-        params = [param for group in groups for param in group["params"]]
-        if not (find_inf or self.max_grad_norm) or not shards.any_sharded(params):
+        if not (find_inf or self.max_grad_norm):
             return None
-        shards.align_grads(params, "adamw")
+        if not any(shards.any_sharded(group["params"]) for group in groups):
+            return None
+        for group in groups:
+            shards.align_grads(group["params"], "adamw")
         return self._measure_apart(groups)
 
     def _measure_apart(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
