@@ -76,7 +76,7 @@ def align_grads(params: Iterable[Any], capability: str) -> None:
     if cls is None:
         return
     for param in params:
-        grad = param.grad if type(param) is cls else None
+        grad: Any = param.grad if type(param) is cls else None
         if type(grad) is not cls or param.device_mesh != grad.device_mesh:
             continue
         if _placed_alike(param, grad) or _is_partial(param):
