@@ -2,6 +2,7 @@
  * the sanitizers do not get into a Python that runs already. Its arguments are the seed
  * of the order and the largest slot's elements. Every array is an allocation of its own
  * that ends where the array does. */
+#include "adamw_codes.h"
 #include "adamw_coef.h"
 #include "harness.h"
 
@@ -220,6 +221,39 @@ run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[5], int n_
     return true;
 }
 
+/* Three steps with 8-bit state, for what the sanitizers see;
+ * tests/core/test_adamw_codes.py has the bits. */
+bool
+run_codes(tfast_adamw_args args, int64_t numel)
+{
+    static const int dtypes[5] = {TFAST_F32, TFAST_F32, TFAST_F32, TFAST_F32,
+                                  TFAST_F32};
+    static const int offsets[7] = {};
+    const int64_t blocks = (numel + TFAST_CODE_BLOCK - 1) / TFAST_CODE_BLOCK;
+    tensors floats(dtypes, numel, offsets, 0, true, true);
+    std::vector<uint8_t> codes[3];
+    std::vector<float> scales((size_t)(blocks * TFAST_CODE_SCALES_AMSGRAD));
+    tfast_adamw_slot slot = floats.slot();
+    tfast_workspace workspace = {};
+    bool right = true;
+
+    for (std::vector<uint8_t> &each : codes) {
+        each.resize((size_t)numel);
+    }
+    slot.exp_avg = codes[0].data();
+    slot.exp_avg_sq = codes[1].data();
+    slot.max_exp_avg_sq = codes[2].data();
+    slot.scales = scales.data();
+    args.slots = &slot;
+    args.n_slots = 1;
+    args.workspace = &workspace;
+    for (args.step = 1; args.step <= 3; args.step++) {
+        right &= backend->adamw(&args) == TFAST_OK;
+    }
+    backend->workspace_clear(workspace.data);
+    return right;
+}
+
 bool
 run_all()
 {
@@ -288,6 +322,7 @@ run_all()
     right &= run_case("wide zeroed", other, wide, 4, 2, true);
     right &= run_case("skipped and zeroed", skipped, wide, 4, 2);
     skipped.found_inf = &nan;
+    right &= run_codes(usual, 5000) & run_codes(usual, 1);
     return right & run_case("skipped by NaN", skipped, f32, 1, 0);
 }
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 CUDA = Path(__file__).resolve().parent.parent.parent / "cuda"
 
 RACE, BOUNDS = "data race", "heap-buffer-overflow"
-MISALIGNED, DIFFERS = "misaligned address", "differs"
+MISALIGNED, DIFFERS = "misaligned address|must be aligned", "differs"
 
 
 class Fault(NamedTuple):

@@ -259,10 +259,10 @@ FAULTS = {
         "wavefronts",
     ),
     "one row too many fetched": Fault(
-        MMA, "@row(i) < rows.n@ ? rows.dims", "row(i) <= rows.n", "address", BOUNDS
+        MMA, "@part_row(i) < part.n@ &&", "part_row(i) <= part.n", "address", BOUNDS
     ),
     "chunk that is not aligned fetched": Fault(
-        MMA, "whole = @chunks@ && left", "true", "address", "aligned"
+        MMA, "else if (@whole@) { fetch_whole(to", "true", "address", "aligned"
     ),
     "one element too many gathered": Fault(
         MMA, "@n < 8 ? n - 1 : 7@", "n < 8 ? n : 7", "address", f"{BOUNDS}|{DIFFERS}"
@@ -325,38 +325,41 @@ FAULTS = {
     ),
     "tile's first keys taken for in bounds": Fault(
         FORWARD,
-        "return @key < first_key(args, block.h, block.last)@ ||",
+        "S::OPTIONS || @tile < block.free_begin@ ||",
         "false",
         "plain",
         DIFFERS,
     ),
     "tile's last keys taken for in bounds": Fault(
         FORWARD,
-        "@key + S::STREAMED > end_key(args, block.h, block.first)@;",
+        "|| @tile >= block.free_end@;",
         "false",
         "plain",
         DIFFERS,
     ),
     "first keys of a window left out": Fault(
         FORWARD,
-        "(@first_key(args, h, block.first) / S::STREAMED@)",
-        "(first_key(args, h, block.first) + S::STREAMED - 1) / S::STREAMED",
+        "(@first_key(args, h, block->first) / S::STREAMED@)",
+        "(first_key(args, h, block->first) + S::STREAMED - 1) / S::STREAMED",
         "plain",
         DIFFERS,
     ),
     "last keys left out": Fault(
         FORWARD,
-        "(@end_key(args, h, block.last) + S::STREAMED - 1@) / S",
-        "end_key(args, h, block.last)",
+        "(@end_key(args, h, block->last) + S::STREAMED - 1@) / S",
+        "end_key(args, h, block->last)",
         "plain",
         DIFFERS,
     ),
     "keys fetched where they are read": Fault(
-        FORWARD, "stage ^= PATH::ASYNC;", "", "thread", RACE
+        FORWARD, "stage ^= S::STAGES == 2;", "", "thread", RACE
+    ),
+    "output rescaled for the first of two rows alone": Fault(
+        FORWARD, "@fade[0] != 1 || fade[1] != 1@", "fade[0] != 1", "plain", DIFFERS
     ),
     "last group of copies not counted": Fault(
         FORWARD,
-        "@cp_async_commit();@ /* an empty group",
+        "@cp_async_commit();@ /* empty, so that",
         "",
         "plain",
         f"{DIFFERS}|never waited for",
