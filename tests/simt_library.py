@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.arrays import DTYPES
 
-ABI = 9  # TFAST_ABI
+ABI = 10  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -21,6 +21,7 @@ class Slot(ctypes.Structure):
         ("step", POINTER),
         ("numel", ctypes.c_int64),
         *[(f"{name}_dtype", ctypes.c_uint8) for name in ("param", "grad", "state")],
+        ("scales", POINTER),
     ]
 
 
