@@ -179,8 +179,7 @@ check_scales(const py_table *table)
             (row->dtype[SCALES] != TFAST_F32 || row->own_numel != blocks * columns)) {
             return py_argument_error(
                 PyExc_ValueError, (py_argument){"scales", row->place},
-                "must be %lld float32, %d a block of %d "
-                "elements, got %lld %s",
+                "must be %lld float32, %d a block of %d elements, got %lld %s",
                 (long long)(blocks * columns), columns, TFAST_CODE_BLOCK,
                 (long long)row->own_numel, py_dtype_name(row->dtype[SCALES]));
         }

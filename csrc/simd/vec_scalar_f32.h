@@ -12,9 +12,9 @@
  * vr_accumulate(sums, a) adds the lanes to as many float64.
  *
  * Of float32 only: vr_load_u8 and vr_store_u8 convert from and to bytes; the store
- * rounds to nearest even, and its lanes must be in 0 .. 255. vr_copysign(a, b) has
- * the sign of b; a >= 0. vr_bits_down(a, n, k) has
- * the bits (a >> n) + k, and vr_bits_up(a, n, k) the bits (a - k) << n.
+ * rounds to nearest even, and its lanes must be in 0 .. 255. vr_copysign(a, b) is a, which
+ * must be >= 0, with the sign of b. vr_bits_down(a, n, k) has the bits (a >> n) + k, and
+ * vr_bits_up(a, n, k) the bits (a - k) << n.
  *
  * Of float64 only: vr_mask_le(a, b) has bit i set where a <= b in lane i; vr_compress()
  * and vr_compress_indices() store the lanes that a mask selects one after another, and

@@ -258,6 +258,25 @@ def test_copies_release_nothing(copied):
     assert "_release" not in vars(optimizer)
 
 
+def test_bits_of_8_bit_state_are_those_of_the_usual_step():
+    found = []
+    for release in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+        optimizer = AdamW(model.parameters(), lr=0.01, state_dtype="int8")
+        if release:
+            optimizer.release_gradients()
+        for _ in range(4):
+            model(torch.ones(2, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "exp_avg_q8" in optimizer.state[model[0].weight]
+        found.append(optimizer)
+    assert_same_state(*found, rtol=0, atol=0)
+    for ours, theirs in zip(*(o.param_groups[0]["params"] for o in found), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 # ---- Refusals ------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from trainfast.torch.optim.newton_schulz import (
     resolve_dtype,
 )
 from trainfast.torch.optim.state import OPTIONS
+from trainfast.torch.optim.torch_step import unhooked_step
 
 __all__ = ["Muon"]
 
@@ -188,12 +189,9 @@ class Muon(_Base):
                 f"torch {torch.__version__}; upgrade torch"
             )
         groups = self.param_groups
-        step = _TORCHS.step
-        if getattr(step, "hooked", False):  # else its hooks would run a second time
-            step = step.__wrapped__
         try:
             self.param_groups = [group]
-            step(self)
+            unhooked_step(_TORCHS)(self)
         finally:
             self.param_groups = groups
 

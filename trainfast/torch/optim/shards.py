@@ -86,8 +86,13 @@ def align_grads(params: Iterable[Any], capability: str) -> None:
 
 
 @torch.no_grad()
-def conformed(like: Any, value: Any) -> Any:
-    """A DTensor of the state with the placements and local strides of its parameter."""
+def conformed(
+    like: Any, value: Any, relayout: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """A DTensor of the state with the placements and local strides of its parameter.
+
+    `relayout(like, value)` copies a local tensor that has other strides.
+    """
     if like.device_mesh != value.device_mesh:
         return value  # the step refuses it
     if not _placed_alike(like, value):
@@ -95,11 +100,8 @@ def conformed(like: Any, value: Any) -> Any:
     here, shard = local(like), local(value)
     if shard.shape != here.shape or shard.stride() == here.stride():
         return value
-    copy = torch.empty_strided(
-        here.shape, here.stride(), dtype=shard.dtype, device=shard.device
-    )
     return type(value).from_local(
-        copy.copy_(shard),
+        relayout(here, shard),
         value.device_mesh,
         value.placements,
         run_check=False,
@@ -141,10 +143,9 @@ def by_mesh(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
     sum over all processes counts each element once: the lists of others lack it, and
     may be empty. Partial tensors are summed up first. The order is the same everywhere.
     """
-    cls = private.dtensor_class()
     meshes: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        if cls is None or not isinstance(tensor, cls):
+        if not is_sharded(tensor):
             meshes.setdefault(None, []).append(tensor)
             continue
         spread: Any = tensor
@@ -194,11 +195,8 @@ def _groups(mesh: Any) -> list[Any]:
 @torch.no_grad()
 def anywhere(flag: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The largest `flag` of all processes of the DTensors' meshes."""
-    cls = private.dtensor_class()
-    if cls is None:
-        return flag
-    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, cls))
-    for mesh in meshes:
+    sharded: list[Any] = [tensor for tensor in tensors if is_sharded(tensor)]
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in sharded):
         flag = reduce(flag, mesh, distributed.ReduceOp.MAX)
     return flag
 
@@ -206,14 +204,13 @@ def anywhere(flag: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 def replicated_as(value: Tensor, tensors: Sequence[Any]) -> Tensor:
     """`value` as a DTensor where all tensors are DTensors of one mesh, as torch has it;
     else `value`."""
-    cls = private.dtensor_class()
-    if cls is None or not all(isinstance(tensor, cls) for tensor in tensors):
+    if not all(map(is_sharded, tensors)):
         return value
     mesh = tensors[0].device_mesh
     if any(tensor.device_mesh != mesh for tensor in tensors):
         return value
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * mesh.ndim
-    spread: Tensor = cls.from_local(value, mesh, everywhere, run_check=False)
+    spread: Tensor = DTensor.from_local(value, mesh, everywhere, run_check=False)
     return spread

@@ -49,7 +49,7 @@ def conformed(like: Tensor, value: Tensor) -> Tensor:
     """State with the strides of its parameter, whose shape it has; of DTensors with the
     parameter's placements, and the strides of its local tensor."""
     if shards.is_sharded(like) and shards.is_sharded(value):
-        return shards.conformed(like, value)
+        return shards.conformed(like, value, relayout)
     return value if value.stride() == like.stride() else relayout(like, value)
 
 
@@ -75,13 +75,16 @@ def has_grads(groups: Iterable[dict[str, Any]]) -> bool:
 
 def check_options(group: dict[str, Any]) -> None:
     """Raises ValueError for an option out of range, and for contradicting options."""
-    for name, more in (("state_dtype", ("int8",)), ("weight_copy_dtype", ())):
-        if group[name] not in (*_DTYPES, *more):
-            words = ', a floating dtype of torch or "int8"' if more else ""
-            raise ValueError(
-                f"{name} must be None{words or ' or a floating dtype of torch'}, "
-                f"got {group[name]}"
-            )
+    if group["state_dtype"] not in (*_DTYPES, "int8"):
+        raise ValueError(
+            'state_dtype must be None, a floating dtype of torch or "int8", '
+            f"got {group['state_dtype']}"
+        )
+    if group["weight_copy_dtype"] not in _DTYPES:
+        raise ValueError(
+            "weight_copy_dtype must be None or a floating dtype of torch, "
+            f"got {group['weight_copy_dtype']}"
+        )
     decay = group["ema_decay"]
     if decay is not None and not 0.0 <= decay < 1.0:
         raise ValueError(f"ema_decay must be None or in [0, 1), got {decay}")
@@ -160,12 +163,11 @@ def _moment_names(group: dict[str, Any], coded: bool) -> tuple[str, ...]:
 
 
 def _moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """The dtype of float moments. With "int8" some are float32 all the same."""
-    if group["state_dtype"] == "int8" and param.dtype in _HALF:
-        return torch.float32
-    return (
-        param.dtype if group["state_dtype"] in (None, "int8") else group["state_dtype"]
-    )
+    """The dtype of float moments, which with "int8" small parameters keep."""
+    wanted: torch.dtype = group["state_dtype"] or param.dtype
+    if group["state_dtype"] == "int8":
+        wanted = torch.float32 if param.dtype in _HALF else param.dtype
+    return wanted
 
 
 # ---- Making it -----------------------------------------------------------------------

@@ -73,10 +73,13 @@ class TorchStep:
                 state["weight_copy"].copy_(param)
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
-        step: Any = self._torch_class.step
-        if getattr(step, "hooked", False):  # else its hooks would run a second time
-            step = step.__wrapped__
-        return step(self, closure)
+        return unhooked_step(self._torch_class)(self, closure)
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """step() of torch's class without its hooks, which the caller's step() has run."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 DIFFERENTIABLE = "differentiable=True"
