@@ -134,12 +134,19 @@ class Forecaster(lightning.LightningModule):
 
 
 class Board(TensorBoardLogger):
-    """TensorBoard without the tag `epoch`, which Lightning adds."""
+    """TensorBoard without the tag `epoch`, which Lightning adds, in one file a run.
+
+    Lightning closes the file after each turn. Files of one second lie by the text of
+    their number, 10 before 9, and TensorBoard reads the turns in that order.
+    """
 
     def log_metrics(
         self, metrics: Mapping[str, float], step: int | None = None
     ) -> None:
         super().log_metrics({k: v for k, v in metrics.items() if k != "epoch"}, step)
+
+    def finalize(self, status: str) -> None:
+        self.save()
 
 
 class Timed:

@@ -178,7 +178,9 @@ def test_all_ways_train_alike_and_write_their_files(tmp_path):
         assert len(losses[name]) == 3 * 4 * 3 and state["global_step"] == 3 * 4
         assert np.mean(losses[name][-9:]) < 0.9 * np.mean(losses[name][:9])
         assert float(loss) == pytest.approx(np.mean(losses[name][-50:]), abs=1e-3)
-        events = EventAccumulator(str(tmp_path / "lightning_logs" / slug))
+        logs = tmp_path / "lightning_logs" / slug
+        assert len([*logs.glob("events.*")]) == 1
+        events = EventAccumulator(str(logs))
         events.Reload()
         assert set(events.Tags()["scalars"]) == TAGS
         assert [event.step for event in events.Scalars("train_loss")] == [*range(12)]
