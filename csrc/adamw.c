@@ -1,6 +1,6 @@
 /* The public functions of AdamW: validate scalars and steps, then call the backend. The
  * binding has validated the arrays. */
-#include "tfast.h"
+#include "adamw_half.h"
 
 #include <math.h>
 
@@ -75,6 +75,41 @@ check_codes(const tfast_adamw_args *args)
     return TFAST_OK;
 }
 
+/* Ways of rounding that keep what nearest would lose are for half parameters. */
+static tfast_status
+check_rounding(const tfast_adamw_args *args)
+{
+    for (int64_t i = 0; args->extras != NULL && i < args->n_slots; i++) {
+        const tfast_adamw_extra *extra = &args->extras[i];
+        const uint8_t dtype = args->slots[i].param_dtype;
+        const bool half = dtype == TFAST_BF16 || dtype == TFAST_F16;
+        const bool tail =
+            extra->rounding == TFAST_KAHAN || extra->rounding == TFAST_SPLIT;
+
+        if (extra->rounding == TFAST_NEAREST || args->slots[i].numel == 0) {
+            continue;
+        }
+        if (!half || (extra->rounding == TFAST_SPLIT && dtype != TFAST_BF16)) {
+            return tfast_fail(
+                TFAST_EINVAL, "params[%lld] must be %s with this rounding, got %s",
+                (long long)i,
+                extra->rounding == TFAST_SPLIT ? "bfloat16" : "float16 or bfloat16",
+                tfast_dtype_name((tfast_dtype)dtype));
+        }
+        if (args->slots[i].state_dtype == TFAST_F64) {
+            return tfast_fail(TFAST_EINVAL,
+                              "exp_avgs[%lld] must not be float64 with this rounding",
+                              (long long)i);
+        }
+        if (extra->rounding >= TFAST_N_ROUNDINGS || tail != (extra->tail != NULL)) {
+            return tfast_fail(TFAST_EINVAL,
+                              "tails[%lld] must be given with this rounding alone",
+                              (long long)i);
+        }
+    }
+    return TFAST_OK;
+}
+
 /* Validates the arguments and finds the backend. */
 static tfast_status
 check(const tfast_adamw_args *args, const tfast_backend **backend)
@@ -88,6 +123,9 @@ check(const tfast_adamw_args *args, const tfast_backend **backend)
     }
     if (status == TFAST_OK) {
         status = check_codes(args);
+    }
+    if (status == TFAST_OK) {
+        status = check_rounding(args);
     }
     if (status != TFAST_OK || *backend == NULL) {
         return status != TFAST_OK ? status : TFAST_EUNSUPPORTED;

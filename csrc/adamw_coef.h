@@ -6,12 +6,6 @@
 
 #include "tfast.h"
 
-#ifdef __CUDACC__
-#    define TFAST_HOST_DEVICE __host__ __device__
-#else
-#    define TFAST_HOST_DEVICE
-#endif
-
 /* A kernel rounds each coefficient once to its arithmetic type. */
 typedef struct {
     double unscale; /* gradient *= unscale; clip_coef / grad_scale */
@@ -26,6 +20,7 @@ typedef struct {
     double inv_root_bias; /* 1 / sqrt(1 - beta2^t) */
     double eps;
     double ema_rest; /* 1 - ema_decay */
+    int64_t step;
 } tfast_adamw_coef;
 
 /* base^exponent by squaring, because pow() does not give the same bits on every
@@ -66,6 +61,7 @@ tfast_adamw_coef_at(const tfast_adamw_args *args, int64_t step, double lr,
     coef.inv_root_bias = 1.0 / sqrt(1.0 - tfast_power(args->beta2, step));
     coef.eps = args->eps;
     coef.ema_rest = 1.0 - args->ema_decay;
+    coef.step = step;
     return coef;
 }
 

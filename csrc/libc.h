@@ -21,4 +21,10 @@ typedef unsigned long uintptr_t;
 #    include <stdint.h>
 #endif
 
+#ifdef __CUDACC__
+#    define TFAST_HOST_DEVICE __host__ __device__
+#else
+#    define TFAST_HOST_DEVICE
+#endif
+
 #endif

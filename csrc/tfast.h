@@ -118,6 +118,11 @@ typedef struct {
 typedef struct {
     void *ema;  /* ema <- ema + (1 - ema_decay) * (param - ema), with the new param */
     void *copy; /* the new param, rounded to copy_dtype */
+    /* How a half param is rounded: see adamw_half.h. */
+    void *tail;
+    int64_t place, row, row_stride; /* of a shard: see tfast_half_place(); else 0 */
+    uint32_t index;                 /* of the parameter in its optimizer */
+    uint8_t rounding;               /* a tfast_rounding; 0: to nearest */
     uint8_t ema_dtype;
     uint8_t copy_dtype;
 } tfast_adamw_extra;
@@ -131,6 +136,7 @@ typedef struct {
     tfast_workspace *workspace; /* NULL: a temporary one (CUDA then synchronises, and
                                    fails on a capturing stream) */
     int64_t step;        /* >= 1: the number of this step, for slots with step NULL */
+    uint64_t seed;       /* of TFAST_STOCHASTIC */
     double lr;           /* finite, >= 0; ignored with lr_device */
     double beta1;        /* in [0, 1) */
     double beta2;        /* in [0, 1) */
@@ -163,8 +169,9 @@ typedef struct {
  *
  * With amsgrad the last line uses the running maximum of v. Coefficients are computed
  * in double and rounded once. Arithmetic is float64 if the parameter or its state is
- * float64, else float32. Stores round to nearest even, also to 8-bit codes; the last
- * line uses m and v, and the extras use p, before that rounding. The same inputs give
+ * float64, else float32. Stores round to nearest even, also to 8-bit codes, unless an
+ * extra says otherwise; the last line uses m and v, and the extras use p, before that
+ * rounding. The same inputs give
  * the same bits on every backend. */
 tfast_status tfast_adamw(const tfast_adamw_args *args);
 
@@ -516,7 +523,7 @@ tfast_status tfast_trajectory(const tfast_trajectory_args *args);
 
 /* Raise it whenever a struct in this file changes: a backend library that was built
  * with another value is refused. */
-#define TFAST_ABI 10
+#define TFAST_ABI 11
 
 /* A backend: one function for each operation, NULL if it lacks the operation. The
  * tfast_ functions validate the arguments before they call a backend. */

@@ -1,6 +1,8 @@
 /* Builds the rows that AdamW's kernel reads: see adamw_rows.h. */
 #include "adamw_rows.h"
 
+#include "adamw_half.h"
+
 #include <string.h>
 
 static bool
@@ -36,7 +38,8 @@ any_extra(const tfast_adamw_args *args)
 {
     for (int64_t i = 0; i < args->n_slots; i++) {
         const tfast_adamw_extra extra = extra_of(args, i);
-        if (extra.ema != NULL || extra.copy != NULL) {
+        if (extra.ema != NULL || extra.copy != NULL ||
+            extra.rounding != TFAST_NEAREST) {
             return true;
         }
     }
@@ -57,8 +60,8 @@ adamw_mix_of(const tfast_adamw_args *args)
         return ALL_BF16;
     }
     for (int64_t i = 0; i < n; i++) {
-        if (slots[i].scales != NULL) {
-            return CODES;
+        if (slots[i].scales != NULL || extra_of(args, i).rounding != TFAST_NEAREST) {
+            return BLOCKS;
         }
     }
     for (int64_t i = 0; i < n; i++) {
@@ -83,8 +86,8 @@ has_float64(const adamw_row *row)
 {
     return is_wide(row->param_dtype, row->state_dtype) ||
            row->grad_dtype == TFAST_F64 ||
-           (row->ema != NULL && row->ema_dtype == TFAST_F64) ||
-           (row->copy != NULL && row->copy_dtype == TFAST_F64);
+           (row->extra.ema != NULL && row->extra.ema_dtype == TFAST_F64) ||
+           (row->extra.copy != NULL && row->extra.copy_dtype == TFAST_F64);
 }
 
 /* Codes of a vector are one word. */
@@ -101,17 +104,20 @@ state_aligned_at(const adamw_row *row, const void *array, int head, int vector)
 static uint8_t
 head_of(const adamw_row *row, int vector)
 {
+    const bool blocks = row->scales != NULL || row->extra.rounding != TFAST_NEAREST;
+
     if (has_float64(row)) {
         return NO_VECTORS;
     }
-    for (int head = 0; head < (row->scales != NULL ? 1 : vector); head++) {
+    for (int head = 0; head < (blocks ? 1 : vector); head++) {
         if (aligned_at(row->param, row->param_dtype, head, vector) &&
             aligned_at(row->grad, row->grad_dtype, head, vector) &&
             state_aligned_at(row, row->exp_avg, head, vector) &&
             state_aligned_at(row, row->exp_avg_sq, head, vector) &&
             state_aligned_at(row, row->max_exp_avg_sq, head, vector) &&
-            aligned_at(row->ema, row->ema_dtype, head, vector) &&
-            aligned_at(row->copy, row->copy_dtype, head, vector)) {
+            aligned_at(row->extra.ema, row->extra.ema_dtype, head, vector) &&
+            aligned_at(row->extra.copy, row->extra.copy_dtype, head, vector) &&
+            aligned_at(row->extra.tail, row->param_dtype, head, vector)) {
             return (uint8_t)head;
         }
     }
@@ -139,15 +145,13 @@ adamw_fill_table(adamw_table *table, const tfast_adamw_args *args, adamw_mix mix
     memset(table, 0, adamw_table_bytes(args->n_slots));
     for (int64_t i = 0; i < args->n_slots; i++) {
         const tfast_adamw_slot *slot = &args->slots[i];
-        const tfast_adamw_extra extra = extra_of(args, i);
         adamw_row *row = &table->rows[i];
         row->param = slot->param;
         row->grad = slot->grad;
         row->exp_avg = slot->exp_avg;
         row->exp_avg_sq = slot->exp_avg_sq;
         row->max_exp_avg_sq = slot->max_exp_avg_sq;
-        row->ema = extra.ema;
-        row->copy = extra.copy;
+        row->extra = extra_of(args, i);
         row->step = slot->step;
         row->scales = slot->scales;
         row->numel = slot->numel;
@@ -155,13 +159,20 @@ adamw_fill_table(adamw_table *table, const tfast_adamw_args *args, adamw_mix mix
         row->param_dtype = slot->param_dtype;
         row->grad_dtype = slot->grad_dtype;
         row->state_dtype = slot->state_dtype;
-        row->ema_dtype = extra.ema_dtype;
-        row->copy_dtype = extra.copy_dtype;
         row->head = head_of(row, vector);
         items += items_of(slot->numel, row->head);
         row->end_item = items;
     }
     return items;
+}
+
+static bool
+same_extra(const tfast_adamw_extra *a, const tfast_adamw_extra *b)
+{
+    return a->ema == b->ema && a->copy == b->copy && a->tail == b->tail &&
+           a->place == b->place && a->row == b->row && a->row_stride == b->row_stride &&
+           a->index == b->index && a->rounding == b->rounding &&
+           a->ema_dtype == b->ema_dtype && a->copy_dtype == b->copy_dtype;
 }
 
 bool
@@ -173,11 +184,9 @@ adamw_same_rows(const adamw_table *table, const tfast_adamw_args *args)
         const adamw_row *b = &table->rows[i];
         if (a->param != b->param || a->grad != b->grad || a->exp_avg != b->exp_avg ||
             a->exp_avg_sq != b->exp_avg_sq || a->max_exp_avg_sq != b->max_exp_avg_sq ||
-            extra.ema != b->ema || extra.copy != b->copy || a->step != b->step ||
-            a->scales != b->scales || a->numel != b->numel ||
+            a->step != b->step || a->scales != b->scales || a->numel != b->numel ||
             a->param_dtype != b->param_dtype || a->grad_dtype != b->grad_dtype ||
-            a->state_dtype != b->state_dtype || extra.ema_dtype != b->ema_dtype ||
-            extra.copy_dtype != b->copy_dtype) {
+            a->state_dtype != b->state_dtype || !same_extra(&extra, &b->extra)) {
             return false;
         }
     }

@@ -27,18 +27,15 @@ typedef struct ALIGNED_16 {
     void *exp_avg;
     void *exp_avg_sq;
     void *max_exp_avg_sq; /* null without amsgrad */
-    void *ema;            /* these two null where not wanted */
-    void *copy;
-    float *step;   /* null: the launch's own */
-    float *scales; /* null: float state */
+    float *step;          /* null: the launch's own */
+    float *scales;        /* null: float state */
+    tfast_adamw_extra extra;
     int64_t numel;
     int first_item; /* counted over all rows */
     int end_item;
     uint8_t param_dtype;
     uint8_t grad_dtype;
     uint8_t state_dtype;
-    uint8_t ema_dtype;
-    uint8_t copy_dtype;
     uint8_t head; /* elements before the first aligned vector, or NO_VECTORS */
 } adamw_row;
 
@@ -53,10 +50,11 @@ typedef struct ALIGNED_16 {
  *   ALL_BF16  the common half case: 8 elements a vector keep accesses 16 bytes wide
  *   NARROW    any mix in float32 arithmetic, dtypes at run time, 4 elements a vector
  *   WIDE      float64 arithmetic somewhere: keeps its registers out of NARROW
- *   CODES     8-bit state somewhere; its other slots are any mix
+ *   BLOCKS    8-bit state or parameters that are not rounded to nearest somewhere; its
+ *             other slots are any mix
  * Extras make a list NARROW or WIDE: their arrays would cost ALL_F32 its 64 registers
  * and so a block a multiprocessor, while NARROW has room for them. */
-typedef enum { ALL_F32, ALL_BF16, NARROW, WIDE, CODES } adamw_mix;
+typedef enum { ALL_F32, ALL_BF16, NARROW, WIDE, BLOCKS } adamw_mix;
 
 typedef struct {
     tfast_adamw_args args;

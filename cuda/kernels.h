@@ -162,7 +162,7 @@
     K(0, adamw_ALL_BF16, adamw_call, 1, ADAMW_THREADS, 0, adamw_kernel<ALL_BF16>)      \
     K(0, adamw_NARROW, adamw_call, 1, ADAMW_THREADS, 0, adamw_kernel<NARROW>)          \
     K(0, adamw_WIDE, adamw_call, 1, ADAMW_THREADS, 0, adamw_kernel<WIDE>)              \
-    K(0, adamw_CODES, adamw_call, 1, ADAMW_THREADS, 0, adamw_kernel<CODES>)
+    K(0, adamw_BLOCKS, adamw_call, 1, ADAMW_THREADS, 0, adamw_kernel<BLOCKS>)
 
 #define KERNELS_OF_amp(K)                                                              \
     K(0, amp, amp_call, 1, AMP_THREADS, 0, amp_kernel<false>)                          \

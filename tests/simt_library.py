@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.arrays import DTYPES
 
-ABI = 10  # TFAST_ABI
+ABI = 11  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -27,8 +27,10 @@ class Slot(ctypes.Structure):
 
 class Extra(ctypes.Structure):
     _fields_ = [
-        *[(name, POINTER) for name in ("ema", "copy")],
-        *[(f"{name}_dtype", ctypes.c_uint8) for name in ("ema", "copy")],
+        *[(name, POINTER) for name in ("ema", "copy", "tail")],
+        *[(name, ctypes.c_int64) for name in ("place", "row", "row_stride")],
+        ("index", ctypes.c_uint32),
+        *[(name, ctypes.c_uint8) for name in ("rounding", "ema_dtype", "copy_dtype")],
     ]
 
 
@@ -45,6 +47,7 @@ class Args(ctypes.Structure):
         ("device_index", ctypes.c_int32),
         ("workspace", ctypes.POINTER(Workspace)),
         ("step", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
         *[(name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps")],
         *[(name, ctypes.c_double) for name in ("weight_decay", "ema_decay")],
         ("maximize", ctypes.c_bool),

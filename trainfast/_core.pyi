@@ -198,6 +198,10 @@ def adamw(
     clip_coef: _Array | None = None,
     zero_grad: bool = False,
     write_back_grads: bool = False,
+    tails: Sequence[_Array | None] | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    origins: list[Any] | None = None,
 ) -> None: ...
 def adamw_groups(
     groups: list[Any],

@@ -8,6 +8,7 @@
 #include "tile.h"
 #if REAL_IS_F32
 #    include "adamw_codes.h"
+#    include "adamw_half.h"
 #endif
 
 /* The step's scalars, rounded to `real`. */
@@ -146,8 +147,7 @@ adamw_takes(const tfast_adamw_extra *extra)
 /* Steps n elements if there is a loop for these dtypes, else returns false. There are
  * loops if all arrays are `real`, if parameter and gradient are of one half type, with
  * a state of it or float32, and for float32 parameters with half gradients. The last
- * are master weights; their parameters are copied in every step, so a plain loop is not
- * needed. */
+ * are master weights, or weights of adamw_half.h: a plain loop would save little. */
 static bool
 adamw_vectors(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
               int64_t first, int64_t n, const adamw_scalars *s)
@@ -180,6 +180,7 @@ adamw_vectors(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
     LOOP(false, TFAST_F16, TFAST_F16, TFAST_F32)
     LOOP(false, TFAST_F32, TFAST_BF16, TFAST_F32)
     LOOP(false, TFAST_F32, TFAST_F16, TFAST_F32)
+    LOOP(false, TFAST_F32, TFAST_BF16, TFAST_BF16)
 #endif
     return false;
 #undef LOOP
@@ -212,8 +213,8 @@ adamw_tiles(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_
         }
         adamw_vectors(&(tfast_adamw_slot){p, g, m, v, t, NULL, padded, REAL_DTYPE,
                                           REAL_DTYPE, REAL_DTYPE, NULL},
-                      &(tfast_adamw_extra){e, NULL, REAL_DTYPE, REAL_DTYPE}, 0, padded,
-                      s);
+                      &(tfast_adamw_extra){.ema = e, .ema_dtype = REAL_DTYPE}, 0,
+                      padded, s);
         tile_close(p, tile[0], slot->param, param_dtype, first, count);
         tile_close(m, tile[2], slot->exp_avg, state_dtype, first, count);
         tile_close(v, tile[3], slot->exp_avg_sq, state_dtype, first, count);
@@ -258,46 +259,94 @@ element(void *array, int dtype, int64_t i)
     return array == NULL ? NULL : (char *)array + bytes;
 }
 
-/* Steps n elements of a slot with 8-bit state from `first` on, a multiple of BLOCK. */
-static void
-adamw_codes(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t first,
-            int64_t n, const adamw_scalars *s)
+/* Elements `first` and on of a slot and its extra; with 8-bit state a multiple of
+ * BLOCK. */
+static tfast_adamw_slot
+slot_from(const tfast_adamw_slot *slot, int64_t first)
 {
-    _Alignas(64) real m[CODE_CHUNK], v[CODE_CHUNK], top[CODE_CHUNK];
+    const bool codes = slot->scales != NULL;
+    const int columns =
+        slot->max_exp_avg_sq != NULL ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
+    tfast_adamw_slot part = *slot;
+
+    part.param = element(slot->param, slot->param_dtype, first);
+    part.grad = element(slot->grad, slot->grad_dtype, first);
+    if (codes) {
+        part.exp_avg = (uint8_t *)slot->exp_avg + first;
+        part.exp_avg_sq = (uint8_t *)slot->exp_avg_sq + first;
+        part.max_exp_avg_sq =
+            slot->max_exp_avg_sq ? (uint8_t *)slot->max_exp_avg_sq + first : NULL;
+        part.scales = slot->scales + first / BLOCK * columns;
+    } else {
+        part.exp_avg = element(slot->exp_avg, slot->state_dtype, first);
+        part.exp_avg_sq = element(slot->exp_avg_sq, slot->state_dtype, first);
+        part.max_exp_avg_sq = element(slot->max_exp_avg_sq, slot->state_dtype, first);
+    }
+    return part;
+}
+
+static tfast_adamw_extra
+extra_from(const tfast_adamw_extra *extra, int64_t first)
+{
+    tfast_adamw_extra part = *extra;
+
+    part.ema = element(extra->ema, extra->ema_dtype, first);
+    part.copy = element(extra->copy, extra->copy_dtype, first);
+    return part;
+}
+
+/* Steps the first n elements of a slot with 8-bit state, at most a CHUNK. */
+static void
+adamw_codes(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int n,
+            const adamw_scalars *s)
+{
+    _Alignas(64) real m[CHUNK], v[CHUNK], top[CHUNK];
     const bool amsgrad = slot->max_exp_avg_sq != NULL;
     const int columns = amsgrad ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
+    tfast_adamw_slot floats = *slot;
 
-    for (const int64_t end = first + n; first < end; first += CODE_CHUNK) {
-        const int count = (int)(end - first < CODE_CHUNK ? end - first : CODE_CHUNK);
-        float *scales = slot->scales + first / BLOCK * columns;
-        const tfast_adamw_slot floats = {
-            .param = element(slot->param, slot->param_dtype, first),
-            .grad = element(slot->grad, slot->grad_dtype, first),
-            .exp_avg = m,
-            .exp_avg_sq = v,
-            .max_exp_avg_sq = amsgrad ? top : NULL,
-            .numel = count,
-            .param_dtype = slot->param_dtype,
-            .grad_dtype = slot->grad_dtype,
-            .state_dtype = TFAST_F32,
-        };
-        const tfast_adamw_extra extras = {
-            .ema = element(extra->ema, extra->ema_dtype, first),
-            .copy = element(extra->copy, extra->copy_dtype, first),
-            .ema_dtype = extra->ema_dtype,
-            .copy_dtype = extra->copy_dtype,
-        };
+    floats.exp_avg = m;
+    floats.exp_avg_sq = v;
+    floats.max_exp_avg_sq = amsgrad ? top : NULL;
+    decode_chunk(m, slot->exp_avg, n, slot->scales, columns, 0);
+    decode_chunk(v, slot->exp_avg_sq, n, slot->scales, columns, 1);
+    if (amsgrad) {
+        decode_chunk(top, slot->max_exp_avg_sq, n, slot->scales, columns, 3);
+    }
+    adamw_floats(&floats, extra, 0, n, s);
+    encode_chunk(slot->exp_avg, m, n, slot->scales, columns, 0);
+    encode_chunk(slot->exp_avg_sq, v, n, slot->scales, columns, 1);
+    if (amsgrad) {
+        encode_chunk(slot->max_exp_avg_sq, top, n, slot->scales, columns, 3);
+    }
+}
 
-        decode_chunk(m, slot->exp_avg, first, count, scales, columns, 0);
-        decode_chunk(v, slot->exp_avg_sq, first, count, scales, columns, 1);
-        if (amsgrad) {
-            decode_chunk(top, slot->max_exp_avg_sq, first, count, scales, columns, 3);
+/* Steps n elements from `first` on, a multiple of BLOCK, of a slot with 8-bit state, or
+ * whose parameter is not rounded to nearest, or both. */
+static void
+adamw_chunks(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
+             int64_t first, int64_t n, const adamw_scalars *s,
+             const half_random *random)
+{
+    _Alignas(64) real weights[CHUNK];
+
+    for (const int64_t end = first + n; first < end; first += CHUNK) {
+        const int count = (int)(end - first < CHUNK ? end - first : CHUNK);
+        const tfast_adamw_extra extras = extra_from(extra, first);
+        tfast_adamw_slot part = slot_from(slot, first);
+
+        if (extra->rounding != TFAST_NEAREST) {
+            read_weights(weights, slot, extra, first, count);
+            part.param = weights;
+            part.param_dtype = TFAST_F32;
         }
-        adamw_floats(&floats, &extras, 0, count, s);
-        encode_chunk(slot->exp_avg, m, first, count, scales, columns, 0);
-        encode_chunk(slot->exp_avg_sq, v, first, count, scales, columns, 1);
-        if (amsgrad) {
-            encode_chunk(slot->max_exp_avg_sq, top, first, count, scales, columns, 3);
+        if (slot->scales != NULL) {
+            adamw_codes(&part, &extras, count, s);
+        } else {
+            adamw_floats(&part, &extras, 0, count, s);
+        }
+        if (extra->rounding != TFAST_NEAREST) {
+            write_weights(slot, extra, weights, first, count, random);
         }
     }
 }
@@ -311,8 +360,9 @@ adamw_span(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra, int64_t
     const adamw_scalars s = adamw_round(coef, args);
 
 #if REAL_IS_F32
-    if (slot->scales != NULL) {
-        adamw_codes(slot, extra, first, n, &s);
+    if (slot->scales != NULL || extra->rounding != TFAST_NEAREST) {
+        const half_random random = {args->seed, coef->step};
+        adamw_chunks(slot, extra, first, n, &s, &random);
         return;
     }
 #endif

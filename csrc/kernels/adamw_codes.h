@@ -11,7 +11,7 @@
 
 enum {
     BLOCK = TFAST_CODE_BLOCK,
-    CODE_CHUNK = 4 * BLOCK /* elements decoded at a time: 2 KB of each moment */
+    CHUNK = 4 * BLOCK /* elements decoded at a time: 2 KB of each moment */
 };
 
 /* Decodes a block: exp_avg, or with decode_square() exp_avg_sq. Whole vectors, so the
@@ -158,16 +158,16 @@ tile_fill(real *tile, int n)
     return n;
 }
 
-/* One moment of the blocks of elements first .. first + n - 1, n <= CODE_CHUNK. `at`:
- * the moment's first column in the scales, of which a block has `columns`. */
+/* One moment of the first n elements, at most a CHUNK. `at`: the moment's first column
+ * in the scales, of which a block has `columns`. */
 static void
-decode_chunk(real *tile, const void *array, int64_t first, int n, const float *scales,
-             int columns, int at)
+decode_chunk(real *tile, const void *array, int n, const float *scales, int columns,
+             int at)
 {
     for (int i = 0; i < n; i += BLOCK, scales += columns) {
         const int count = n - i < BLOCK ? n - i : BLOCK;
         uint8_t copy[BLOCK];
-        const uint8_t *codes = codes_open(copy, array, first + i, count);
+        const uint8_t *codes = codes_open(copy, array, i, count);
 
         if (at == 0) {
             decode_signed(tile + i, codes, count, scales);
@@ -178,13 +178,12 @@ decode_chunk(real *tile, const void *array, int64_t first, int n, const float *s
 }
 
 static void
-encode_chunk(void *array, real *tile, int64_t first, int n, float *scales, int columns,
-             int at)
+encode_chunk(void *array, real *tile, int n, float *scales, int columns, int at)
 {
     for (int i = 0; i < n; i += BLOCK, scales += columns) {
         const int count = n - i < BLOCK ? n - i : BLOCK;
         const int padded = tile_fill(tile + i, count);
-        uint8_t copy[BLOCK], *own = (uint8_t *)array + first + i;
+        uint8_t copy[BLOCK], *own = (uint8_t *)array + i;
         uint8_t *codes = padded == count ? own : copy;
 
         if (at == 0) {

@@ -18,7 +18,7 @@
                             .same_dtype = EXP_AVG},                                    \
         [STEP] = {.name = "step", .kind = PY_SCALAR, .written = true},                 \
         [SCALES] = {OUTPUT("scales"), .own_shape = true}, [EMA] = {OUTPUT("emas")},    \
-        [COPY] = {OUTPUT(COPIES)},                                                     \
+        [COPY] = {OUTPUT(COPIES)}, [TAIL] = {OUTPUT("tails")},                         \
     }
 
 /* columns[1] is for master weights: the step updates the master weights (PARAM) and
@@ -52,6 +52,7 @@ static const py_parameter options[PY_ADAMW_PARAMETERS] = {
     [SCALES] = {.name = "scales", .kind = PY_OBJECT},
     [EMA] = {.name = "emas", .kind = PY_OBJECT},
     [COPY] = {.name = "copies", .kind = PY_OBJECT},
+    [TAIL] = {.name = "tails", .kind = PY_OBJECT},
     [PY_ADAMW_WORKSPACE] = {.name = "workspace", .kind = PY_OBJECT, .required = true},
     [PY_ADAMW_LR] = {.name = "lr",
                      .kind = PY_REAL,
@@ -80,6 +81,9 @@ static const py_parameter options[PY_ADAMW_PARAMETERS] = {
     [PY_ADAMW_AMSGRAD] = NUMBER(PY_FLAG, "amsgrad", amsgrad),
     [PY_ADAMW_MASTER] = NUMBER(PY_FLAG, "master", master),
     [PY_ADAMW_COPY] = NUMBER(PY_FLAG, "copy", copy),
+    [PY_ADAMW_ROUNDING] = {.name = "rounding", .kind = PY_OBJECT},
+    [PY_ADAMW_SEED] = NUMBER(PY_INTEGER, "seed", args.seed),
+    [PY_ADAMW_ORIGINS] = {.name = "origins", .kind = PY_LIST},
 };
 
 static const uint8_t list_order[] = {
@@ -98,7 +102,10 @@ static const uint8_t group_order[] = {PARAM,
                                       PY_ADAMW_MASTER,
                                       PY_ADAMW_COPY,
                                       PY_ADAMW_ZERO_GRAD,
-                                      PY_ADAMW_WRITE_BACK};
+                                      PY_ADAMW_WRITE_BACK,
+                                      PY_ADAMW_ROUNDING,
+                                      PY_ADAMW_SEED,
+                                      PY_ADAMW_ORIGINS};
 const py_operation py_adamw_lists = {
     .name = "adamw",
     .parameters = options,
@@ -141,19 +148,97 @@ fill_slots(py_workspace *workspace)
     }
 }
 
-static void
-fill_extras(py_workspace *workspace)
+static bool
+is_half(const py_row *row)
+{
+    return row->dtype[PARAM] == TFAST_F16 || row->dtype[PARAM] == TFAST_BF16;
+}
+
+/* Fills in where the parameter of a row stands: see py_adamw_call. Returns 0 or -1. */
+static int
+fill_origin(tfast_adamw_extra *extra, PyObject *origins, Py_ssize_t place)
+{
+    PyObject *origin;
+    long long at[4] = {place};
+
+    if (origins == NULL) {
+        extra->index = (uint32_t)place;
+        return 0;
+    }
+    if (place >= PyList_Size(origins)) {
+        PyErr_SetString(PyExc_ValueError, "origins must be as many as params");
+        return -1;
+    }
+    origin = PyList_GetItem(origins, place);
+    if (PyTuple_Check(origin)) {
+        if (!PyArg_ParseTuple(origin, "LLLL", &at[0], &at[1], &at[2], &at[3])) {
+            return -1;
+        }
+    } else {
+        at[0] = PyLong_AsLongLong(origin);
+    }
+    extra->index = (uint32_t)at[0];
+    extra->place = at[1];
+    extra->row = at[2];
+    extra->row_stride = at[3];
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+fill_extras(py_workspace *workspace, const py_adamw_call *call)
 {
     for (Py_ssize_t i = 0; i < workspace->table.n_rows; i++) {
         const py_row *row = &workspace->table.rows[i];
+        tfast_adamw_extra *extra = &workspace->extras[i];
 
-        workspace->extras[i] = (tfast_adamw_extra){
+        *extra = (tfast_adamw_extra){
             .ema = row->data[EMA],
             .copy = row->data[COPY],
+            .tail = row->data[TAIL],
+            .rounding = is_half(row) ? (uint8_t)call->rounding : TFAST_NEAREST,
             .ema_dtype = row->dtype[EMA],
             .copy_dtype = row->dtype[COPY],
         };
+        if (extra->rounding == TFAST_STOCHASTIC &&
+            fill_origin(extra, call->origins, row->place) < 0) {
+            return -1;
+        }
     }
+    return 0;
+}
+
+/* Half parameters with TFAST_KAHAN or TFAST_SPLIT have a tail, of their dtype. */
+static int
+check_tails(const py_table *table, int rounding)
+{
+    for (Py_ssize_t i = 0; i < table->n_rows; i++) {
+        const py_row *row = &table->rows[i];
+        const bool wanted =
+            is_half(row) && (rounding == TFAST_KAHAN || rounding == TFAST_SPLIT);
+        const bool given = row->data[TAIL] != NULL;
+
+        if (row->numel > 0 &&
+            (given != wanted || (given && row->dtype[TAIL] != row->dtype[PARAM]))) {
+            return py_argument_error(PyExc_ValueError,
+                                     (py_argument){"tails", row->place},
+                                     "must be %s with this rounding of %s, got %s",
+                                     wanted ? py_dtype_name(row->dtype[PARAM]) : "None",
+                                     py_dtype_name(row->dtype[PARAM]),
+                                     given ? py_dtype_name(row->dtype[TAIL]) : "None");
+        }
+    }
+    return 0;
+}
+
+int
+py_adamw_take_rounding(py_adamw_call *adamw, PyObject *const *given)
+{
+    static const char *const names[TFAST_N_ROUNDINGS] = {"nearest", "stochastic",
+                                                         "kahan", "split"};
+
+    adamw->origins = given[PY_ADAMW_ORIGINS];
+    return py_take_choice(given[PY_ADAMW_ROUNDING], "rounding", names,
+                          TFAST_N_ROUNDINGS, &adamw->rounding);
 }
 
 /* Codes need scales of the right number, and float state must have none. */
@@ -233,13 +318,16 @@ py_adamw_prepare(py_adamw_call *call, py_state *state)
 
     args->device = workspace->table.place.device;
     if (check_scales(&workspace->table) < 0 ||
+        (call->extras && check_tails(&workspace->table, call->rounding) < 0) ||
         py_table_check(state, &workspace->table) < 0 || take_lr(call, state) < 0 ||
         py_workspace_reserve(workspace, workspace->table.n_rows, call->extras) < 0) {
         return -1;
     }
     fill_slots(workspace);
     if (call->extras) {
-        fill_extras(workspace);
+        if (fill_extras(workspace, call) < 0) {
+            return -1;
+        }
         args->extras = workspace->extras;
     }
     args->slots = workspace->slots;
@@ -315,7 +403,8 @@ add_lists(py_state *state, py_table *table, PyObject *const *lists)
 
         for (int c = 0; c < N_COLUMNS; c++) {
             objects[c] = lists[c] == NULL ? NULL : PyList_GetItem(lists[c], i);
-            if ((c == SCALES || c == EMA || c == COPY) && objects[c] == Py_None) {
+            if ((c == SCALES || c == EMA || c == COPY || c == TAIL) &&
+                objects[c] == Py_None) {
                 objects[c] = NULL; /* none for this parameter */
             }
         }
@@ -359,6 +448,7 @@ py_adamw(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
 
     adamw.args = (tfast_adamw_args){.decoupled_weight_decay = true};
     adamw.amsgrad = adamw.ema = adamw.copy = adamw.master = false;
+    adamw.rounding = TFAST_NEAREST;
     adamw.lr_array.owner = NULL;
     call.state = PyModule_GetState(module);
     if (py_parse(&call, &py_adamw_lists, &adamw, args, n, names) < 0) {
@@ -366,8 +456,10 @@ py_adamw(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
     }
     adamw.lr = call.given[PY_ADAMW_LR];
     call.given[PY_ADAMW_LR] = NULL; /* borrowed by py_adamw_prepare() */
-    if (take_lists(call.given, lists, &adamw.args.step) == 0) {
-        adamw.extras = lists[EMA] != NULL || lists[COPY] != NULL;
+    if (py_adamw_take_rounding(&adamw, call.given) == 0 &&
+        take_lists(call.given, lists, &adamw.args.step) == 0) {
+        adamw.extras = lists[EMA] != NULL || lists[COPY] != NULL ||
+                       lists[TAIL] != NULL || adamw.rounding != TFAST_NEAREST;
         if (py_adamw_begin(&adamw, call.state, call.given[PY_ADAMW_WORKSPACE],
                            call.given[PY_ADAMW_RELAYOUT],
                            PyList_Size(lists[PARAM])) == 0) {

@@ -4,6 +4,7 @@
 #ifndef PY_ADAMW_CALL_H
 #define PY_ADAMW_CALL_H
 
+#include "../adamw_half.h"
 #include "core.h"
 
 #include <string.h>
@@ -20,6 +21,7 @@ enum {
     N_PLAIN, /* number of columns without extras */
     EMA = N_PLAIN,
     COPY,
+    TAIL, /* of half parameters with TFAST_KAHAN or TFAST_SPLIT */
     N_COLUMNS
 };
 
@@ -27,8 +29,14 @@ enum {
 typedef struct {
     tfast_adamw_args args;
     bool amsgrad, ema, copy; /* of a param group: the state has these arrays */
-    bool master; /* PARAM holds the master weights, COPY the model's parameters */
-    bool extras; /* columns EMA and COPY are in use */
+    bool master;      /* PARAM holds the master weights, COPY the model's parameters */
+    bool extras;      /* columns EMA, COPY and TAIL are in use, or a rounding */
+    int32_t rounding; /* a tfast_rounding, of the half parameters */
+    PyObject
+        *origins; /* a list, borrowed: of each parameter its index in the optimizer,
+                          or of a shard (index, place, row, row_stride) as in
+                          tfast_adamw_extra; NULL: none is a shard, and the index is the
+                          place in the lists */
     /* lr if it is an array of one float32, borrowed from the caller; else NULL */
     PyObject *lr;
     py_array lr_array;       /* lr, while the call runs */
@@ -58,8 +66,14 @@ enum {
     PY_ADAMW_AMSGRAD,
     PY_ADAMW_MASTER,
     PY_ADAMW_COPY,
+    PY_ADAMW_ROUNDING,
+    PY_ADAMW_SEED,
+    PY_ADAMW_ORIGINS,
     PY_ADAMW_PARAMETERS
 };
+
+/* Takes the rounding and the origins from the arguments of a call. Returns 0 or -1. */
+int py_adamw_take_rounding(py_adamw_call *call, PyObject *const *given);
 
 /* Starts a call of up to `rows` rows; `relayout`: see py_table, may be NULL. Returns 0,
  * or -1 with an exception; then py_adamw_end() must not be called. */

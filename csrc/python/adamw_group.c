@@ -126,7 +126,7 @@ bump_versions(PyObject *bump, const py_adamw_group *group)
 static int
 parse_group(py_state *state, PyObject *tuple, py_adamw_group *group)
 {
-    enum { MOST = 16 };
+    enum { MOST = 20 };
     const Py_ssize_t n = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : 0;
     py_adamw_call *adamw = &group->call;
     PyObject *arguments[MOST], *params;
@@ -146,7 +146,10 @@ parse_group(py_state *state, PyObject *tuple, py_adamw_group *group)
     }
     adamw->lr = call.given[PY_ADAMW_LR];
     adamw->ema = (call.seen >> PY_ADAMW_EMA_DECAY & 1) != 0;
-    adamw->extras = adamw->master || adamw->copy || adamw->ema;
+    if (py_adamw_take_rounding(adamw, call.given) < 0) {
+        return -1;
+    }
+    adamw->extras = adamw->master || adamw->copy || adamw->ema || adamw->rounding != 0;
     group->workspace = call.given[PY_ADAMW_WORKSPACE];
     group->params = PyList_GetSlice(params, 0, PyList_Size(params));
     return group->params == NULL ? -1 : 0;

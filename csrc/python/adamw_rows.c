@@ -46,12 +46,18 @@ has_codes(const py_state *state, PyObject *dict)
     PyObject *key;
     Py_ssize_t next = 0;
 
-    if (PyDict_Next(dict, &next, &key, NULL) && key == state->s_step &&
-        PyDict_Next(dict, &next, &key, NULL) && key == state->s_exp_avg) {
+    if (PyDict_Next(dict, &next, &key, NULL) && key == state->names[PY_STEP] &&
+        PyDict_Next(dict, &next, &key, NULL) && key == state->names[PY_EXP_AVG]) {
         return false; /* float state, without a lookup */
     }
-    return PyDict_GetItemWithError(dict, state->s_exp_avg) == NULL &&
-           PyDict_GetItemWithError(dict, state->s_codes[PY_EXP_AVG_CODES]) != NULL;
+    return PyDict_GetItemWithError(dict, state->names[PY_EXP_AVG]) == NULL &&
+           PyDict_GetItemWithError(dict, state->names[PY_EXP_AVG_CODES]) != NULL;
+}
+
+static bool
+has_tails(const py_adamw_group *group)
+{
+    return group->call.rounding == TFAST_KAHAN || group->call.rounding == TFAST_SPLIT;
 }
 
 /* Stores the state arrays of one parameter in objects[column]. Returns 0, 1 if one is
@@ -65,18 +71,18 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
     const struct {
         int column;
         bool wanted;
-        PyObject *name;
-    } entries[] = {
-        {STEP, true, state->s_step},
-        {EXP_AVG, true, codes ? state->s_codes[PY_EXP_AVG_CODES] : state->s_exp_avg},
-        {EXP_AVG_SQ, true,
-         codes ? state->s_codes[PY_EXP_AVG_SQ_CODES] : state->s_exp_avg_sq},
-        {MAX_EXP_AVG_SQ, group->call.amsgrad,
-         codes ? state->s_codes[PY_MAX_EXP_AVG_SQ_CODES] : state->s_max_exp_avg_sq},
-        {SCALES, codes, state->s_codes[PY_SCALES]},
-        {PARAM, group->call.master, state->s_master_param},
-        {COPY, group->call.copy, state->s_weight_copy},
-        {EMA, group->call.ema, state->s_ema}};
+        int name;
+    } entries[] = {{STEP, true, PY_STEP},
+                   {EXP_AVG, true, codes ? PY_EXP_AVG_CODES : PY_EXP_AVG},
+                   {EXP_AVG_SQ, true, codes ? PY_EXP_AVG_SQ_CODES : PY_EXP_AVG_SQ},
+                   {MAX_EXP_AVG_SQ, group->call.amsgrad,
+                    codes ? PY_MAX_EXP_AVG_SQ_CODES : PY_MAX_EXP_AVG_SQ},
+                   {SCALES, codes, PY_SCALES},
+                   {PARAM, group->call.master, PY_MASTER_PARAM},
+                   {COPY, group->call.copy, PY_WEIGHT_COPY},
+                   {TAIL, group->call.rounding == TFAST_KAHAN, PY_COMPENSATION},
+                   {TAIL, group->call.rounding == TFAST_SPLIT, PY_MASTER_REMAINDER},
+                   {EMA, group->call.ema, PY_EMA}};
     PyObject *key, *value;
     Py_ssize_t next = 0;
 
@@ -88,8 +94,9 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
         if (!entries[i].wanted) {
             continue;
         }
-        if (!PyDict_Next(dict, &next, &key, &value) || key != entries[i].name) {
-            value = PyDict_GetItemWithError(dict, entries[i].name);
+        PyObject *name = state->names[entries[i].name];
+        if (!PyDict_Next(dict, &next, &key, &value) || key != name) {
+            value = PyDict_GetItemWithError(dict, name);
         }
         if (value == NULL && PyErr_Occurred()) {
             return -1;
@@ -98,7 +105,7 @@ take_state(py_state *state, PyObject *dict, const py_adamw_group *group,
             objects[entries[i].column] = value;
         } else if (entries[i].column == PARAM) {
             objects[COPY] = NULL; /* no master: the step updates the parameter itself */
-        } else {
+        } else if (entries[i].column != TAIL) {
             return 1;
         }
     }
@@ -132,9 +139,10 @@ add_param(py_state *state, py_adamw_group *group, PyObject *all, Py_ssize_t plac
     if (status == 0) {
         status = py_table_add(state, table, objects, place);
     }
-    if (status == 0 && group->call.master && objects[COPY] == NULL) {
+    if (status == 0 && ((group->call.master && objects[COPY] == NULL) ||
+                        (has_tails(group) && objects[TAIL] == NULL))) {
         const int dtype = table->rows[table->n_rows - 1].dtype[PARAM];
-        return dtype == TFAST_F16 || dtype == TFAST_BF16; /* these need a master */
+        return dtype == TFAST_F16 || dtype == TFAST_BF16; /* these need it */
     }
     return status;
 }
@@ -154,7 +162,8 @@ find_reader(const py_state *state, PyObject *param)
 {
     grad_reader reader = {.type = Py_TYPE(param)};
 
-    reader.descriptor = PyObject_GetAttr((PyObject *)reader.type, state->s_grad);
+    reader.descriptor =
+        PyObject_GetAttr((PyObject *)reader.type, state->names[PY_GRAD]);
     if (reader.descriptor == NULL) {
         PyErr_Clear();
     } else if (Py_TYPE(reader.descriptor) == &PyGetSetDescr_Type &&
@@ -173,7 +182,7 @@ read_grad(py_state *state, const grad_reader *reader, py_table *table, PyObject 
 
     *grad = reader->get != NULL && type == reader->type
                 ? reader->get(reader->descriptor, param, (PyObject *)type)
-                : PyObject_GetAttr(param, state->s_grad);
+                : PyObject_GetAttr(param, state->names[PY_GRAD]);
     if (*grad == NULL || py_table_hold(table, *grad) < 0) {
         return -1;
     }

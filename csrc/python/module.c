@@ -131,27 +131,29 @@ static int
 module_exec(PyObject *module)
 {
     py_state *state = PyModule_GetState(module);
-    static const char *const code_names[PY_N_CODE_NAMES] = {
+    static const char *const names[PY_N_NAMES] = {
+        [PY_GRAD] = "grad",
+        [PY_STEP] = "step",
+        [PY_EXP_AVG] = "exp_avg",
+        [PY_EXP_AVG_SQ] = "exp_avg_sq",
+        [PY_MAX_EXP_AVG_SQ] = "max_exp_avg_sq",
         [PY_EXP_AVG_CODES] = "exp_avg_q8",
         [PY_EXP_AVG_SQ_CODES] = "exp_avg_sq_q8",
         [PY_MAX_EXP_AVG_SQ_CODES] = "max_exp_avg_sq_q8",
         [PY_SCALES] = "scales_q8",
+        [PY_MASTER_PARAM] = "master_param",
+        [PY_WEIGHT_COPY] = "weight_copy",
+        [PY_COMPENSATION] = "compensation",
+        [PY_MASTER_REMAINDER] = "master_remainder",
+        [PY_EMA] = "ema",
     };
     PyObject *workspace, *small_calls;
     bool complete = true;
 
     memset(state->numpy_numbers, -1, sizeof state->numpy_numbers);
-    state->s_grad = PyUnicode_InternFromString("grad");
-    state->s_step = PyUnicode_InternFromString("step");
-    state->s_exp_avg = PyUnicode_InternFromString("exp_avg");
-    state->s_exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
-    state->s_max_exp_avg_sq = PyUnicode_InternFromString("max_exp_avg_sq");
-    state->s_ema = PyUnicode_InternFromString("ema");
-    state->s_master_param = PyUnicode_InternFromString("master_param");
-    state->s_weight_copy = PyUnicode_InternFromString("weight_copy");
-    for (int i = 0; i < PY_N_CODE_NAMES; i++) {
-        state->s_codes[i] = PyUnicode_InternFromString(code_names[i]);
-        complete &= state->s_codes[i] != NULL;
+    for (int i = 0; i < PY_N_NAMES; i++) {
+        state->names[i] = PyUnicode_InternFromString(names[i]);
+        complete &= state->names[i] != NULL;
     }
     workspace = PyType_FromModuleAndSpec(module, &py_workspace_spec, NULL);
     state->workspace_type = (PyTypeObject *)workspace;
@@ -161,11 +163,7 @@ module_exec(PyObject *module)
         "Arrays are valid except for their memory addresses: a written array overlaps\n"
         "another or itself, or an array is not aligned to its elements.",
         PyExc_ValueError, NULL);
-    if (state->s_grad == NULL || state->s_step == NULL || state->s_exp_avg == NULL ||
-        state->s_exp_avg_sq == NULL || state->s_max_exp_avg_sq == NULL ||
-        state->s_ema == NULL || state->s_master_param == NULL ||
-        state->s_weight_copy == NULL || !complete || workspace == NULL ||
-        state->placement_error == NULL ||
+    if (!complete || workspace == NULL || state->placement_error == NULL ||
         PyModule_AddObjectRef(module, "Workspace", workspace) < 0 ||
         PyModule_AddObjectRef(module, "PlacementError", state->placement_error) < 0 ||
         PyModule_AddObjectRef(module, "SmallCalls", small_calls) < 0 ||
@@ -205,16 +203,8 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->torch_dtypes[i]);
     }
     Py_VISIT(state->torch_strided);
-    Py_VISIT(state->s_grad);
-    Py_VISIT(state->s_step);
-    Py_VISIT(state->s_exp_avg);
-    Py_VISIT(state->s_exp_avg_sq);
-    Py_VISIT(state->s_max_exp_avg_sq);
-    Py_VISIT(state->s_ema);
-    Py_VISIT(state->s_master_param);
-    Py_VISIT(state->s_weight_copy);
-    for (int i = 0; i < PY_N_CODE_NAMES; i++) {
-        Py_VISIT(state->s_codes[i]);
+    for (int i = 0; i < PY_N_NAMES; i++) {
+        Py_VISIT(state->names[i]);
     }
     return 0;
 }
@@ -243,16 +233,8 @@ module_clear(PyObject *module)
         Py_CLEAR(state->torch_dtypes[i]);
     }
     Py_CLEAR(state->torch_strided);
-    Py_CLEAR(state->s_grad);
-    Py_CLEAR(state->s_step);
-    Py_CLEAR(state->s_exp_avg);
-    Py_CLEAR(state->s_exp_avg_sq);
-    Py_CLEAR(state->s_max_exp_avg_sq);
-    Py_CLEAR(state->s_ema);
-    Py_CLEAR(state->s_master_param);
-    Py_CLEAR(state->s_weight_copy);
-    for (int i = 0; i < PY_N_CODE_NAMES; i++) {
-        Py_CLEAR(state->s_codes[i]);
+    for (int i = 0; i < PY_N_NAMES; i++) {
+        Py_CLEAR(state->names[i]);
     }
     return 0;
 }

@@ -32,13 +32,23 @@ enum {
 };
 enum { PY_N_TORCH_DTYPES = 17 }; /* at least PY_N_DTYPES of array.h */
 
-/* Entries of an AdamW state in 8 bits. */
+/* Interned strings: an attribute of tensors, and the entries of an AdamW state. */
 enum {
+    PY_GRAD,
+    PY_STEP,
+    PY_EXP_AVG,
+    PY_EXP_AVG_SQ,
+    PY_MAX_EXP_AVG_SQ,
     PY_EXP_AVG_CODES,
     PY_EXP_AVG_SQ_CODES,
     PY_MAX_EXP_AVG_SQ_CODES,
     PY_SCALES,
-    PY_N_CODE_NAMES
+    PY_MASTER_PARAM,
+    PY_WEIGHT_COPY,
+    PY_COMPENSATION,
+    PY_MASTER_REMAINDER,
+    PY_EMA,
+    PY_N_NAMES
 };
 
 typedef struct {
@@ -59,9 +69,7 @@ typedef struct {
     PyTypeObject *workspace_type;
     PyObject *placement_error; /* a subclass of ValueError: see module.c */
     PyTypeObject *graph_types[PY_N_GRAPH_TYPES];
-    PyObject *s_grad, *s_step, *s_exp_avg, *s_exp_avg_sq, *s_max_exp_avg_sq, *s_ema,
-        *s_master_param, *s_weight_copy; /* interned strings */
-    PyObject *s_codes[PY_N_CODE_NAMES];  /* likewise: the names of 8-bit state */
+    PyObject *names[PY_N_NAMES];
 } py_state;
 
 #endif

@@ -7,7 +7,7 @@
 
 #include "borrow.h"
 
-enum { PY_MAX_COLUMNS = 9 };
+enum { PY_MAX_COLUMNS = 10 };
 
 typedef struct {
     void *data[PY_MAX_COLUMNS];

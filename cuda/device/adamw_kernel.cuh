@@ -129,8 +129,8 @@ dtypes_of(const adamw_row *row)
     if (MIX == ALL_BF16) {
         return {TFAST_BF16, TFAST_BF16, TFAST_BF16, false, 0, 0};
     }
-    return {row->param_dtype, row->grad_dtype, row->state_dtype, true,
-            row->ema_dtype,   row->copy_dtype};
+    return {row->param_dtype,     row->grad_dtype,      row->state_dtype, true,
+            row->extra.ema_dtype, row->extra.copy_dtype};
 }
 
 /* Element i, whatever its alignment. */
@@ -155,12 +155,12 @@ update_element(const adamw_row *row, const dtypes &d, int64_t i, const scalars<R
     if (s.store_grad) {
         write_element(row->grad, d.grad, i, s.zero_grad ? (REAL)0 : g);
     }
-    if (d.extras && row->ema != nullptr) {
-        const REAL ema = read_element<REAL>(row->ema, d.ema, i);
-        write_element(row->ema, d.ema, i, averaged(ema, p, s));
+    if (d.extras && row->extra.ema != nullptr) {
+        const REAL ema = read_element<REAL>(row->extra.ema, d.ema, i);
+        write_element(row->extra.ema, d.ema, i, averaged(ema, p, s));
     }
-    if (d.extras && row->copy != nullptr) {
-        write_element(row->copy, d.copy, i, p);
+    if (d.extras && row->extra.copy != nullptr) {
+        write_element(row->extra.copy, d.copy, i, p);
     }
 }
 
@@ -180,8 +180,8 @@ read_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i)
     if (row->max_exp_avg_sq != nullptr) {
         raw->top = read_vector<N>(row->max_exp_avg_sq, d.state, i);
     }
-    if (d.extras && row->ema != nullptr) {
-        raw->ema = read_vector<N>(row->ema, d.ema, i);
+    if (d.extras && row->extra.ema != nullptr) {
+        raw->ema = read_vector<N>(row->extra.ema, d.ema, i);
     }
 }
 
@@ -191,8 +191,8 @@ update_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i,
             const scalars<float> &s)
 {
     const bool amsgrad = row->max_exp_avg_sq != nullptr;
-    const bool ema = d.extras && row->ema != nullptr;
-    const bool copy = d.extras && row->copy != nullptr;
+    const bool ema = d.extras && row->extra.ema != nullptr;
+    const bool copy = d.extras && row->extra.copy != nullptr;
     raw_vector copied;
 
 #pragma unroll
@@ -233,10 +233,10 @@ update_slot(raw_slot *raw, const adamw_row *row, const dtypes &d, int64_t i,
         write_vector<N>(row->grad, d.grad, i, raw->grad);
     }
     if (ema) {
-        write_vector<N>(row->ema, d.ema, i, raw->ema);
+        write_vector<N>(row->extra.ema, d.ema, i, raw->ema);
     }
     if (copy) {
-        write_vector<N>(row->copy, d.copy, i, copied);
+        write_vector<N>(row->extra.copy, d.copy, i, copied);
     }
 }
 
@@ -274,7 +274,7 @@ update_elements(const adamw_row *row, const dtypes &d, int64_t begin, int64_t en
     }
 }
 
-#include "adamw_codes.cuh"
+#include "adamw_blocks.cuh"
 
 /* ---- The kernel ------------------------------------------------------------------ */
 
@@ -319,14 +319,15 @@ span_of(const adamw_row *row, int item)
 
 template <adamw_mix MIX>
 DEVICE void
-run_item(const adamw_row *row, int item, const held_scalars *held)
+run_item(const adamw_row *row, int item, const held_scalars *held, uint64_t seed)
 {
     const dtypes d = dtypes_of<MIX>(row);
     const item_span span = span_of(row, item);
 
-    if (MIX == CODES && row->scales != nullptr) {
-        update_blocks(row, d, span.begin, span.end, held->narrow);
-    } else if ((MIX == WIDE || MIX == CODES) && adamw_is_wide(row)) {
+    if (MIX == BLOCKS &&
+        (row->scales != nullptr || row->extra.rounding != TFAST_NEAREST)) {
+        update_blocks(row, d, span.begin, span.end, held->narrow, seed, held->step);
+    } else if ((MIX == WIDE || MIX == BLOCKS) && adamw_is_wide(row)) {
         update_elements(row, d, span.begin, span.end, held->wide);
     } else if (row->head == NO_VECTORS) {
         update_elements(row, d, span.begin, span.end, held->narrow);
@@ -401,7 +402,7 @@ zero_grads(adamw_row *row, const adamw_table *table, int64_t n, int n_items)
 }
 
 /* At least 4 blocks a multiprocessor hold it to 64 registers; with dtypes at run time
- * that would spill, and with 8-bit state so would 80. So would either on sm_120 and
+ * that would spill, and by blocks so would 80. So would either on sm_120 and
  * newer, where the compiler needs more. */
 #if __CUDA_ARCH__ >= 1200
 enum { FEWER = 1 };
@@ -410,7 +411,7 @@ enum { FEWER = 0 };
 #endif
 
 template <adamw_mix MIX>
-TFAST_KERNEL(THREADS, MIX == CODES                        ? 2
+TFAST_KERNEL(THREADS, MIX == BLOCKS                       ? 2
                       : MIX == ALL_F32 || MIX == ALL_BF16 ? 4 - FEWER
                                                           : 3 - FEWER)
 adamw_kernel(const __grid_constant__ adamw_call call)
@@ -453,7 +454,7 @@ adamw_kernel(const __grid_constant__ adamw_call call)
                 __syncwarp();
             }
         }
-        run_item<MIX>(row, item, used);
+        run_item<MIX>(row, item, used, args.seed);
     }
     advance_steps(table, args.n_slots);
 }

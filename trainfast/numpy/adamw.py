@@ -1,6 +1,7 @@
 """AdamW on lists of any arrays, in place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -36,7 +37,10 @@ def adamw_step(
     scales: Sequence[Array | None] | None = None,
     emas: Sequence[Array] | None = None,
     copies: Sequence[Array | None] | None = None,
+    tails: Sequence[Array | None] | None = None,
     ema_decay: float = 0.0,
+    rounding: str = "nearest",
+    seed: int = 0,
     maximize: bool = False,
     decoupled_weight_decay: bool = True,
     zero_grad: bool = False,
@@ -78,7 +82,18 @@ def adamw_step(
             any of the four; None at a place where none is wanted. For half parameters
             with float32 master weights, `params` are the masters and `copies` the
             parameters.
+        tails: of float16 and bfloat16 parameters with rounding "kahan" or "split", what
+            rounding has cut off, in their dtype; zeros before the first step. None for
+            others.
         ema_decay: in [0, 1], for `emas`.
+        rounding: of float16 and bfloat16 parameters. "nearest": to nearest even.
+            "stochastic": up or down at random, so that the mean is the unrounded value.
+            "kahan": to nearest; the tail is the difference, rounded.
+            "split": of bfloat16, to nearest, ties away from 0. The 16 bits of the tail,
+            as an integer with sign, are added to the bits of the parameter as float32:
+            a float32 weight is kept exactly.
+        seed: of "stochastic", >= 0. An element's random number depends on it, the step,
+            the parameter's place in `params` and the element's place in memory.
         maximize: negates the gradient.
         decoupled_weight_decay: False adds `weight_decay * p` to g instead (Adam).
         zero_grad: sets the gradients to 0, also where `found_inf` skips the step.
@@ -97,45 +112,51 @@ def adamw_step(
         NotImplementedError: another dtype or device, a parameter with gaps.
         Nothing has changed when it raises.
     """
-    writes_grads = zero_grad or write_back_grads
-    columns = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, emas, copies)
-    tell_autograd = _notice(*columns, grads if writes_grads else None)
-    relaid: list[tuple[Array, Array]] = []
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    _core.adamw(
-        *lists,
-        int(step) if isinstance(step, np.integer) else step,
-        _core.Workspace() if workspace is None else workspace,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        relayout=_relayout(relaid),
-        stream=stream,
-        scales=scales,
-        emas=emas,
-        copies=copies,
-        ema_decay=ema_decay,
-        clip_coef=clip_coef,
-        zero_grad=zero_grad,
-        write_back_grads=write_back_grads,
-    )
+    more: dict[str, Any] = {"scales": scales, "emas": emas, "copies": copies}
+    more["tails"] = tails
+    read = None if zero_grad or write_back_grads else grads
+    with _writing([*lists, *more.values()], read) as relaid:
+        _core.adamw(
+            *lists,
+            int(step) if isinstance(step, np.integer) else step,
+            _core.Workspace() if workspace is None else workspace,
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            relayout=_relayout(relaid),
+            stream=stream,
+            **more,
+            ema_decay=ema_decay,
+            rounding=rounding,
+            seed=seed,
+            clip_coef=clip_coef,
+            zero_grad=zero_grad,
+            write_back_grads=write_back_grads,
+        )
+
+
+@contextmanager
+def _writing(lists: list[Any], read: Any) -> Iterator[list[tuple[Array, Array]]]:
+    """Tells autograd that the tensors in these lists but `read` were written.
+
+    Yields a list for gradients and what _relayout() has copied them to: copied back if
+    they were written.
+    """
+    written = [a for a in lists if a is not read and hasattr(a, "__len__")]
+    tell_autograd = autograd_notice(chain.from_iterable(written))
+    relaid: list[tuple[Array, Array]] = []
+    yield relaid
     count_call("adamw", _core.backend_in_use())
-    if writes_grads:
-        for grad, copy in relaid:
-            grad[...] = copy
+    for grad, copy in relaid if read is None else ():
+        grad[...] = copy
     tell_autograd()
-
-
-def _notice(*written: Sequence[Array | None] | None) -> Callable[[], None]:
-    """What tells autograd that the tensors in these lists were written."""
-    lists: list[Any] = [arrays for arrays in written if hasattr(arrays, "__len__")]
-    return autograd_notice(chain.from_iterable(lists))
 
 
 def _relayout(relaid: list[tuple[Array, Array]]) -> Callable[[Array, Array], Array]:

@@ -244,6 +244,19 @@ def shard_order(tensor: Any) -> Any:
     return getattr(getattr(tensor, "_spec", None), "shard_order", None)
 
 
+def shard_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a DTensor's shard, and its first element's place in each dimension.
+
+    NotImplementedError where torch has moved the function; seen from 2.6 to 2.13.
+    """
+    name = "distributed.tensor._utils.compute_local_shape_and_global_offset"
+    function = _find(name)
+    if function is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no torch.{name}")
+    found = function(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(found[0]), tuple(found[1])
+
+
 def is_called_to_make_state() -> bool:
     """True in a step() that torch.distributed.checkpoint calls with lr 0 and zeros for
     gradients, so that the optimizer makes its state."""

@@ -239,7 +239,7 @@ def test_a_failing_step_leaves_nothing_on_the_optimizer(monkeypatch):
     scaler, optimizer = GradScaler("cpu"), AdamW(params)
     backward(scaler, params)
 
-    def fail(groups):
+    def fail(groups, key):
         raise RuntimeError("no")
 
     monkeypatch.setattr(optimizer, "_step_groups", fail)

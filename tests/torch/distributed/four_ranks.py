@@ -36,6 +36,17 @@ def case_replicas_count_once(folder):
     cases.assert_same(shards, whole, cases.is_close)
 
 
+def case_rounding_does_not_depend_on_sharding(folder):
+    places = [
+        (7, 3, Shard(0), Replicate()),
+        (9, 5, Replicate(), Shard(1)),
+        (8, 6, Shard(0), Shard(1)),
+        (16, 40, Shard(1), Shard(0)),
+        (16, 3, Shard(0), Shard(0)),
+    ]
+    cases.check_halves(cases.mesh_of(2, 2), places)
+
+
 def shard_hybrid(model):
     names = ("replicate", "shard")
     mesh = cases.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)

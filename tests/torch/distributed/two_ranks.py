@@ -119,6 +119,66 @@ def case_masters_are_sharded(folder):
     assert_same(masters, [plain.state[p]["master_param"] for p in whole])
 
 
+HALVES = (
+    {"rounding": "stochastic"},
+    {"compensation": "kahan"},
+    {"master_weights": "split"},
+)
+
+
+def check_halves(mesh, places):
+    """Half parameters have the bits of whole ones, also what rounding has cut off."""
+    for options in HALVES:
+        trainfast.reset_stats()
+        whole = whole_params(torch.bfloat16, places)
+        shards = sharded(whole, mesh, places)
+        plain, spread = (AdamW(p, lr=1e-3, **options) for p in (whole, shards))
+        torch.manual_seed(distributed.get_rank())  # the seed is that of rank 0
+        for step in range(3):
+            set_grads(whole, shards, step)
+            spread.step()
+            if "rounding" in options:
+                seed = spread.param_groups[0]["rounding_seed"]
+                plain.param_groups[0]["rounding_seed"] = seed
+            plain.step()
+        no_fallbacks()
+        assert_same(shards, whole)
+        for p, q in zip(whole, shards, strict=True):
+            assert spread.state[q].keys() == plain.state[p].keys()
+            for name, value in spread.state[q].items():
+                here = full(value).view(torch.uint8) if value.ndim else value
+                there = plain.state[p][name]
+                there = there.view(torch.uint8) if there.ndim else there
+                assert torch.equal(here, there), name
+
+
+def case_rounding_does_not_depend_on_sharding(folder):
+    check_halves(mesh_of(), (*PLACES, (2, 9, Shard(1)), (16, 300, Shard(0))))
+
+
+def case_replicas_round_alike(folder):
+    """As with DDP: tensors that are no DTensors, and gradients that are equal."""
+    whole = whole_params(torch.bfloat16)
+    optimizer = AdamW(whole, lr=1e-3, rounding="stochastic")
+    torch.manual_seed(distributed.get_rank())
+    for step in range(100):
+        set_grads(whole, sharded(whole, mesh_of()), step)
+        optimizer.step()
+    for p in whole:
+        copies = [torch.empty_like(p) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(copies, p.detach())
+        assert torch.equal(*copies)
+
+
+def case_making_state_draws_no_seed(folder):
+    model = model_of(shard_fully).to(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), rounding="stochastic")
+    before = torch.get_rng_state()
+    checkpoints.get_optimizer_state_dict(model, optimizer)
+    assert "rounding_seed" not in optimizer.param_groups[0]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def case_the_step_is_torchs(folder):
     ours, theirs = (sharded(whole_params(), mesh_of()) for _ in range(2))
     mine, torchs = AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)

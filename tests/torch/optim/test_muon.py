@@ -154,6 +154,7 @@ def test_auto_is_float16_where_a_gpu_emulates_bfloat16(monkeypatch):
 
 
 def test_bfloat16_on_a_cpu_with_instructions_for_it_uses_them(monkeypatch):
+    monkeypatch.setattr(private, "has_bf16", lambda: False)
     emulated = orthogonalize(torch.eye(4)[None], COEFFICIENTS, 5, 0.0, torch.bfloat16)
     monkeypatch.setattr(private, "has_bf16", lambda: True)
     native = orthogonalize(torch.eye(4)[None], COEFFICIENTS, 5, 0.0, torch.bfloat16)
@@ -514,4 +515,6 @@ def test_a_transformer_learns_inside_the_spread_of_torchs_seeds(monkeypatch):
 
     theirs = losses(torchs_muon_and_adamw)
     ours = losses(lambda model: [Muon(model, lr=0.02, adamw_lr=3e-3)])
-    assert min(theirs) <= sum(ours) / 3 <= max(theirs), (ours, theirs)
+    apart = abs(sum(ours) - sum(theirs)) / 3
+    spread = max(max(losses) - min(losses) for losses in (ours, theirs))
+    assert apart <= spread < 0.03, (ours, theirs)

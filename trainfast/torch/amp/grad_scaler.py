@@ -18,7 +18,7 @@ from trainfast import _core
 from trainfast.report import attributes, one_line
 from trainfast.stats import CallTally, count_call, count_fallback
 from trainfast.torch.amp.checks import check_init_scale, check_options, check_state
-from trainfast.torch.optim import shards
+from trainfast.torch.optim import half, shards
 from trainfast.torch.optim.clip import (
     Measured,
     call_core,
@@ -544,7 +544,7 @@ def _grads_of(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor
     ours, grads = isinstance(optimizer, FusedStep), []
     for group in optimizer.param_groups:
         shards.align_grads(group["params"], "amp")
-        fine = allow_fp16 or (ours and group["master_weights"])
+        fine = allow_fp16 or (ours and half.keeps_weights(group))
         for param in group["params"]:
             if not isinstance(param, Tensor):
                 raise AssertionError(

@@ -25,6 +25,7 @@ from trainfast.torch.memory.pretend import pretend_gpu
 from trainfast.torch.memory.redirect import cuda_means_cpu, numbers_of_fakes
 from trainfast.torch.memory.tracker import Tracker
 from trainfast.torch.memory.values import Values
+from trainfast.torch.optim.fused_step import FusedStep
 from trainfast.torch.private import (
     FakeTensor,
     FakeTensorMode,
@@ -85,7 +86,11 @@ class OnFakes(Switch):
 
     def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
         self._moment(STEP)
-        result = original(*args, **kwargs)
+        result = None
+        if self.began and isinstance(args[0], FusedStep) and args[1:] == ():
+            args[0].make_state()  # the kernel takes no fake tensors
+        else:
+            result = original(*args, **kwargs)
         if self.began:
             for optimizer in loop.optimizers:
                 states = [dict(state) for state in optimizer.state.values()]

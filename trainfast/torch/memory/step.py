@@ -8,6 +8,8 @@ import torch
 
 from trainfast.memory.trace import BACKWARD, FORWARD, STEP, VALIDATION
 from trainfast.torch.memory.tracker import Tracker
+from trainfast.torch.optim.adamw import AdamW
+from trainfast.torch.optim.fused_step import FusedStep
 from trainfast.torch.private import tree_leaves, tree_map
 
 Optimizer = str | tuple[str, dict[str, Any]] | Callable[..., Any]
@@ -73,7 +75,7 @@ def forward_and_loss(
 def make_optimizer(optimizer: Optimizer, model: torch.nn.Module, cuda: bool) -> Any:
     """An optimizer from its name, (name, arguments) or a function of the parameters.
 
-    "trainfast" is trainfast.AdamW, whose fused step has no temporaries.
+    "trainfast" is trainfast.AdamW, with all its options.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
@@ -83,7 +85,7 @@ def make_optimizer(optimizer: Optimizer, model: torch.nn.Module, cuda: bool) -> 
     name, given = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
     kwargs: dict[str, Any] = {"lr": 1e-3, **given}
     if name == "trainfast":
-        return torch.optim.AdamW(params, **{**kwargs, "foreach": None, "fused": True})
+        return AdamW(params, **kwargs)
     if name not in _OPTIMIZERS:
         raise ValueError(
             '`optimizer` must be "adamw", "adam", "sgd", "trainfast", a pair of a '
@@ -136,7 +138,8 @@ def run_steps(
                 tracker.see(parameter.grad, "gradients")
         begin(STEP)
         if made is not None:
-            made.step()
+            # our kernel takes no fake tensors, and needs no memory but the state
+            made.make_state() if isinstance(made, FusedStep) else made.step()
             tracker.see_all([dict(s) for s in made.state.values()], "optimizer state")
             made.zero_grad()
     variables.clear()

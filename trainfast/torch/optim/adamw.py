@@ -37,7 +37,17 @@ class AdamW(FusedStep, torch.optim.AdamW):
         weight_copy_dtype: keeps a copy of each parameter in this dtype in its state,
             `weight_copy`.
         master_weights: keeps float32 weights (`master_param`) for float16 and bfloat16
-            parameters, which become their rounded copies.
+            parameters, which become their rounded copies. "split", for bfloat16: keeps
+            only the bits that the parameter lacks (`master_remainder`, whose values
+            mean nothing as bfloat16): the same weights, bit for bit, for 2 bytes a
+            parameter in place of 4. Parameters are rounded with ties away from 0.
+        rounding: of float16 and bfloat16 parameters. "stochastic" rounds up or down at
+            random, with the exact value as mean, and keeps nothing. The seed is drawn
+            from torch's generator (of process 0) at the first step, and kept in the
+            param group as `rounding_seed`, also in checkpoints. The results do not
+            depend on threads, devices, ranks or shards.
+        compensation: "kahan" keeps what rounding of float16 and bfloat16 parameters has
+            cut off, in their dtype (`compensation`), and adds it in the next step.
         zero_grad: leaves zeros in the gradients, also of a step that a scaler skips.
         write_back_grads: leaves the gradients unscaled and clipped, as the step used
             them; otherwise they stay as backward() left them.
@@ -50,8 +60,9 @@ class AdamW(FusedStep, torch.optim.AdamW):
             trainfast.torch.GradScaler needs no flag.
 
     All but max_grad_norm and amp_scaling can be set for a param group alone, and work
-    together, but for master_weights with weight_copy_dtype, and zero_grad with
-    write_back_grads or amp_scaling=False: ValueError. Both passes run without waiting
+    together, but for master_weights with weight_copy_dtype, zero_grad with
+    write_back_grads or amp_scaling=False, and two of master_weights, rounding and
+    compensation: ValueError. Both passes run without waiting
     for the GPU.
 
     The state is torch's (`step`, `exp_avg`, `exp_avg_sq`, with amsgrad
@@ -92,7 +103,9 @@ class AdamW(FusedStep, torch.optim.AdamW):
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         weight_copy_dtype: torch.dtype | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str = "nearest",
+        compensation: str | None = None,
         zero_grad: bool = False,
         write_back_grads: bool = False,
         amp_scaling: bool | None = None,
@@ -112,7 +125,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
         )
         options: tuple[Any, ...]
         options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)
-        options += (zero_grad, write_back_grads)
+        options += (rounding, compensation, zero_grad, write_back_grads)
         self._finish_init(max_grad_norm, amp_scaling, options)
 
 
@@ -126,7 +139,8 @@ class Adam(FusedStep, torch.optim.Adam):
         decoupled_weight_decay: decays the parameters as AdamW does; torch has it from
             2.7 on.
         state_dtype, max_grad_norm, ema_decay, weight_copy_dtype, master_weights,
-            zero_grad, write_back_grads, amp_scaling: as in AdamW.
+            rounding, compensation, zero_grad, write_back_grads, amp_scaling: as in
+            AdamW.
     """
 
     _torch_class = torch.optim.Adam
@@ -151,7 +165,9 @@ class Adam(FusedStep, torch.optim.Adam):
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         weight_copy_dtype: torch.dtype | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str = "nearest",
+        compensation: str | None = None,
         zero_grad: bool = False,
         write_back_grads: bool = False,
         amp_scaling: bool | None = None,
@@ -176,5 +192,5 @@ class Adam(FusedStep, torch.optim.Adam):
         )
         options: tuple[Any, ...]
         options = (state_dtype, ema_decay, weight_copy_dtype, master_weights)
-        options += (zero_grad, write_back_grads)
+        options += (rounding, compensation, zero_grad, write_back_grads)
         self._finish_init(max_grad_norm, amp_scaling, options)

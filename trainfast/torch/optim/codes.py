@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfast.torch import private
+
 BLOCK = 128  # elements, in the order of memory
 LEAST = 4096  # smaller parameters keep float state
 SCALES = "scales_q8"
@@ -25,7 +27,7 @@ def wanted(param: Tensor, group: dict[str, Any]) -> bool:
         group["state_dtype"] == "int8"
         and param.dtype in _DTYPES
         and param.numel() >= LEAST
-        and type(param) in (Tensor, torch.nn.Parameter)
+        and type(param) in (Tensor, torch.nn.Parameter, private.FakeTensor)
         and torch.empty_like(param, device="meta").stride() == param.stride()
     )
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfast.torch.optim.half import Places
+
 _NO_EMA = "there is no EMA: give AdamW an ema_decay"
 
 
@@ -16,6 +18,7 @@ class EmaWeights:
     param_groups: list[dict[str, Any]]
     state: Any
     _before_ema: list[tuple[Tensor, Tensor]]  # not empty while the EMA is in place
+    _places: Places
 
     @torch.no_grad()
     def swap_ema(self) -> None:
@@ -40,6 +43,7 @@ class EmaWeights:
         for param, value in self._before_ema:
             param.copy_(value)
         self._before_ema = []
+        self._places.forget_writes()
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

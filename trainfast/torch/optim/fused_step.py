@@ -11,7 +11,7 @@ from trainfast import _core
 from trainfast.numpy.adamw_state import check_max_grad_norm
 from trainfast.stats import count_call, count_fallback
 from trainfast.torch import private
-from trainfast.torch.optim import shards
+from trainfast.torch.optim import half, shards
 from trainfast.torch.optim import state as adamw_state
 from trainfast.torch.optim.clip import measure
 from trainfast.torch.optim.ema import EmaWeights
@@ -69,6 +69,7 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
         self.grad_norm: Tensor | None = None
         self._workspaces: dict[Any, _core.Workspace] = {}
         self._before_ema = []
+        self._places = half.Places()
         self._masters_loaded = True  # or copied; there may be none
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,10 +161,10 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
                 loss = closure()
         groups = self._ready_groups()
         if groups and not self.state and private.is_called_to_make_state():
-            for group in groups:
-                adamw_state.make_state(group, self.state)
+            self.make_state()
         elif groups and self._has_flag(groups):
-            self._step_groups(groups)
+            half.draw_seed(groups)
+            self._step_all(groups, "all")
         if self._release is not None:
             self._release.close(self)
         return loss
@@ -195,7 +196,13 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
             raise AssertionError(adamw_state.NO_CHECKS)
         return False
 
-    def _step_groups(self, groups: list[dict[str, Any]], key: Any = "all") -> None:
+    def _step_all(self, groups: list[dict[str, Any]], key: Any) -> None:
+        """Steps all groups, with what rounding has cut off in the steps before."""
+        self._places.drop_stale(groups, self.state)
+        self._step_groups(groups, key)
+        self._places.record(groups)
+
+    def _step_groups(self, groups: list[dict[str, Any]], key: Any) -> None:
         """Steps all groups in one call, or apart where that cannot be."""
         measured = self._measure_shards(groups)
         if self._whole_refusal(groups) is None:
@@ -295,10 +302,11 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
             if part.refusal is None:
                 continue
             adamw_state.check_devices(part.group, self.state)
-            if group["master_weights"]:
+            if half.keeps_weights(part.group):
                 count_fallback("adamw", part.refusal)
                 raise RuntimeError(
-                    f"torch, to fall back on, has no master weights: {part.refusal}"
+                    "torch, to fall back on, has neither master weights nor another "
+                    f"way of rounding: {part.refusal}"
                 )
         return parts
 
@@ -408,10 +416,13 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
             group["maximize"],
             group["decoupled_weight_decay"],
             group["ema_decay"],
-            group["master_weights"],
+            group["master_weights"] is True,
             group["weight_copy_dtype"] is not None,
             group["zero_grad"],
             group["write_back_grads"],
+            half.rounding_of(group),
+            group.get(half.SEED, 0),
+            self._places.origins(self.param_groups, group),
         )
 
     def _workspace(self, key: Any) -> _core.Workspace:
@@ -421,6 +432,14 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
         return workspace
 
     # ---- State ---------------------------------------------------------------------
+
+    def make_state(self) -> None:
+        """Makes the state of parameters that have a gradient, without a step.
+
+        A step takes no other memory.
+        """
+        for group in self._ready_groups():
+            adamw_state.make_state(group, self.state)
 
     @private.disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

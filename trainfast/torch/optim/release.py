@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainfast.torch import private
+from trainfast.torch.optim import half
 
 _CONTRADICTING = ("differentiable", "zero_grad", "write_back_grads")
 
@@ -85,7 +86,7 @@ class ReleasedGradients:
     _masters_loaded: bool
     _release: _Release | None = None
     _ready_groups: Callable[[], list[dict[str, Any]]]
-    _step_groups: Callable[..., None]
+    _step_all: Callable[..., None]
     _step_supports_amp_scaling: Any = _OffersScaling()
 
     def release_gradients(self, enabled: bool = True) -> None:
@@ -173,9 +174,9 @@ class ReleasedGradients:
             release.looked = True
         if not release.begun or self._masters_loaded or self._before_ema:
             self._check_release()
-            self._ready_groups()
+            half.draw_seed(self._ready_groups())
             release.begun = True
-        self._step_groups([{**group, "params": [param]}], ("released", hook.place))
+        self._step_all([{**group, "params": [param]}], ("released", hook.place))
         hook.round = release.round
         param.grad = None
 

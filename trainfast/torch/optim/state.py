@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trainfast.torch import private
-from trainfast.torch.optim import codes, shards
+from trainfast.torch.optim import codes, half, shards
+from trainfast.torch.optim.half import HALF
 
 # What a param group has besides torch's own entries.
 OPTIONS: dict[str, Any] = {
@@ -18,15 +19,23 @@ OPTIONS: dict[str, Any] = {
     "ema_decay": None,
     "weight_copy_dtype": None,
     "master_weights": False,
+    "rounding": "nearest",
+    "compensation": None,
     "zero_grad": False,
     "write_back_grads": False,
 }
 _DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_HALF = (torch.float16, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# What a warning says that the optimizer has no option for.
+_DROPPED = {
+    "ema": "ema_decay",
+    "master_param": "master_weights=True",
+    "master_remainder": 'master_weights="split"',
+    "compensation": "compensation",
+}
 NO_CHECKS = "No inf checks were recorded for this optimizer."  # torch's message
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
-_EXTRAS = ("master_param", "weight_copy", "ema")
+_EXTRAS = ("master_param", "weight_copy", *half.TAILS.values(), "ema")
 
 
 def bump_versions(tensors: Iterable[Any]) -> None:
@@ -88,6 +97,7 @@ def check_options(group: dict[str, Any]) -> None:
     decay = group["ema_decay"]
     if decay is not None and not 0.0 <= decay < 1.0:
         raise ValueError(f"ema_decay must be None or in [0, 1), got {decay}")
+    half.check(group)
     if group["master_weights"] and group["weight_copy_dtype"] is not None:
         raise ValueError(
             "master_weights and weight_copy_dtype must not be given together: with "
@@ -127,8 +137,8 @@ def check_decoupled(value: bool) -> None:
 def needs_scaling(groups: list[dict[str, Any]], offered: bool | None) -> bool:
     """True where an option asks for a step() that unscales and skips by itself.
 
-    zero_grad does, since a scaler does not call a step that it skips, and so do master
-    weights, since torch's scaler does not unscale float16 gradients. Raises ValueError
+    zero_grad does, since a scaler does not call a step that it skips, and so do options
+    for half parameters, since torch's scaler unscales no float16 gradients. ValueError
     for zero_grad where scalers are told not to.
     """
     if offered is False and any(group["zero_grad"] for group in groups):
@@ -136,22 +146,23 @@ def needs_scaling(groups: list[dict[str, Any]], offered: bool | None) -> bool:
             "zero_grad and amp_scaling=False must not be given together: a scaler that "
             "skips a step does not call it then, and infinities would stay"
         )
-    return any(group["zero_grad"] or group["master_weights"] for group in groups)
+    return any(group["zero_grad"] or half.keeps_weights(group) for group in groups)
 
 
 def has_master(param: Tensor, group: dict[str, Any]) -> bool:
     """True where the parameter is a rounded copy of a float32 one in the state."""
-    return group["master_weights"] and param.dtype in _HALF
+    return group["master_weights"] is True and param.dtype in HALF
 
 
 def _extra_dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
     """The arrays that the options add to a parameter's state, and their dtypes."""
-    wide = torch.float32 if param.dtype in _HALF else param.dtype
+    wide = torch.float32 if param.dtype in HALF else param.dtype
     extras = {}
     if has_master(param, group):
         extras["master_param"] = torch.float32
     if group["weight_copy_dtype"] is not None:
         extras["weight_copy"] = group["weight_copy_dtype"]
+    extras.update(half.tail_of(param, group))
     if group["ema_decay"] is not None:
         extras["ema"] = wide
     return extras
@@ -166,7 +177,7 @@ def _moment_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
     """The dtype of float moments, which with "int8" small parameters keep."""
     wanted: torch.dtype = group["state_dtype"] or param.dtype
     if group["state_dtype"] == "int8":
-        wanted = torch.float32 if param.dtype in _HALF else param.dtype
+        wanted = torch.float32 if param.dtype in HALF else param.dtype
     return wanted
 
 
@@ -206,6 +217,8 @@ def make_state(group: dict[str, Any], all_state: dict[Tensor, Any]) -> None:
             if name not in state:
                 source = state.get("master_param", param) if name == "ema" else param
                 state[name] = torch.empty_like(param, dtype=dtype).copy_(source)
+                if name in half.TAILS.values():
+                    state[name].zero_()
 
 
 @torch.no_grad()
@@ -301,7 +314,7 @@ def load_state_dict(
     dropped = _load_plain(optimizer, state_dict, own)
     if dropped is None:
         dropped = _load_by_torch(optimizer, state_dict, own, load)
-    for name, option in (("ema", "ema_decay"), ("master_param", "master_weights")):
+    for name, option in _DROPPED.items():
         if name in dropped:  # nothing brings it back, as it does a copy
             warnings.warn(
                 f"the saved {name} is dropped where parameters have no {option}",
