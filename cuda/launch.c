@@ -62,14 +62,15 @@ typedef struct loaded {
 static loaded *all_loaded;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that is loaded */
 
+/* Unsupported, so that callers leave the work to torch. */
 static tfast_status
 fail_without_code(int capability, int newest)
 {
     if (capability < 75) {
-        return tfast_cuda_fail(TFAST_ECUDA, "the GPU must be sm_75 or newer, got sm_%d",
-                               capability);
+        return tfast_cuda_fail(TFAST_EUNSUPPORTED,
+                               "the GPU must be sm_75 or newer, got sm_%d", capability);
     }
-    return tfast_cuda_fail(TFAST_ECUDA,
+    return tfast_cuda_fail(TFAST_EUNSUPPORTED,
                            "this library has no code for the GPU, an sm_%d, only for "
                            "sm_%d and older; in trainfast's sources, "
                            "TRAINFAST_CUDA_ARCHS=%d pip install . builds one that has",

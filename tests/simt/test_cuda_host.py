@@ -264,7 +264,7 @@ print(fails(lambda: {update}))
 def test_gpu_without_code_says_what_helps(device, message):
     code = f"print(fails(lambda: {FIRST_CALLS['amp_update'].strip()}))"
     said = lines(code, TRAINFAST_SIMT_DEVICE=device)
-    assert said == ["RuntimeError: " + message]
+    assert said == ["NotImplementedError: " + message]
 
 
 @pytest.mark.parametrize("device", ["75", "80", "86", "89"])
@@ -301,3 +301,29 @@ steps()
         "RuntimeError: cuCtxGetCurrent: CUDA cannot be used in a forked child of a "
         "process that has used it; start it by spawn"
     ]
+
+
+def test_old_gpu_leaves_a_patched_script_to_torch():
+    """As on a P100: nothing breaks, and stats() says why."""
+    code = """
+import warnings
+import torch
+warnings.simplefilter("ignore")
+trainfast.use_backend("simt")
+trainfast.patch()
+q = torch.randn(2, 8, 256, 64, requires_grad=True)
+optimizer = torch.optim.AdamW([q], max_grad_norm=1.0)
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(2):
+    out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    scaler.scale(out.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print(trainfast.stats().calls)
+for name in ("adamw", "attention"):
+    reasons = trainfast.stats().fallbacks[name]
+    print(name, all("sm_75 or newer, got sm_60" in reason for reason in reasons))
+"""
+    library = os.environ["TRAINFAST_SIMT_LIBRARY"]
+    said = lines(code, TRAINFAST_SIMT_DEVICE="60", TRAINFAST_SIMT_LIBRARY=library)
+    assert said == ["{}", "adamw True", "attention True"]
