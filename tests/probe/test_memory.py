@@ -7,6 +7,7 @@ import sys
 import pytest
 
 pytest.importorskip("torch")
+from trainfast.cli import main
 from trainfast.probe import run
 from trainfast.probe.memory import estimate_script
 
@@ -108,3 +109,12 @@ def test_command_line(script):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["device"] == "4 GiB" and found["verdict"] == "fits"
+
+
+def test_options_of_a_function_are_refused_with_a_script(script, capsys):
+    words = ["estimate-memory", "--amp", "fp16", "--checkpointing", str(script)]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "--amp, --checkpointing cannot be combined with a script" in said

@@ -11,6 +11,11 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+# Options that a script does not take: it decides by itself.
+_OF_A_FUNCTION = (
+    *("batch", "loss", "amp", "optimizer", "checkpointing", "expandable_segments"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -25,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--amp", choices=("fp16", "bf16"), help="with autocast")
     parser.add_argument(
-        "--optimizer", default="adamw", choices=("adamw", "adam", "sgd", "trainfast")
+        "--optimizer",
+        choices=("adamw", "adam", "sgd", "trainfast"),
+        help="default: adamw",
     )
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--expandable-segments", action="store_true")
@@ -49,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
         args = args.parse([*args.arguments, args.target], args)
     if is_script and not os.path.isfile(args.target):
         args.error(f"cannot find the script {args.target!r}; check its path")
+    given = [name for name in _OF_A_FUNCTION if getattr(args, name)]
+    if is_script and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        args.error(f"{names} cannot be combined with a script; change the script")
     if not is_script and not args.batch:
         args.error("a batch is needed as well: --batch module:name")
     if find_spec("torch") is None:
@@ -97,7 +108,7 @@ def _of_function(args: argparse.Namespace) -> Any:
         object_of(args.target),
         batch() if callable(batch) else batch,
         loss_fn=object_of(args.loss) if args.loss else None,
-        optimizer=args.optimizer,
+        optimizer=args.optimizer or "adamw",
         amp=args.amp,
         device=args.device,
         gpu=args.gpu,
