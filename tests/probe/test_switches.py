@@ -132,6 +132,27 @@ def test_no_optimizer_step_leaves_parameters():
     assert equal(before, [p.data for p in loop.model.parameters()])
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_no_optimizer_step_runs_a_closure_once(by_name):
+    loop, runs = make_loop(), []
+    optimizer = loop.optimizers[0]
+
+    def closure():
+        runs.append(torch.is_grad_enabled())
+        return 3.0
+
+    args, kwargs = ((), {"closure": closure}) if by_name else ((closure,), {})
+    with torch.no_grad():
+        loss = training.NoOptimizerStep().step(loop, None, (optimizer, *args), kwargs)
+    assert (loss, runs) == (3.0, [True])
+
+
+def test_step_of_lbfgs_is_no_bound():
+    """Such a step runs forward and backward passes up to 20 times."""
+    loop = make_loop(optimizer=torch.optim.LBFGS)
+    assert not training.NoOptimizerStep().possible(loop, always)
+
+
 def test_optimizer_with_a_small_share_is_left_alone():
     loop = make_loop()
     for switch in (training.FusedOptimizer(), training.TrainfastOptimizer()):
@@ -292,6 +313,7 @@ def test_padding_is_cut_to_the_longest_row():
     cut = switch.next_batch(loop, iter([batch]), next)
     assert cut["ids"].shape == (3, 5) and cut["mask"].shape == (3, 5)
     assert torch.equal(cut["ids"], ids[:, :5]) and cut["labels"].shape == (3,)
+    assert cut["ids"].view(-1).shape == (15,)  # as a loss over tokens asks for
 
 
 def test_padding_on_the_left_and_full_rows_are_left_alone():
@@ -368,4 +390,11 @@ def test_one_optimizer_needs_all_its_gradients():
     loop = make_loop()
     optimizer = loop.optimizers[0]
     loop.order.extend([optimizer, None, optimizer, None, optimizer])
+    assert not training.NeededGradients().possible(loop, always)
+
+
+def test_loop_without_an_optimizer_has_no_passes_to_tell_apart():
+    loop = make_loop()
+    loop.optimizers = []
+    loop.order.extend([None, None, None])
     assert not training.NeededGradients().possible(loop, always)

@@ -19,12 +19,24 @@ class _OptimizerSwitch(Switch):
 
 
 class NoOptimizerStep(_OptimizerSwitch):
-    """No optimizer steps: a bound for every cure of the optimizer."""
+    """No optimizer steps: a bound for every cure of the optimizer.
+
+    A closure runs once, as it holds the forward and the backward pass. A step of LBFGS
+    runs it many times: such a step is the training, and no bound.
+    """
 
     name = "no optimizer step"
 
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        many = any(isinstance(o, torch.optim.LBFGS) for o in loop.optimizers)
+        return super().possible(loop, share) and not many
+
     def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
-        return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
 
 class FusedOptimizer(_OptimizerSwitch):
@@ -100,7 +112,7 @@ class NeededGradients(Switch):
     name = "needed gradients"
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
-        return len(self._targets(loop)) > 1 and len(loop.optimizers) > 1
+        return len(loop.optimizers) > 1 and len(self._targets(loop)) > 1
 
     def _targets(self, loop: Loop) -> list[torch.optim.Optimizer]:
         """The optimizer that each backward pass of an iteration is for."""
@@ -207,7 +219,7 @@ def _length(batch: Any) -> int:
 def _trim(batch: Any, length: int, columns: int) -> Any:
     if isinstance(batch, torch.Tensor):
         wide = batch.dim() >= 2 and batch.shape[1] == columns
-        return batch[:, :length] if wide else batch
+        return batch[:, :length].contiguous() if wide else batch  # for its view()
     if isinstance(batch, MutableMapping):
         trimmed = copy.copy(batch)
         for key in batch:
