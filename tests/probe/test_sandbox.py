@@ -1,10 +1,13 @@
 """The probe's sandbox: what a command does in it is gone afterwards."""
 
+import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -263,13 +266,37 @@ print(os.getpid())
 """
     done = in_sandbox(kind, code, stage, "a-mark-that-no-other-process-has")
     assert done.returncode == 0
+    assert not processes_with("a-mark-that-no-other-process-has")
+
+
+def processes_with(mark):
+    """The processes with this word in their command line."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        own = int(folder.name) == os.getpid()
-        assert own or b"a-mark-that-no-other-process-has" not in words
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return [number for number in found if number != os.getpid()]
+
+
+def test_processes_end_with_a_probe_that_is_killed(kind, stage):
+    """As by a time limit: nobody is left to end the sandbox."""
+    code = f"print('begun', flush=True); import time; time.sleep(1000)  # {stage}"
+    command = [*kind, str(stage), sys.executable, "-c", code]
+    starts = f"import subprocess, time; subprocess.Popen({command}); time.sleep(1000)"
+    with subprocess.Popen(
+        [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True
+    ) as probe:
+        assert probe.stdout.readline() == "begun\n"
+        probe.terminate()
+    left = processes_with(str(stage))
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = processes_with(str(stage))
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    assert not left
 
 
 def test_exit_status_is_that_of_the_command(kind, stage):

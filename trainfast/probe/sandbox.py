@@ -123,11 +123,17 @@ def _loopback_up() -> None:
         fcntl.ioctl(any_socket, _SET_FLAGS, request)
 
 
+def end_with_parent() -> None:
+    """Lets the kernel kill this process when the one that started it ends."""
+    _libc.prctl(_KILL_WITH_PARENT, 9)
+
+
 def run(stage: str, command: list[str]) -> int:
     """Runs the command in the sandbox and returns its exit status, or CANNOT."""
     folder = os.getcwd()
     try:
         _enter_user_namespace()
+        end_with_parent()  # entering the namespace would undo it
         _overlay(stage)
         _loopback_up()
         child = os.fork()
@@ -135,7 +141,7 @@ def run(stage: str, command: list[str]) -> int:
         print(error, file=sys.stderr)
         return CANNOT
     if child == 0:  # process 1 of its namespace: when it ends, all others are killed
-        _libc.prctl(_KILL_WITH_PARENT, 9)
+        end_with_parent()
         try:
             _mount("proc", "/proc", "proc")
             os.chdir(folder)  # the same path, now in the overlay

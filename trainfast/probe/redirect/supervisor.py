@@ -26,7 +26,7 @@ from pathlib import Path
 from trainfast.probe.redirect import filter
 from trainfast.probe.redirect.calls import REFUSED, Caller, Calls, Descriptor, Result
 from trainfast.probe.redirect.files import Files
-from trainfast.probe.sandbox import CANNOT
+from trainfast.probe.sandbox import CANNOT, end_with_parent
 
 _RECEIVE, _SEND, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40182103
 _CALL = struct.Struct("=QIIiIQ6Q")  # struct seccomp_notif
@@ -36,6 +36,7 @@ _COLLECT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 
 def run(stage: str, command: list[str]) -> int:
     """Runs the command under supervision and returns its exit status, or CANNOT."""
+    end_with_parent()
     ctypes.CDLL(None).prctl(_COLLECT_ORPHANS, 1, 0, 0, 0)
     stage = os.path.realpath(stage)
     for name in ("files", "tmp"):
