@@ -84,6 +84,23 @@ def test_a_loop_that_fakes_cannot_run_runs_really(tmp_path):
     assert any("fake tensors cannot run" in note for note in estimate.notes)
 
 
+def test_loop_that_updates_its_parameters_by_hand_ends_after_two_steps(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("""
+import torch
+model = torch.nn.Linear(1024, 1024)
+for step in range(10**9):
+    model.zero_grad()
+    model(torch.randn(8, 1024)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+""")
+    estimate = estimate_script(str(path))
+    assert estimate.method.startswith("the script on fake tensors")
+    assert estimate.kinds["weights"] == pytest.approx(4 * 1024 * 1025, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -3,9 +3,10 @@
     python -m trainfast.torch.memory.script
 
 The job is in the environment, as that of `trainfast.torch.probe.child`. The script's
-data, model and optimizer are its own. Once it asks for a batch and has an optimizer,
-the weights become fakes, and so does every batch: the loop goes on as it is, and takes
-no memory and little time. After `steps` optimizer steps the process ends.
+data, model and optimizer are its own. Once it asks for a batch and has an optimizer
+or has run a backward pass, the weights become fakes, and so does every batch: the loop
+goes on as it is, and takes no memory and little time. After `steps` steps the process
+ends.
 """
 
 import contextlib
@@ -42,15 +43,21 @@ class OnFakes(Switch):
     """Turns the loop's tensors into fakes at its first batch, and tracks them.
 
     Args:
-        gpu: whether CUDA's rules hold, and for which capability; None: the CPU's.
+        loop: the script's.
+        capability: the GPU's, whose rules hold; None: the CPU's.
         fake: False tracks the script's real tensors instead.
-        ended: called after each optimizer step on fakes.
+        ended: called after each step on fakes: the first optimizer's, or a backward
+            pass where there is no optimizer.
     """
 
     name = "estimate"
 
     def __init__(
-        self, capability: int | None, fake: bool, ended: Callable[[], None]
+        self,
+        loop: Loop,
+        capability: int | None,
+        fake: bool,
+        ended: Callable[[], None],
     ) -> None:
         self.tracker = Tracker(as_cuda=capability is not None)
         self.steps = 0
@@ -60,13 +67,18 @@ class OnFakes(Switch):
         self._capability, self._fake, self._ended = capability, fake, ended
         self._params: list[torch.Tensor] = []
         self._kept = contextlib.ExitStack()  # closed by the end of the process
+        self._loop = loop
         module = torch.nn.modules.module
         module.register_module_forward_pre_hook(self._called)
+
+    @staticmethod
+    def _is_training(loop: Loop) -> bool:
+        return loop.backwards > 0 or bool(_optimizers())
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
         with without_dispatch_modes():
             batch = original(iterator)
-        if not self.began and (loop.backwards or _optimizers()):
+        if not self.began and self._is_training(loop):
             self._begin()
         if not self.began:
             return batch
@@ -82,6 +94,8 @@ class OnFakes(Switch):
             for param in self._params:
                 if param.grad is not None:
                     self.tracker.see(param.grad, "gradients")
+            if not _optimizers():  # the script updates its parameters by hand
+                self._step_ended()
         self._moment(FORWARD)
 
     def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
@@ -96,16 +110,21 @@ class OnFakes(Switch):
                 states = [dict(state) for state in optimizer.state.values()]
                 self.tracker.see_all(states, "optimizer state")
             if args[0] is loop.optimizers[0]:
-                self.steps += 1
-                self._ended()
+                self._step_ended()
         self._moment(FORWARD)
         return result
+
+    def _step_ended(self) -> None:
+        self.steps += 1
+        self._ended()
 
     def _called(self, module: torch.nn.Module, args: Any) -> Any:
         """Before a module's forward(): for loops whose batches no loader makes."""
         if self.began or not (module.training and torch.is_grad_enabled()):
             return None
-        if next(module.parameters(), None) is None or not _optimizers():
+        if next(module.parameters(), None) is None:
+            return None
+        if not self._is_training(self._loop):
             return None
         self._begin()
         return self._faked(args)
@@ -203,7 +222,9 @@ class Script(Child):
         super().__init__({**job, "switches": [], "rounds": 0, "seconds": 0, "seed": 0})
         self.gpu = gpu_of(job["gpu"]) if job["gpu"] is not None else None
         capability = self.gpu.capability if self.gpu else None
-        self.on_fakes = OnFakes(capability, job["fake"], self.fake_step_ended)
+        self.on_fakes = OnFakes(
+            self.loop, capability, job["fake"], self.fake_step_ended
+        )
         self.loop.switch = self.on_fakes
 
     def run(self) -> None:
