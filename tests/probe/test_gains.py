@@ -6,6 +6,7 @@ import pytest
 
 from trainfast.probe.findings import CURES, Row, findings, rows
 from trainfast.probe.gains import Gain, Process, Sample, interval, noise
+from trainfast.probe.report import conclude
 
 
 def result(ratios, *, step=0.01, spread=0.02, rounds=9, seed=0, **more):
@@ -260,3 +261,38 @@ def test_row_without_a_gain_is_listed_as_tried():
     tried = rows([result({"threads": 1.0})])
     assert [row.name for row in tried] == ["threads"]
     assert isinstance(tried[0], Row) and isinstance(tried[0].gain, Gain)
+
+
+# ---- The report ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drift", "rounds", "said"),
+    [
+        (0, 9, "no cure that was tried surely gives 1.15 times"),
+        (0.2, 9, "no verdict, as steps without a change vary too much"),
+        (0, 0, "no verdict, as nothing could be compared"),
+    ],
+)
+def test_report_without_findings_says_whether_that_is_a_verdict(drift, rounds, said):
+    one = result({"threads": 1.0}, spread=0.01, rounds=rounds)
+    for block in one["blocks"]:
+        block[2] *= 1 + drift * block[0]
+    report = conclude("train.py", [one], {}, 1.0)
+    assert report.findings == [] and said in str(report)
+
+
+@pytest.mark.parametrize(
+    ("events", "whole", "noted"),
+    [
+        ([], False, True),
+        ([["evaluation", 0.1, 0]], False, True),  # before the first step
+        ([["evaluation", 0.1, 50]], False, False),
+        ([["save", 0.1, 50]], False, False),
+        ([], True, False),
+    ],
+)
+def test_evaluation_that_never_came_is_noted(events, whole, noted):
+    one = result({"threads": 1.0}, events=events, runs=[[0, 70, whole]])
+    notes = conclude("train.py", [one], {}, 1.0).notes
+    assert any("the first 70 steps were watched" in note for note in notes) == noted

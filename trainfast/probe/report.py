@@ -25,7 +25,8 @@ class Diagnosis(Report):
     Attributes:
         findings: causes worth at least 1.15 times, best first.
         rows: all that was tried.
-        facts: of the loop: step_seconds, device, optimizer, workers, ...
+        facts: of the loop: step_seconds, device, optimizer, workers, ..., and spread,
+            the 90 % over the 10 % quantile of blocks without a change.
         not_tried: why a switch was left out, by switch.
         notes: what to know before believing the findings.
         seconds: how long the probe took.
@@ -88,7 +89,7 @@ class Diagnosis(Report):
                 f"What {self.script} loses",
                 ("cause", "mending it", "95 % interval", "place", "how"),
                 lines,
-                f"nothing that was tried gives {LEAST} times the speed",
+                self._without_findings(),
             ),
             Table("What was tried", ("switch", "gain", "95 % interval"), tried),
         ]
@@ -99,6 +100,13 @@ class Diagnosis(Report):
         if self.notes:
             tables.append(Table("Notes", ("",), [(note,) for note in self.notes]))
         return tables
+
+    def _without_findings(self) -> str:
+        if not self.rows:
+            return "no verdict, as nothing could be compared"
+        if self.facts["spread"] > _NOISY:
+            return "no verdict, as steps without a change vary too much"
+        return f"no cure that was tried surely gives {LEAST} times the speed"
 
 
 def conclude(
@@ -123,6 +131,7 @@ def facts_of(results: list[Result]) -> dict[str, Any]:
     names = ["step_seconds", "device", "dtype", "optimizer", "tensors", "parameters"]
     names += ["workers", "batch_size", "dataset", "threads"]
     facts = {name: results[0][name] for name in names if name in results[0]}
+    facts["spread"] = round(noise([Process.of(result) for result in results]), 3)
     counted = next((r for r in results if r.get("flops")), None)
     if counted is not None:
         facts |= _use_of_roof(counted)
@@ -140,6 +149,19 @@ def _use_of_roof(result: Result) -> dict[str, Any]:
     return {"flops": result["flops"], "roof_tflops": rate, "mfu": reached / rate}
 
 
+def _unseen(results: list[Result]) -> list[str]:
+    """Says up to where a script was watched, if neither event came until there."""
+    runs = [run for result in results for run in result["runs"]]
+    seen = {kind for result in results for kind, _, step in result["events"] if step}
+    if any(whole for _, _, whole in runs) or seen & {"evaluation", "save"}:
+        return []
+    most = max(last - first for first, last, _ in runs)
+    return [
+        f"the first {most} steps were watched, with no evaluation or checkpoint among "
+        "them: what a later one costs is not known; make them come earlier to see it"
+    ]
+
+
 def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[str]:
     notes = []
     if not any(result["blocks"] for result in results):
@@ -147,19 +169,19 @@ def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[
             f"the script ended after {results[0]['steps']} steps, before anything "
             "could be compared: let it train longer"
         )
-    spread = noise([Process.of(result) for result in results])
-    if spread > _NOISY:
+    if facts["spread"] > _NOISY:
         notes.append(
-            f"steps without a change vary by {100 * (spread - 1):.0f} %: another "
-            "program may be using the machine"
+            f"steps without a change vary by {100 * (facts['spread'] - 1):.0f} %: "
+            "another program may be using the machine"
         )
+    notes += _unseen(results)
     if "mfu" in facts and not found:
         flops, roof_rate = facts["flops"] / 1e9, facts["roof_tflops"]
         reached = (
             f"a step does {flops:.3g} GFLOP, at {facts['mfu']:.0%} of the matrix-"
             f"product rate that was measured here ({roof_rate:.3g} TFLOP/s)"
         )
-        if facts["mfu"] >= _COMPUTE_BOUND:
+        if facts["mfu"] >= _COMPUTE_BOUND and facts["spread"] <= _NOISY:
             reached += (
                 ": it is compute-bound, and only less arithmetic helps, as a smaller "
                 "model, half precision on a GPU, or a faster device"

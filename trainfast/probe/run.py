@@ -171,7 +171,11 @@ def _result(
 
 
 def _run(command: list[str], environment: dict[str, str], result: int) -> str:
-    """Runs a command to its end, or kills it; returns what it wrote to stderr."""
+    """Runs a command to its end, or kills it; returns what it wrote to stderr.
+
+    Raises:
+        ProbeError: the command took too long.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             command,
@@ -185,7 +189,10 @@ def _run(command: list[str], environment: dict[str, str], result: int) -> str:
         try:
             process.wait(_LONGEST)
         except subprocess.TimeoutExpired:
-            pass
+            raise ProbeError(
+                f"the script was ended after {_LONGEST:.0f} s, before enough of its "
+                "steps had run: give it less data, smaller steps or fewer evaluations"
+            ) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
