@@ -19,6 +19,7 @@
 #define V_ROWS 12
 #if __GNUC__ >= 10 || defined(__clang__) /* assemblers of older gcc lack AVX512_BF16 */
 #define V_PAIRS 1
+#define FPCLASS_SUBNORMAL 0x20
 #else
 #define V_PAIRS 0
 #endif
@@ -84,8 +85,27 @@ static inline vr vr_load_bf16(const uint16_t *p)
     const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
+/* Caches the answer, because CPUID is slow, most of all in a virtual machine. */
+static inline bool v_has_pairs(void)
+{
+    static _Atomic(int) known;
+    int has = atomic_load_explicit(&known, memory_order_relaxed);
+    if (has == 0) {
+        has = tfast_cpu_features() & TFAST_CPU_BF16 ? 1 : -1;
+        atomic_store_explicit(&known, has, memory_order_relaxed);
+    }
+    return has > 0;
+}
+/* The instruction flushes subnormals to 0; those of a vector that has any are rounded as
+ * on other processors. */
 static inline void vr_store_bf16(uint16_t *p, vr a)
 {
+    if (v_has_pairs() && _mm512_fpclass_ps_mask(a, FPCLASS_SUBNORMAL) == 0) {
+        __m256i rounded;
+        __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(a));
+        _mm256_storeu_si256((__m256i *)p, rounded);
+        return;
+    }
     const __m512i bits = _mm512_castps_si512(a);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
@@ -116,17 +136,6 @@ static inline vr vr_load_u8(const uint8_t *p)
 static inline void vr_store_u8(uint8_t *p, vr a)
 {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
-}
-/* Caches the answer, because CPUID is slow, most of all in a virtual machine. */
-static inline bool v_has_pairs(void)
-{
-    static _Atomic(int) known;
-    int has = atomic_load_explicit(&known, memory_order_relaxed);
-    if (has == 0) {
-        has = tfast_cpu_features() & TFAST_CPU_BF16 ? 1 : -1;
-        atomic_store_explicit(&known, has, memory_order_relaxed);
-    }
-    return has > 0;
 }
 static inline vr vr_pair(vr first, vr second)
 {
