@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks import command, floor, harness
 from benchmarks.harness import Contender
 from benchmarks.optimizers import (
     LR,
+    ROUNDINGS,
     WEIGHT_DECAY,
     Problem,
     Setup,
@@ -62,6 +64,15 @@ def problems() -> list[Problem]:
         Problem(
             "300x40k-bf16-f32state", "300 x 40,000 bf16, f32 state", many, bf16, f32
         ),
+        *(
+            Problem(
+                f"50m-bf16-f32state-{name}",
+                f"1 x 50,000,000 bf16, f32 state, {name}",
+                *(one, bf16, f32, name),
+            )
+            for name in ROUNDINGS
+            if name != "nearest"
+        ),
     ]
 
 
@@ -76,7 +87,13 @@ def make_ours(setup: Setup) -> Contender:
     state_dtype: Any = problem.state_dtype if other else None
     if problem.state_dtype == CODES:
         state_dtype = "int8"
-    optimizer = AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, state_dtype=state_dtype)
+    optimizer = AdamW(
+        params,
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        state_dtype=state_dtype,
+        **ROUNDINGS[problem.rounding],
+    )
     return setup.contender("trainfast", optimizer.step, params, role="ours")
 
 
@@ -87,6 +104,24 @@ def make_float_state(setup: Setup) -> Contender:
     params, problem = setup.parameters(), setup.problem
     optimizer = AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
     nbytes, name = problem.nbytes(problem.dtype), "trainfast, float32 state"
+    return setup.contender(name, optimizer.step, params, nbytes=nbytes)
+
+
+def make_masters(setup: Setup) -> Contender:
+    """Ours with whole float32 master weights: reads and writes 4 bytes a parameter more
+    than the parameter's own, and does not read that."""
+    from trainfast.torch import AdamW
+
+    params, problem = setup.parameters(), setup.problem
+    optimizer = AdamW(
+        params,
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        state_dtype=problem.state_dtype,
+        master_weights=True,
+    )
+    plain = replace(problem, rounding="nearest")
+    nbytes, name = plain.nbytes() + 6 * problem.params, "trainfast, float32 masters"
     return setup.contender(name, optimizer.step, params, nbytes=nbytes)
 
 
@@ -159,6 +194,7 @@ def make_bound(setup: Setup) -> Contender:
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours": make_ours,
     "float-state": make_float_state,
+    "masters": make_masters,
     "fused": make_fused,
     "foreach": make_foreach,
     "compiled": make_compiled,
@@ -175,6 +211,11 @@ def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]
         skipped["floor"] = "the floor's loop is for floats"
     else:
         chosen = [name for name in chosen if name != "float-state"]
+    if problem.rounding == "nearest":
+        chosen = [name for name in chosen if name != "masters"]
+    else:
+        skipped["floor"] = "its loop has no tails"
+        skipped["deepspeed"] = "it rounds to nearest, as torch does"
     if args.without_ours:
         skipped["ours"] = "--without-ours"
     if not (args.contender and "compiled" in args.contender):

@@ -29,6 +29,15 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(50257, width), (1024, width), *(12 * block), (width,), (width,)]
 
 
+# How trainfast's AdamW keeps what half parameters lose by rounding.
+ROUNDINGS: dict[str, dict[str, Any]] = {
+    "nearest": {},
+    "stochastic": {"rounding": "stochastic"},
+    "kahan": {"compensation": "kahan"},
+    "split": {"master_weights": "split"},
+}
+
+
 @dataclass(frozen=True)
 class Problem:
     """One case: the tensors, and the dtypes of parameters with gradients and state."""
@@ -38,6 +47,7 @@ class Problem:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
+    rounding: str = "nearest"  # of half parameters: a key of ROUNDINGS
 
     @property
     def params(self) -> int:
@@ -46,7 +56,8 @@ class Problem:
     def nbytes(self, state_dtype: torch.dtype | None = None) -> int:
         """Return what a step must move: reads p, g, m, v and writes p, m, v."""
         state = (state_dtype or self.state_dtype).itemsize
-        return self.params * (3 * self.dtype.itemsize + 4 * state)
+        tail = 2 * self.dtype.itemsize if self.rounding in ("kahan", "split") else 0
+        return self.params * (3 * self.dtype.itemsize + 4 * state + tail)
 
     def resident(self) -> int:
         """Return the bytes that one contender holds."""
