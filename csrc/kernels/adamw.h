@@ -45,8 +45,8 @@ adamw_round(const tfast_adamw_coef *coef, const tfast_adamw_args *args)
     };
 }
 
-/* Elements that the loop prefetches ahead: 2 KB of each array. With 1 KB bfloat16 is 20 %
- * slower, with 4 KB float32 8 %. */
+/* Elements that the loop prefetches ahead: 2 KB of each array. With 1 KB bfloat16 is
+ * 20 % slower, with 4 KB float32 8 %. */
 static inline __attribute__((always_inline)) int64_t
 ahead(tfast_dtype dtype)
 {
