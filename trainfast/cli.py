@@ -4,6 +4,10 @@ Exit status: 0 fine, 1 a problem was found, 2 the command line was wrong.
 """
 
 import argparse
+import os
+import select
+import signal
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
@@ -20,7 +24,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.verb is None:
         parser.print_help()
         return 0
-    return args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE  # as of other programs in front of head
+
+
+def _reader_has_gone() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are told without being asked for
+    return bool(poll.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """AdamW on half parameters that are not rounded to nearest: the kernel's bits are those
 of a float32 step and the reference's rounding, and nothing is lost."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -213,6 +214,25 @@ def test_special_values(backend, device, rng, dtype):
         nan = np.isnan(before)
         assert np.isnan(got[nan]).all()
         assert got[~nan].tobytes() == before[~nan].tobytes()  # exact values stay
+
+
+@pytest.mark.parametrize("rounding, dtype", WAYS)
+def test_ends_of_the_range(backend, device, rng, rounding, dtype):
+    """Weights beyond the largest value, and subnormal ones: bits of the reference."""
+    if device != "cpu":
+        pytest.skip("the values are set on the host")
+    info = ml_dtypes.finfo(HALVES[dtype])
+    most, least = float(info.max), float(info.smallest_subnormal)
+    for value, lr in ((most, most / 2000), (40 * least, 3.3 * least)):
+        slot = HalfSlot(rng, 600, rounding, dtype)
+        halves(slot.half.param)[...] = np.where(rng.random(600) < 0.5, value, -value)
+        slot._join()
+        with np.errstate(over="ignore", invalid="ignore"):
+            for number in (1, 2, 3):
+                step_both([slot], number, lr=lr, weight_decay=0.0)
+        after = slot.half.param.get()
+        assert np.isinf(after).any() == (value == most)
+        assert len(np.unique(after)) > 2
 
 
 @pytest.mark.parametrize("dtype", HALVES)

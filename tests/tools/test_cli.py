@@ -37,6 +37,16 @@ def test_a_wrong_command_line_exits_with_2(arguments):
     assert "usage: trainfast" in done.stderr and "bad" in done.stderr
 
 
+def test_a_reader_that_has_gone_is_no_error():
+    """As of `trainfast env | head -1`."""
+    command = [sys.executable, "-m", "trainfast", "env"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 128 + 13
+
+
 def test_version_is_the_packages():
     assert run("--version").stdout == f"trainfast {trainfast.__version__}\n"
 
