@@ -151,6 +151,34 @@ def test_state_goes_to_torch_and_comes_back(way):
     train(twin, back, 1)
 
 
+@pytest.mark.parametrize("before, after", [(True, "split"), ("split", True)])
+def test_master_weights_load_in_either_form(before, after):
+    params, optimizer = made("split", master_weights=before)
+    train(optimizer, params)
+    others, twin = made("split", seed=4, master_weights=after)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():  # after the optimizer, as many scripts do
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    for mine, its in ((optimizer, params), (twin, others)):
+        train(mine, its, seed=1)
+    assert_same(params, others)
+    assert ("master_param" in twin.state[others[0]]) == (after is True)
+    assert ("master_remainder" in twin.state[others[0]]) == (after == "split")
+
+
+def test_a_master_of_other_weights_is_not_kept():
+    params, optimizer = made("split", master_weights=True)
+    train(optimizer, params)
+    others, twin = made("split", seed=4)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p in others:
+        p.grad = torch.zeros_like(p)
+    twin.step()
+    for p, q in zip(others, made("split", seed=4)[0], strict=True):
+        torch.testing.assert_close(p, q, rtol=0.01, atol=0.02)
+
+
 def test_tails_that_no_option_asks_for_are_dropped_with_a_warning():
     params, optimizer = made("split")
     train(optimizer, params)

@@ -74,6 +74,51 @@ def tail_of(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
     return {name: param.dtype}
 
 
+# ---- Master weights in the other form ------------------------------------------------
+
+# What the state of an optimizer with master_weights=True has, and with "split".
+OTHER_FORM = {
+    "master_param": "master_remainder",
+    "master_remainder": "master_param",
+}
+
+
+def convert(param: Tensor, state: dict[str, Any], wanted: Iterable[str]) -> bool:
+    """Turns a loaded master weight into the form that is wanted; True if there was one.
+
+    Called at the first step: the parameter may be loaded after the state.
+    """
+    name = next((n for n in OTHER_FORM if n in wanted and n not in state), None)
+    if name is None or OTHER_FORM[name] not in state:
+        return False
+    other = state.pop(OTHER_FORM[name])
+    convert_to = _remainder if name == "master_remainder" else _master
+    state[name] = convert_to(param, other)
+    return True
+
+
+def _bits(param: Tensor) -> Tensor:
+    """Of the float32 weight that the shard of a bfloat16 parameter is."""
+    return shards.local(param).detach().view(torch.int16).int() << 16
+
+
+def _remainder(param: Tensor, master: Tensor) -> Tensor:
+    """0 where the parameter is no rounded copy of the master."""
+    rest = shards.local(master).view(torch.int32) - _bits(param)
+    near = (rest >= -0x8000) & (rest <= 0x8000)  # a tie to even may be 0x8000
+    rest = torch.where(near, rest, 0).clamp(max=0x7FFF).short()
+    remainder = torch.zeros_like(param)
+    shards.local(remainder).copy_(rest.view(torch.bfloat16))
+    return remainder
+
+
+def _master(param: Tensor, remainder: Tensor) -> Tensor:
+    bits = _bits(param) + shards.local(remainder).view(torch.int16).int()
+    master = torch.zeros_like(param, dtype=torch.float32)
+    shards.local(master).copy_(bits.view(torch.float32))
+    return master
+
+
 # ---- Rounding at random --------------------------------------------------------------
 
 

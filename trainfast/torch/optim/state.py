@@ -286,7 +286,10 @@ def match_masters(groups: list[dict[str, Any]], all_state: dict[Tensor, Any]) ->
     """
     for group in groups:
         for param in group["params"]:
-            master = all_state.get(param, {}).get("master_param")
+            state = all_state.get(param, {})
+            if half.convert(param, state, _extra_dtypes(param, group)):
+                continue
+            master = state.get("master_param")
             if not (has_master(param, group) and isinstance(master, Tensor)):
                 continue
             if master.shape != param.shape:
@@ -454,7 +457,10 @@ def _cast_state(
             state.pop(name, None)  # torch has loaded the other form
     extras = _extra_dtypes(param, group)
     for name, value in saved.items():
-        if name in _EXTRAS and name not in extras:
+        other = half.OTHER_FORM.get(name)
+        if name in _EXTRAS and name not in extras and other in extras:
+            state[name] = conformed(param, value.to(device))  # the first step converts
+        elif name in _EXTRAS and name not in extras:
             state.pop(name, None)  # of a layout that this optimizer does not have
             dropped.add(name)
         elif name == "step":
