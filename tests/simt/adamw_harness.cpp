@@ -4,9 +4,11 @@
  * that ends where the array does. */
 #include "adamw_codes.h"
 #include "adamw_coef.h"
+#include "adamw_half.h"
 #include "harness.h"
 
 #include <algorithm>
+#include <memory>
 
 namespace {
 
@@ -221,15 +223,19 @@ run_case(const char *name, tfast_adamw_args args, const int (*dtypes)[5], int n_
     return true;
 }
 
-/* Three steps with 8-bit state, for what the sanitizers see;
- * tests/core/test_adamw_codes.py has the bits. */
+/* Three steps by blocks, with 8-bit state or a rounding or both, for what the
+ * sanitizers see; tests/core/test_adamw_codes.py and test_adamw_half.py have the bits.
+ * The tail begins `skew` elements behind where it is aligned. */
 bool
-run_codes(tfast_adamw_args args, int64_t numel)
+run_blocks(tfast_adamw_args args, int64_t numel, bool coded, int rounding, int skew)
 {
-    static const int dtypes[5] = {TFAST_F32, TFAST_F32, TFAST_F32, TFAST_F32,
-                                  TFAST_F32};
+    const int param = rounding == TFAST_NEAREST ? TFAST_F32 : TFAST_BF16;
+    const int dtypes[5] = {param, param, TFAST_F32, TFAST_F32, TFAST_F32};
     static const int offsets[7] = {};
     const int64_t blocks = (numel + TFAST_CODE_BLOCK - 1) / TFAST_CODE_BLOCK;
+    const bool kept = rounding == TFAST_KAHAN || rounding == TFAST_SPLIT;
+    const std::unique_ptr<uint16_t[]> tail(new uint16_t[(size_t)(numel + skew)]());
+    tfast_adamw_extra extra = {};
     tensors floats(dtypes, numel, offsets, 0, true, true);
     std::vector<uint8_t> codes[3];
     std::vector<float> scales((size_t)(blocks * TFAST_CODE_SCALES_AMSGRAD));
@@ -240,10 +246,15 @@ run_codes(tfast_adamw_args args, int64_t numel)
     for (std::vector<uint8_t> &each : codes) {
         each.resize((size_t)numel);
     }
-    slot.exp_avg = codes[0].data();
-    slot.exp_avg_sq = codes[1].data();
-    slot.max_exp_avg_sq = codes[2].data();
-    slot.scales = scales.data();
+    if (coded) {
+        slot.exp_avg = codes[0].data();
+        slot.exp_avg_sq = codes[1].data();
+        slot.max_exp_avg_sq = codes[2].data();
+        slot.scales = scales.data();
+    }
+    extra.rounding = (uint8_t)rounding;
+    extra.tail = kept ? tail.get() + skew : nullptr;
+    args.extras = &extra;
     args.slots = &slot;
     args.n_slots = 1;
     args.workspace = &workspace;
@@ -322,7 +333,13 @@ run_all()
     right &= run_case("wide zeroed", other, wide, 4, 2, true);
     right &= run_case("skipped and zeroed", skipped, wide, 4, 2);
     skipped.found_inf = &nan;
-    right &= run_codes(usual, 5000) & run_codes(usual, 1);
+    for (int rounding = TFAST_NEAREST; rounding < TFAST_N_ROUNDINGS; rounding++) {
+        for (int64_t numel : {1, 130, 5000}) {
+            numel = std::min(numel, largest);
+            right &= run_blocks(usual, numel, true, rounding, 0);
+            right &= run_blocks(usual, numel, false, rounding, (int)(numel % 3));
+        }
+    }
     return right & run_case("skipped by NaN", skipped, f32, 1, 0);
 }
 

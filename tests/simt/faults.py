@@ -93,17 +93,31 @@ FAULTS = {
     ),
     "ema taken for aligned": Fault(
         "adamw_rows.c",
-        "aligned_at(row->ema, row->ema_dtype, head, vector)",
+        "aligned_at(row->extra.ema, row->extra.ema_dtype, head, vector)",
         "true",
         "address",
         MISALIGNED,
     ),
     "copy taken for aligned": Fault(
         "adamw_rows.c",
-        "aligned_at(row->copy, row->copy_dtype, head, vector)",
+        "aligned_at(row->extra.copy, row->extra.copy_dtype, head, vector)",
         "true",
         "address",
         MISALIGNED,
+    ),
+    "rest of a parameter taken for aligned": Fault(
+        "adamw_rows.c",
+        "aligned_at(row->extra.tail, row->param_dtype, head, vector)",
+        "true",
+        "address",
+        MISALIGNED,
+    ),
+    "one bit pattern too many": Fault(
+        "adamw_blocks.cuh",
+        "if (@e < at.have@) { ((uint16_t *)array)",
+        "e <= at.have",
+        "address",
+        BOUNDS,
     ),
     # ---- Loss scaling ----
     "blocks counted on from the launch before": Fault(
