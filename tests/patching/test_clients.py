@@ -195,8 +195,8 @@ def flatten(value, path=""):
     too; without trainfast's options of param groups, which are at their defaults."""
     if isinstance(value, dict):
         keys = [key for key in value if key not in OPTIONS]
-        for key in OPTIONS:
-            assert not value.get(key), f"{path}.{key}: {value[key]}"
+        for key, plain in OPTIONS.items():
+            assert value.get(key, plain) == plain, f"{path}.{key}: {value[key]}"
         yield path, (type(value), keys)
         for key in keys:
             yield from flatten(value[key], f"{path}.{key}")

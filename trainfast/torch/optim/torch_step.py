@@ -119,7 +119,7 @@ def warn_of_fallback(name: str, parts: Sequence["Part"]) -> None:
                 f"torch's own step runs for all parameters of an {name}, not the "
                 f"kernel: {reason}; {_REMEDIES.get(reason, _DENSE)}leave them to "
                 f"torch's {name} (with patch(): after unpatch('adamw'))",
-                stacklevel=6,  # the caller of step(), which torch has wrapped
+                stacklevel=7,  # the caller of step(), which torch has wrapped
             )
 
 
