@@ -108,7 +108,7 @@ def test_extras_get_the_new_parameter_before_it_is_rounded(simt, rng, mix, offse
     emas = [aligned(rng.standard_normal(n), DTYPES["float32"], offset) for n in SIZES]
     copies = [aligned(np.zeros(n), DTYPES["bfloat16"], offset) for n in SIZES]
     extras = [
-        Extra(ema.ctypes.data, copy.ctypes.data, F32, BF16)
+        Extra(ema.ctypes.data, copy.ctypes.data, ema_dtype=F32, copy_dtype=BF16)
         for ema, copy in zip(emas, copies)
     ]
     step = Step(simt, tensors, extras=extras, ema_decay=0.75)
