@@ -469,7 +469,8 @@ def test_smoke_run_writes_valid_json(tmp_path, extra):
     assert len(full["cases"]) == len(bench_adamw.problems())
     roles = {"rival", "bound"} if extra else set(turns.ROLES)
     for case in full["cases"]:
-        missing = {"bound"} if "8-bit state" in case["title"] else set()
+        boundless = {"int8state", *optimizers.ROUNDINGS} & set(case["name"].split("-"))
+        missing = {"bound"} if boundless else set()
         found = {line["role"] for line in case["lines"]}
         assert found == roles - missing, case["skipped"]
         assert case["rounds"] >= 3
