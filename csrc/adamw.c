@@ -102,9 +102,8 @@ check_rounding(const tfast_adamw_args *args)
                               (long long)i);
         }
         if (extra->rounding >= TFAST_N_ROUNDINGS || tail != (extra->tail != NULL)) {
-            return tfast_fail(TFAST_EINVAL,
-                              "tails[%lld] must be given with this rounding alone",
-                              (long long)i);
+            return tfast_fail(TFAST_EINVAL, "tails[%lld] must be %s with this rounding",
+                              (long long)i, tail ? "given" : "None");
         }
     }
     return TFAST_OK;

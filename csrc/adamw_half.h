@@ -9,42 +9,15 @@
  *                     weight = param + tail
  *   TFAST_SPLIT       bfloat16 to nearest, ties away from 0: with ties to even the tail
  *                     would need 17 bits. The tail's 16 bits are an integer with sign:
- *                     bits(weight) = bits(param) * 2^16 + tail. Exact. No dtype for
- *                     integers, because NCCL and gloo move none of 16 bits
+ *                     bits(weight) = bits(param) * 2^16 + tail. Exact. The dtype is
+ *                     not int16, because NCCL and gloo cannot send that
  */
 #ifndef TFAST_ADAMW_HALF_H
 #define TFAST_ADAMW_HALF_H
 
 #include "attention_dropout.h"
+#include "half.h"
 #include "tfast.h"
-
-#ifndef __CUDACC_RTC__
-#    include <string.h>
-#endif
-
-TFAST_HOST_DEVICE static inline uint32_t
-tfast_word_of(float value)
-{
-#ifdef __CUDACC_RTC__
-    return __float_as_uint(value);
-#else
-    uint32_t word;
-    memcpy(&word, &value, sizeof word);
-    return word;
-#endif
-}
-
-TFAST_HOST_DEVICE static inline float
-tfast_value_of(uint32_t word)
-{
-#ifdef __CUDACC_RTC__
-    return __uint_as_float(word);
-#else
-    float value;
-    memcpy(&value, &word, sizeof value);
-    return value;
-#endif
-}
 
 typedef enum {
     TFAST_NEAREST, /* of parameters that are not half, too */
@@ -107,18 +80,19 @@ tfast_half_place(const tfast_adamw_extra *extra, int64_t i)
 TFAST_HOST_DEVICE static inline float
 tfast_half_round(float weight, int dtype, uint32_t random)
 {
-    const uint32_t bits = tfast_word_of(weight), size = bits & 0x7FFFFFFF;
+    const uint32_t bits = tfast_bits_from_float(weight), size = bits & 0x7FFFFFFF;
     const uint32_t cut = dtype == TFAST_BF16 ? 0xFFFF : 0x1FFF;
     const uint32_t normal = (bits + (random & cut)) & ~cut;
     /* float16 below 2^-14 is a multiple of 2^-24 */
-    const float units = tfast_value_of(size) * 0x1p24f;
+    const float units = tfast_float_from_bits(size) * 0x1p24f;
     const float below = (float)(int32_t)(units < 1024 ? units : 1024);
     const float part = (float)(random >> 8) * 0x1p-24f;
     const float unit = below + (units - below > part ? 1 : 0);
-    const uint32_t small = tfast_word_of(unit * 0x1p-24f) | (bits & 0x80000000);
+    const uint32_t small = tfast_bits_from_float(unit * 0x1p-24f) | (bits & 0x80000000);
     const bool is_small = dtype == TFAST_F16 && size < 0x38800000;
 
-    return size >= 0x7F800000 ? weight : tfast_value_of(is_small ? small : normal);
+    return size >= 0x7F800000 ? weight
+                              : tfast_float_from_bits(is_small ? small : normal);
 }
 
 /* The tail of a parameter that has been rounded from the weight. */
@@ -137,15 +111,15 @@ tfast_half_join(uint16_t param, int16_t tail)
 {
     const bool stale = (param & 0x7FFF) == 0 && tail < 0;
 
-    return tfast_value_of(((uint32_t)param << 16) +
-                          (stale ? 0 : (uint32_t)(int32_t)tail));
+    return tfast_float_from_bits(((uint32_t)param << 16) +
+                                 (stale ? 0 : (uint32_t)(int32_t)tail));
 }
 
 /* bits(param) in the high half, bits(tail) in the low half. */
 TFAST_HOST_DEVICE static inline uint32_t
 tfast_half_split(float weight)
 {
-    const uint32_t bits = tfast_word_of(weight);
+    const uint32_t bits = tfast_bits_from_float(weight);
 
     if (weight != weight) {
         return 0x7FC00000;

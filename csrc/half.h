@@ -4,10 +4,13 @@
 #ifndef TFAST_HALF_H
 #define TFAST_HALF_H
 
-#include <stdint.h>
-#include <string.h>
+#include "libc.h"
 
-static inline float
+#ifndef __CUDACC_RTC__
+#    include <string.h>
+#endif
+
+TFAST_HOST_DEVICE static inline float
 tfast_float_from_bits(uint32_t bits)
 {
     float value;
@@ -15,7 +18,7 @@ tfast_float_from_bits(uint32_t bits)
     return value;
 }
 
-static inline uint32_t
+TFAST_HOST_DEVICE static inline uint32_t
 tfast_bits_from_float(float value)
 {
     uint32_t bits;
