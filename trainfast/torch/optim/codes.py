@@ -28,8 +28,18 @@ def wanted(param: Tensor, group: dict[str, Any]) -> bool:
         and param.dtype in _DTYPES
         and param.numel() >= LEAST
         and type(param) in (Tensor, torch.nn.Parameter, private.FakeTensor)
-        and torch.empty_like(param, device="meta").stride() == param.stride()
+        and _is_dense(param)
     )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill the memory, in any order of dimensions."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def is_coded(state: dict[str, Any]) -> bool:
