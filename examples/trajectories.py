@@ -136,8 +136,8 @@ class Forecaster(lightning.LightningModule):
 class Board(TensorBoardLogger):
     """TensorBoard without the tag `epoch`, which Lightning adds, in one file a run.
 
-    Lightning closes the file after each turn. Files of one second lie by the text of
-    their number, 10 before 9, and TensorBoard reads the turns in that order.
+    Lightning closes its file after each turn. TensorBoard reads the files of one second
+    in the order of their names, where 10 comes before 9, and so mixes up the turns.
     """
 
     def log_metrics(

@@ -247,7 +247,7 @@ def shard_order(tensor: Any) -> Any:
 def shard_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of a DTensor's shard, and its first element's place in each dimension.
 
-    NotImplementedError where torch has moved the function; seen from 2.6 to 2.13.
+    NotImplementedError where torch has moved the function; seen in 2.13.
     """
     name = "distributed.tensor._utils.compute_local_shape_and_global_offset"
     function = _find(name)

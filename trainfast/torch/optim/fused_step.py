@@ -197,7 +197,7 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
         return False
 
     def _step_all(self, groups: list[dict[str, Any]], key: Any) -> None:
-        """Steps all groups, with what rounding has cut off in the steps before."""
+        """Steps all groups; first drops stale leftovers of changed parameters."""
         self._places.drop_stale(groups, self.state)
         self._step_groups(groups, key)
         self._places.record(groups)

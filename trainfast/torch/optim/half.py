@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 # What the state has beside a parameter, by rounding.
 TAILS = {"kahan": "compensation", "split": "master_remainder"}
 SEED = "rounding_seed"  # in a param group
-WRITTEN = "a parameter was written to between two steps: what it had lost was dropped"
+WRITTEN = "a parameter was written between two steps: its state of rounding was dropped"
 _NOT_AFFINE = "params must not be DTensors that are sharded in two inner dimensions"
 
 
@@ -32,7 +32,7 @@ def rounding_of(group: dict[str, Any]) -> str:
 
 
 def keeps_weights(group: dict[str, Any]) -> bool:
-    """Whether the group's half parameters are more than what plain rounding leaves."""
+    """Whether an option of the group keeps what rounding its parameters would lose."""
     return bool(group["master_weights"]) or rounding_of(group) != "nearest"
 
 
@@ -52,8 +52,8 @@ def check(group: dict[str, Any]) -> None:
     chosen = [name for name, (plain, *_) in choices.items() if group[name] != plain]
     if len(chosen) > 1:
         raise ValueError(
-            f"{' and '.join(chosen)} must not be given together: each keeps what the "
-            "others would"
+            f"{' and '.join(chosen)} must not be given together: each is a way to keep "
+            "what rounding would lose"
         )
     if group["state_dtype"] == torch.float64 and rounding_of(group) != "nearest":
         raise ValueError(

@@ -219,7 +219,9 @@ def _length(batch: Any) -> int:
 def _trim(batch: Any, length: int, columns: int) -> Any:
     if isinstance(batch, torch.Tensor):
         wide = batch.dim() >= 2 and batch.shape[1] == columns
-        return batch[:, :length].contiguous() if wide else batch  # for its view()
+        return (
+            batch[:, :length].contiguous() if wide else batch
+        )  # a script may call view()
     if isinstance(batch, MutableMapping):
         trimmed = copy.copy(batch)
         for key in batch:
