@@ -9,7 +9,7 @@ import torch
 from benchmarks.estimates.models import MODELS
 
 
-def _steps(model: Any, batch: Any, options: dict[str, Any]) -> None:
+def steps(model: Any, batch: Any, options: dict[str, Any]) -> None:
     """Two steps as a plain loop writes them."""
     loss_fn, step = options.get("loss_fn"), options.get("step")
     name, kwargs = options.get("optimizer", ("adamw", {}))
@@ -58,7 +58,7 @@ def profiled_peak(name: str) -> int:
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as profile:
-        _steps(model, batch, options)
+        steps(model, batch, options)
     level = peak = 0
     events = [
         e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
@@ -72,7 +72,11 @@ def profiled_peak(name: str) -> int:
 def high_water(name: str) -> int:
     """The kernel's high-water mark of this process, in bytes."""
     torch.manual_seed(0)
-    _steps(*MODELS[name]())
+    steps(*MODELS[name]())
+    return mark()
+
+
+def mark() -> int:
     with open(f"/proc/{os.getpid()}/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10

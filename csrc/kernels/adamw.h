@@ -85,7 +85,15 @@ adamw_extras(const tfast_adamw_extra *extra, int64_t i, vr p, const adamw_scalar
     }
 }
 
-/* Steps n elements from `first` on; n is a multiple of VR_WIDTH. The last four
+/* Vectors of a round of the plain loop, in which a gradient has its parameter's
+ * dtype. */
+static inline __attribute__((always_inline)) int
+adamw_at_once(tfast_dtype dtype, tfast_dtype state)
+{
+    return dtype == TFAST_BF16 && state == TFAST_BF16 ? BF16_VECTORS : 1;
+}
+
+/* Steps n elements from `first` on; n is a multiple of a round. The last four
  * arguments are compile-time constants: the dtypes of parameter, gradient and state,
  * and `plain`. It is true without amsgrad, L2 term, beta1 <= 0.5, extras and writing of
  * gradients, and removes their branches from the loop. */
@@ -105,37 +113,46 @@ adamw_loop(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
     const vr beta2 = vr_set1(s.beta2), eps = vr_set1(s.eps);
     const vr step_size = vr_set1(s.step_size);
     const vr inv_root_bias = vr_set1(s.inv_root_bias);
+    const int vectors = plain ? adamw_at_once(dtype, state) : 1;
 
-    for (int64_t i = first; i < first + n; i += VR_WIDTH) {
+    for (int64_t i = first; i < first + n; i += vectors * VR_WIDTH) {
+        vr params[2], grads[2], avgs[2], avg_sqs[2];
+
         if (i + ahead(dtype) < first + n) {
             adamw_prefetch(&slot, &extra, i, dtype, grad_dtype, state, plain);
         }
-        vr p = vector_read(slot.param, dtype, i);
-        vr g = vr_mul(vector_read(slot.grad, grad_dtype, i), unscale);
-        vr m = vector_read(slot.exp_avg, state, i);
-        vr v = vector_read(slot.exp_avg_sq, state, i);
+        vectors_read(params, slot.param, dtype, i, vectors);
+        vectors_read(grads, slot.grad, grad_dtype, i, vectors);
+        vectors_read(avgs, slot.exp_avg, state, i, vectors);
+        vectors_read(avg_sqs, slot.exp_avg_sq, state, i, vectors);
+        for (int k = 0; k < vectors; k++) {
+            vr p = params[k], g = vr_mul(grads[k], unscale), m = avgs[k];
+            vr v = avg_sqs[k];
 
-        if (!plain && (s.write_back || s.zero_grad)) {
-            vector_write(slot.grad, grad_dtype, i, s.zero_grad ? vr_set1(0) : g);
+            if (!plain && (s.write_back || s.zero_grad)) {
+                vector_write(slot.grad, grad_dtype, i, s.zero_grad ? vr_set1(0) : g);
+            }
+            g = vr_mul(g, sign);
+            if (!plain && s.l2 != 0) {
+                g = vr_fma(l2, p, g);
+            }
+            p = vr_mul(p, decay);
+            m = vr_fma(rest1, vr_sub(g, m), !plain && s.from_grad ? g : m);
+            v = vr_fma(beta2, v, vr_mul(vr_mul(rest2, g), g));
+            avgs[k] = m;
+            avg_sqs[k] = v;
+            if (top != NULL) {
+                v = vr_max(vector_read(top, state, i), v);
+                vector_write(top, state, i, v);
+            }
+            const vr denom = vr_fma(vr_sqrt(v), inv_root_bias, eps);
+            params[k] = vr_sub(p, vr_div(vr_mul(step_size, m), denom));
         }
-        g = vr_mul(g, sign);
-        if (!plain && s.l2 != 0) {
-            g = vr_fma(l2, p, g);
-        }
-        p = vr_mul(p, decay);
-        m = vr_fma(rest1, vr_sub(g, m), !plain && s.from_grad ? g : m);
-        v = vr_fma(beta2, v, vr_mul(vr_mul(rest2, g), g));
-        vector_write(slot.exp_avg, state, i, m);
-        vector_write(slot.exp_avg_sq, state, i, v);
-        if (top != NULL) {
-            v = vr_max(vector_read(top, state, i), v);
-            vector_write(top, state, i, v);
-        }
-        const vr denom = vr_fma(vr_sqrt(v), inv_root_bias, eps);
-        p = vr_sub(p, vr_div(vr_mul(step_size, m), denom));
-        vector_write(slot.param, dtype, i, p);
+        vectors_write(slot.exp_avg, state, i, avgs, vectors);
+        vectors_write(slot.exp_avg_sq, state, i, avg_sqs, vectors);
+        vectors_write(slot.param, dtype, i, params, vectors);
         if (!plain) {
-            adamw_extras(&extra, i, p, &s);
+            adamw_extras(&extra, i, params[0], &s);
         }
     }
 }
@@ -246,7 +263,8 @@ static void
 adamw_floats(const tfast_adamw_slot *slot, const tfast_adamw_extra *extra,
              int64_t first, int64_t n, const adamw_scalars *s)
 {
-    int64_t whole = n / VR_WIDTH * VR_WIDTH;
+    const int round = VR_WIDTH * adamw_at_once(slot->param_dtype, slot->state_dtype);
+    int64_t whole = n / round * round;
 
     if (!adamw_vectors(slot, extra, first, whole, s)) {
         whole = 0;

@@ -167,6 +167,41 @@ vector_write(void *array, tfast_dtype dtype, int64_t i, vr value)
     vr_store((real *)array + i, value);
 }
 
+/* Vectors that a loop over bfloat16 takes at once: 2 where converting two together is
+ * cheaper. Their elements then alternate between the two. */
+#ifdef V_TWO_BF16
+enum { BF16_VECTORS = 2 };
+#else
+enum { BF16_VECTORS = 1 };
+#endif
+
+/* Reads `n` vectors from element i on. 2 are all of bfloat16. */
+static inline __attribute__((always_inline)) void
+vectors_read(vr *values, const void *array, tfast_dtype dtype, int64_t i, int n)
+{
+#ifdef V_TWO_BF16
+    if (n == 2) {
+        vr_load_two_bf16((const uint16_t *)array + i, &values[0], &values[1]);
+        return;
+    }
+#endif
+    (void)n;
+    values[0] = vector_read(array, dtype, i);
+}
+
+static inline __attribute__((always_inline)) void
+vectors_write(void *array, tfast_dtype dtype, int64_t i, const vr *values, int n)
+{
+#ifdef V_TWO_BF16
+    if (n == 2) {
+        vr_store_two_bf16((uint16_t *)array + i, values[0], values[1]);
+        return;
+    }
+#endif
+    (void)n;
+    vector_write(array, dtype, i, values[0]);
+}
+
 /* Prefetches element i. */
 static inline __attribute__((always_inline)) void
 prefetch(const void *array, tfast_dtype dtype, int64_t i)

@@ -76,6 +76,29 @@ static inline void vr_store_bf16(uint16_t *p, vr a)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(half),
                                                     _mm256_extracti128_si256(half, 1)));
 }
+#define V_TWO_BF16
+static inline void vr_load_two_bf16(const uint16_t *p, vr *a, vr *b)
+{
+    const __m256i both = _mm256_loadu_si256((const __m256i *)p);
+    *a = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    *b = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xFFFF0000)));
+}
+static inline void vr_store_two_bf16(uint16_t *p, vr a, vr b)
+{
+    const __m256i i = _mm256_castps_si256(a), j = _mm256_castps_si256(b);
+    const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(i, 16), j, 0xAA);
+    const __m256i low = _mm256_blend_epi16(i, _mm256_slli_epi32(j, 16), 0xAA);
+    /* Up if the low half is above 0x8000, or equal and the high half odd. */
+    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi16(1));
+    const __m256i above = _mm256_subs_epu16(_mm256_or_si256(low, odd), _mm256_set1_epi16(-0x8000));
+    __m256i rounded = _mm256_add_epi16(high, _mm256_min_epu16(above, _mm256_set1_epi16(1)));
+    if (_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0) {
+        const __m256i nan_a = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+        const __m256i nan_b = _mm256_castps_si256(_mm256_cmp_ps(b, b, _CMP_UNORD_Q));
+        rounded = _mm256_or_si256(rounded, _mm256_blend_epi16(nan_a, nan_b, 0xAA));
+    }
+    _mm256_storeu_si256((__m256i *)p, rounded);
+}
 static inline vr vr_abs(vr a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 static inline vr vr_copysign(vr a, vr b)
 {

@@ -203,6 +203,36 @@ def test_the_last_bits_of_every_half_are_right(backend, device):
         assert (m.view(np.uint16) == want.view(np.uint16)).all()
 
 
+def test_halves_of_any_bits_on_every_backend(backend, device):
+    """Neighbours may be NaN, infinite, subnormal and ties, in any order."""
+
+    def run(name, where, dtype):
+        trainfast.use_backend(name)
+        rng = np.random.default_rng(13)
+        bits = rng.integers(0, 1 << 16, (4, 200_011), np.uint16)
+        bits[2, ::2] = bits[1, ::2]  # a state near its gradient: more ties
+        arrays = [Framed(row.view(DTYPES[dtype]), dtype, device=where) for row in bits]
+        trainfast.numpy.adamw_step(
+            *([a.array] for a in arrays), step=3, lr=0.5, betas=(0.75, 0.75)
+        )
+        return np.array([a.get() for a in arrays])
+
+    for dtype in ("float16", "bfloat16"):
+        want = run("scalar", "cpu", dtype)
+        assert 0.02 < np.isnan(want).mean() < 0.7
+        np.testing.assert_array_equal(run(backend, device, dtype), want)
+
+
+def test_a_nan_of_any_bits_stays_nan_in_halves(backend, device):
+    """Rounding 0x7FFFFFFF as a number would make it -0."""
+    scale = Framed(np.array([0x7FFFFFFF], np.uint32).view(np.float32), device=device)
+    for dtype in ("float16", "bfloat16"):
+        arrays = [Framed(np.ones(50), dtype, device=device) for _ in range(4)]
+        lists = ([a.array] for a in arrays)
+        trainfast.numpy.adamw_step(*lists, step=3, lr=0.5, grad_scale=scale.array)
+        assert all(np.isnan(arrays[i].get()).all() for i in (0, 2, 3))
+
+
 def test_step_arrays_are_advanced_and_used(backend, device, rng):
     slots = [Slot(rng, (40,), step=s, device=device) for s in (0, 6, 100_000)]
     for exact, slot in zip(step_both(slots, **HYPER), slots, strict=True):
