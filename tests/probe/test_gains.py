@@ -5,7 +5,7 @@ import random
 import pytest
 
 from trainfast.probe.findings import CURES, Row, findings, rows
-from trainfast.probe.gains import Gain, Process, Sample, interval, noise
+from trainfast.probe.gains import Gain, Process, Sample, interval, noise, over_processes
 from trainfast.probe.report import conclude
 
 
@@ -59,6 +59,27 @@ def test_slow_drift_does_not_change_a_gain():
     for block in drifting["blocks"]:
         block[2] *= 1 + 0.2 * block[0]
     assert gains_of(drifting)["data"].gain == pytest.approx(2, rel=0.02)
+
+
+def test_skewed_noise_gains_nothing():
+    """One block in three is twice as slow, of a switch as of the base."""
+    draw = random.Random(2)
+    skewed = result({"threads": 1.0}, spread=0.05, rounds=300)
+    for block in skewed["blocks"]:
+        block[2] *= 2 if draw.random() < 1 / 3 else 1
+    assert gains_of(skewed)["threads"].gain == pytest.approx(1, abs=0.01)
+
+
+def test_interval_over_processes_is_that_of_student():
+    """Gains of 1 and 4: a mean of 2, and a standard error of log 2."""
+    pair = [result({"data": r}, spread=0, rounds=3) for r in (1.0, 0.25)]
+    processes = [Process.of(one) for one in pair]
+    found = over_processes(processes, lambda s: s.gain_of_switch("data"))
+    assert found.gain == pytest.approx(2)
+    assert found.high / found.gain == pytest.approx(2**12.71)
+    assert found.gain / found.low == pytest.approx(2**12.71)
+    one = over_processes(processes[:1], lambda s: s.gain_of_switch("data"))
+    assert one is None
 
 
 def test_rare_event_costs_its_time_by_its_frequency():

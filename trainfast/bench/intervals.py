@@ -12,11 +12,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from trainfast.bench.results import Processes
-from trainfast.probe.gains import Gain, bootstrap, choose
+from trainfast.probe.gains import STUDENT, Gain, bootstrap, choose
 
 TOLERANCE = 1.05  # what is within counts as the same
-# The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
-_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _NORMAL = 1.96
 
 
@@ -66,7 +64,7 @@ def _interval(
     found = bootstrap(logarithm)
     assert found is not None
     freedom = sum(len(sample) - 1 for sample in samples)
-    stretch = _T[min(freedom, len(_T)) - 1] / _NORMAL
+    stretch = STUDENT[min(freedom, len(STUDENT)) - 1] / _NORMAL
     stretch *= math.sqrt(fewest / (fewest - 1))
     low, high = (
         found.gain + stretch * (end - found.gain) for end in (found.low, found.high)

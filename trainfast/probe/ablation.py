@@ -7,7 +7,7 @@ from typing import Any
 from trainfast.presets.values import Value
 from trainfast.probe.candidates import Candidate
 from trainfast.probe.gains import Gain, Result
-from trainfast.probe.report import facts_of, notes_of
+from trainfast.probe.report import NOISY, facts_of, notes_of
 from trainfast.report import Report, Table
 
 
@@ -17,8 +17,10 @@ class Line:
 
     Attributes:
         candidate: what it is.
-        alone: its gain over the unchanged script.
-        together: the gain of this setting with all kept ones before it; None: not kept.
+        alone: its gain over the unchanged script; of settings that were not measured
+            anew, in the process that chose among them.
+        together: the gain of this setting with all kept ones before it, in processes
+            that had no part in the choice; None: not kept.
         verdict: why it was not kept.
     """
 
@@ -64,6 +66,13 @@ class Ablation(Report):
             *notes,
         ]
         self.seconds = seconds
+
+    def _outcome(self) -> str:
+        if self.gain:
+            return f"{self.gain.gain:.2f}x"
+        if self.facts["spread"] > NOISY:
+            return "no verdict, as steps without a change vary too much"
+        return "nothing gains"
 
     def _interactions(self) -> list[str]:
         if len(self.kept) < 2 or self.gain is None:
@@ -126,10 +135,9 @@ class Ablation(Report):
             for line in self.lines
         ]
         columns = ("setting", "from", "alone", "95 % interval", "together")
-        total = f": {self.gain.gain:.2f}x" if self.gain else ": nothing gains"
         tables = [
             Table(
-                f"What settings give {self.script}{total}",
+                f"What settings give {self.script}: {self._outcome()}",
                 (*columns, "95 % interval", "verdict"),
                 rows,
                 "none applies to this script",

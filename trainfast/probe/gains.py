@@ -4,8 +4,10 @@ A gain is how many times as fast a step of the script becomes. Blocks give the r
 steps without events (saves, evaluations, logs); the cost of events, which happen too
 rarely for blocks, is added as their mean time multiplied by how often they happen.
 Intervals are bootstrapped: processes are drawn first, then rounds in each, then events.
+`over_processes` forms one that is also right for few processes.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +16,8 @@ from typing import Any
 
 _DRAWS = 600
 _RARE = 0.5  # events a step, below which their distance says how often they happen
+# The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _IN_MOST_BLOCKS = 0.5  # statements a block, from which on the median block holds one
 
 Result = dict[str, Any]  # of a child
@@ -36,15 +40,15 @@ class Process:
     """What one child measured, ready to be drawn from.
 
     Attributes:
-        rounds: seconds a step by switch, for each round; of the base the mean of its
-            two blocks.
+        rounds: for each round, seconds a step in each block of a switch. The base has
+            two blocks in a round.
         costs: by event, the seconds of each that happened, and how often it happens a
             step. Timed statements are events here, too.
         own: by statement, the share of its time without events inside of it.
         block_steps: steps of a block.
     """
 
-    rounds: list[dict[str, float]]
+    rounds: list[dict[str, list[float]]]
     costs: dict[str, tuple[list[float], float]]
     own: dict[str, float]
     block_steps: int
@@ -56,16 +60,12 @@ class Process:
             rounds.setdefault(block[0], {}).setdefault(block[1], []).append(
                 block[column]
             )
-        means = [
-            {name: statistics.mean(times) for name, times in round_.items()}
-            for round_ in rounds.values()
-        ]
         kinds = {event[0] for event in result["events"]}
         own = {
             f"statement {s['number']}": s["own"] for s in result.get("statements", ())
         }
         costs = {kind: _events(result, kind) for kind in kinds}
-        return cls(means, costs, own, result["block_steps"])
+        return cls(list(rounds.values()), costs, own, result["block_steps"])
 
 
 def _events(result: Result, kind: str) -> tuple[list[float], float]:
@@ -102,14 +102,21 @@ class Sample:
 
     def step(self) -> float:
         """Seconds of a step without events."""
-        return statistics.median([r["base"] for r in self.rounds if "base" in r])
+        return statistics.median([t for r in self.rounds for t in r.get("base", ())])
 
     def ratio(self, name: str, base: str = "base") -> float | None:
-        """Time with a switch over the time without it."""
-        pairs = [(r[name], r[base]) for r in self.rounds if name in r and base in r]
-        if not pairs:
-            return None
-        return statistics.median([with_it / without for with_it, without in pairs])
+        """Time with a switch over the time without it.
+
+        The median over pairs of single blocks. A mean of the base's two blocks would be
+        slower than the median block where noise is skewed, and everything would gain.
+        """
+        ratios = [
+            with_it / without
+            for r in self.rounds
+            for with_it in r.get(name, ())
+            for without in r.get(base, ())
+        ]
+        return statistics.median(ratios) if ratios else None
 
     def cost(self, kind: str) -> float:
         """Seconds of a kind of event, spread over the steps."""
@@ -196,11 +203,29 @@ def bootstrap(
     return Gain(middle, min(low, middle), max(high, middle))
 
 
+def over_processes(
+    processes: Sequence[Process], statistic: Callable[[Sample], float | None]
+) -> Gain | None:
+    """The mean of a statistic over processes, with its 95 % interval by Student's t.
+
+    Each process counts once, so the interval includes what differs between processes;
+    rounds of one process cannot show that. None: fewer than two processes have a value.
+    """
+    found = [statistic(Sample([process], None)) for process in processes]
+    logs = [math.log(value) for value in found if value is not None]
+    if len(logs) < 2:
+        return None
+    middle, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    half = STUDENT[len(logs) - 2] * error
+    return Gain(*map(math.exp, (middle, middle - half, middle + half)))
+
+
 def noise(processes: Sequence[Process]) -> float:
     """By how much base rounds of one process vary: p90 over p10."""
     worst = 1.0
     for process in processes:
-        times = sorted(r["base"] for r in process.rounds if "base" in r)
+        bases = [r["base"] for r in process.rounds if "base" in r]
+        times = sorted(map(statistics.mean, bases))
         if len(times) >= 3:
             ends = times[int(0.1 * len(times))], times[int(0.9 * (len(times) - 1))]
             worst = max(worst, ends[1] / ends[0])

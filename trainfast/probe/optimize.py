@@ -3,16 +3,25 @@
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from statistics import mean
 
 from trainfast.probe import run
 from trainfast.probe.ablation import Ablation, Line
 from trainfast.probe.candidates import Candidate, candidates
-from trainfast.probe.gains import Gain, Process, Result, Sample, interval
+from trainfast.probe.gains import (
+    Gain,
+    Process,
+    Result,
+    Sample,
+    interval,
+    over_processes,
+)
 
 STEPS = 50  # of a comparison of losses
 _SEEDS = 3  # whose losses say how much chance there is in training
 LEAST = 1.02  # of a gain, below which nobody would notice it
+PROCESSES = 4  # that measure anew what was chosen
 _LEAST_DATA = 0.05  # of the time spent waiting for data, from which on workers may help
 # Losses of one seed that differ by less, of their size, are equal but for rounding.
 _ROUNDING = 1e-3
@@ -47,23 +56,21 @@ class Optimizer:
         self.progress = progress
         self.results: list[Result] = []
         self.failed: dict[str, str] = {}
+        self.anew: dict[str, Gain | None] = {}  # by fresh processes
         self.verdicts: dict[str, str] = {}
         self.notes: list[str] = []
 
     def run(self) -> Ablation:
         began = time.perf_counter()
         self._try_alone()
-        kept = self._together(self._eligible())
-        kept, curves = self._check_losses(kept)
-        together = self._prefixes(kept)
+        kept, curves = self._check_losses(self._confirmed(self._eligible()))
         lines = [
-            Line(
-                candidate,
-                self._alone(candidate.name),
-                together.get(candidate.name),
-                self.verdicts.get(candidate.name, ""),
-            )
-            for candidate in [*kept, *self._others(kept)]
+            Line(candidate, self._alone(candidate.name), self.anew[together], "")
+            for candidate, together in zip(kept, _prefix_names(kept), strict=True)
+        ]
+        lines += [
+            Line(c, self._alone(c.name), None, self.verdicts[c.name])
+            for c in self._others(kept)
         ]
         seconds = time.perf_counter() - began
         return Ablation(
@@ -93,56 +100,38 @@ class Optimizer:
             self.failed |= result["failed"]
             self.results.append(result)
 
-    def _twice(self, names: Sequence[str], stage: str) -> None:
-        """Measures in one process, and what may be faster in a second one."""
-        self._child(names, stage)
-        gains = {name: self._gain(name) for name in names}
-        open_ones = [name for name, gain in gains.items() if gain and gain.high > 1]
-        if open_ones:
-            self._child(open_ones, f"{stage}, a second process")
-
     def _try_alone(self) -> None:
         names = [c.name for c in candidates() if not c.name.startswith(_OTHERS)]
         self._child(names, "each setting alone", flops=True)
         first = self.results[0]
-        self._child(names, "each setting alone, a second process")
         if first["shares"].get("data", 0.0) >= _LEAST_DATA:
             workers = [c.name for c in candidates() if c.name.startswith("workers ")]
-            self._twice(workers, "numbers of workers")
+            self._child(workers, "numbers of workers")
         on_gpu = first.get("device", "cpu") != "cpu"
         for name in ("bfloat16", "float16"):
             if on_gpu or name in self.allow:
-                self._twice([name], name)
-        self._twice(["compile"], "torch.compile")
-
-    def _processes(self, name: str) -> list[Process]:
-        found = [Process.of(result) for result in self.results]
-        return [p for p in found if any(name in r for r in p.rounds)]
-
-    def _gain(self, name: str, base: str | None = None) -> Gain | None:
-        """Of a switch, over the unchanged script or over another switch."""
-
-        def statistic(sample: Sample) -> float | None:
-            gain = sample.gain_of_switch(name)
-            under = sample.gain_of_switch(base) if base else 1.0
-            return gain / under if gain and under else None
-
-        return interval(self._processes(name), statistic)
+                self._child([name], name)
+        self._child(["compile"], "torch.compile")
 
     def _alone(self, name: str) -> Gain | None:
-        return None if name in self.failed else self._gain(name)
+        """What a switch gains over the unchanged script, measured anew if it was."""
+        if name in self.failed:
+            return None
+        found = [Process.of(result) for result in self.results]
+        tried = [p for p in found if any(name in r for r in p.rounds)]
+        return self.anew.get(name) or interval(tried, _gain_of(name))
 
     # ---- Deciding --------------------------------------------------------------------
 
     def _eligible(self) -> list[Candidate]:
-        """What is faster alone and allowed, best first, one of a kind."""
+        """What seems faster alone and is allowed, best first, one of a kind."""
         gains = {c.name: self._alone(c.name) for c in candidates()}
         found: list[tuple[Gain, Candidate]] = []
         for candidate in candidates():
             gain = gains[candidate.name]
             if gain is None:
                 continue
-            if not _is_faster(gain):
+            if gain.gain < LEAST:
                 self.verdicts[candidate.name] = "slower" if gain.high < 1 else "SAME"
             elif candidate.changes and candidate.name not in self.allow:
                 self.verdicts[candidate.name] = (
@@ -160,30 +149,43 @@ class Optimizer:
                 best.append(candidate)
         return best
 
-    def _together(self, chosen: list[Candidate]) -> list[Candidate]:
-        """Adds one after the other; keeps those with a gain over those before."""
-        kept = chosen
-        while len(kept) > 1:
-            names = _prefix_names(kept)
-            if not self._processes(names[-1]):
-                self._child(names, "together")
-                self._child(names, "together, a second process")
-            useless = [
-                candidate
-                for candidate, name, before in zip(kept[1:], names[1:], names)
-                if not _is_faster(self._gain(name, before))
-            ]
-            if not useless:
-                break
-            # The one that adds least goes; what the others add is measured again.
-            worst = useless[-1]
-            self.verdicts[worst.name] = "no gain beside those above"
-            kept = [candidate for candidate in kept if candidate is not worst]
-        return kept
+    def _confirmed(self, chosen: list[Candidate]) -> list[Candidate]:
+        """Keeps what also gains in processes that had no part in the choice.
 
-    def _prefixes(self, kept: list[Candidate]) -> dict[str, Gain | None]:
-        names = _prefix_names(kept)
-        return {c.name: self._gain(n) for c, n in zip(kept, names, strict=True)}
+        The best of several noisy gains is too high by chance, so the choice itself
+        proves nothing. If some settings do not gain, the others are measured once more
+        without them; more tries would let a useless setting pass by chance.
+        """
+        added = self._measure_anew(chosen)
+        faster = [c for c in chosen if _is_faster(added[c.name])]
+        if len(faster) < len(chosen):
+            self._name_useless(chosen, faster)
+            added = self._measure_anew(faster)
+            sure = list(takewhile(lambda c: _is_faster(added[c.name]), faster))
+            self._name_useless(faster, sure)
+            return sure
+        return chosen
+
+    def _measure_anew(self, chosen: list[Candidate]) -> dict[str, Gain | None]:
+        """What each setting adds to those before it, in fresh processes."""
+        alone, together = [c.name for c in chosen], _prefix_names(chosen)
+        names = list(dict.fromkeys([*alone, *together]))
+        first = len(self.results)
+        for number in range(PROCESSES if chosen else 0):
+            stage = f"what was chosen anew, process {number + 1} of {PROCESSES}"
+            self._child(names, stage)
+        fresh = [Process.of(result) for result in self.results[first:]]
+        self.anew |= {name: over_processes(fresh, _gain_of(name)) for name in names}
+        return {
+            name: over_processes(fresh, _gain_of(this, before))
+            for name, this, before in zip(alone, together, [None, *together])
+        }
+
+    def _name_useless(self, chosen: list[Candidate], kept: list[Candidate]) -> None:
+        for candidate in chosen:
+            if candidate not in kept:
+                others = "" if candidate is chosen[0] else " beside those above"
+                self.verdicts[candidate.name] = f"measured anew: no sure gain{others}"
 
     def _others(self, kept: list[Candidate]) -> list[Candidate]:
         rest = [c for c in candidates() if c not in kept and self._alone(c.name)]
@@ -221,7 +223,7 @@ class Optimizer:
             if not stays_inside(seeds, self._curve([candidate], 0)):
                 self.verdicts[candidate.name] = "moves the losses more than a seed does"
                 kept = [c for c in kept if c is not candidate]
-        return self._together(kept), curves
+        return self._confirmed(kept), curves
 
     def _curve(self, chosen: Sequence[Candidate], seed: int) -> list[float]:
         return run.curve(
@@ -274,6 +276,17 @@ def _distance(one: Sequence[float], other: Sequence[float]) -> float:
 def _prefix_names(kept: Sequence[Candidate]) -> list[str]:
     names = [candidate.name for candidate in kept]
     return [" + ".join(names[: i + 1]) for i in range(len(names))]
+
+
+def _gain_of(name: str, base: str | None = None) -> Callable[[Sample], float | None]:
+    """A switch's gain over the unchanged script, or over another switch."""
+
+    def statistic(sample: Sample) -> float | None:
+        gain = sample.gain_of_switch(name)
+        under = sample.gain_of_switch(base) if base else 1.0
+        return gain / under if gain and under else None
+
+    return statistic
 
 
 def _is_faster(gain: Gain | None) -> bool:

@@ -15,7 +15,7 @@ from trainfast.probe.gains import Process, Result, noise
 from trainfast.report import Report, Table
 from trainfast.roof import roof
 
-_NOISY = 1.3  # base blocks that vary by more than this allow no verdict
+NOISY = 1.3  # base blocks that vary by more than this allow no verdict
 _COMPUTE_BOUND = 0.5  # of the matrix-product rate: what is left is arithmetic
 
 
@@ -104,7 +104,7 @@ class Diagnosis(Report):
     def _without_findings(self) -> str:
         if not self.rows:
             return "no verdict, as nothing could be compared"
-        if self.facts["spread"] > _NOISY:
+        if self.facts["spread"] > NOISY:
             return "no verdict, as steps without a change vary too much"
         return f"no cure that was tried surely gives {LEAST} times the speed"
 
@@ -169,7 +169,7 @@ def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[
             f"the script ended after {results[0]['steps']} steps, before anything "
             "could be compared: let it train longer"
         )
-    if facts["spread"] > _NOISY:
+    if facts["spread"] > NOISY:
         notes.append(
             f"steps without a change vary by {100 * (facts['spread'] - 1):.0f} %: "
             "another program may be using the machine"
@@ -181,7 +181,7 @@ def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[
             f"a step does {flops:.3g} GFLOP, at {facts['mfu']:.0%} of the matrix-"
             f"product rate that was measured here ({roof_rate:.3g} TFLOP/s)"
         )
-        if facts["mfu"] >= _COMPUTE_BOUND and facts["spread"] <= _NOISY:
+        if facts["mfu"] >= _COMPUTE_BOUND and facts["spread"] <= NOISY:
             reached += (
                 ": it is compute-bound, and only less arithmetic helps, as a smaller "
                 "model, half precision on a GPU, or a faster device"
