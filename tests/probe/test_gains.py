@@ -259,6 +259,12 @@ def test_data_is_placed_in_the_data_set_of_the_user():
     package = {**place, "file": "/x/site-packages/torch/a.py"}
     (report,) = found_in(result({"data": 0.5}, dataset=package, lines={"data": [3]}))
     assert (report.file, report.line) == ("train.py", 3)
+    more = {"dataset": package, "loader": {"file": "trainer.py", "line": 9}}
+    (report,) = found_in(result({"data": 0.5}, **more))
+    assert (report.file, report.line) == ("trainer.py", 9)
+    slow_start = {"worker-restart": 0.5}
+    (report,) = found_in(result(slow_start, loader=more["loader"]))
+    assert (report.file, report.line) == ("trainer.py", 9)
 
 
 def test_statement_has_the_id_of_what_it_does():

@@ -12,6 +12,7 @@ from tests.probe.test_sandbox import snapshot
 from trainfast.cli import main
 from trainfast.probe import run
 from trainfast.probe.diagnosis import diagnose
+from trainfast.probe.findings import findings, rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,6 +99,56 @@ def test_slow_data_set_is_found(script):
     assert (found.id, found.exact) == ("data", False)
     assert found.file.endswith("train.py") and found.line == 10
     assert 1.3 < found.low <= found.gain <= found.high
+
+
+TRAINER = """\
+import time
+import torch
+from torch.utils.data import DataLoader
+
+
+def slow(rows):
+    time.sleep(0.01)
+    return torch.utils.data.default_collate(rows)
+
+
+class Trainer:
+    def __init__(self, model, data):
+        self.model, self.data = model, data
+
+    def run(self):
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        loader = DataLoader(
+            self.data, batch_size=8, collate_fn=slow
+        )
+        while True:
+            for (x,) in loader:
+                optimizer.zero_grad()
+                self.model(x).sum().backward()
+                optimizer.step()
+"""
+
+
+def test_loader_is_found_in_the_file_of_a_trainer(tmp_path):
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "loop.py").write_text(TRAINER)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from trainer.loop import Trainer\n"
+        "data = TensorDataset(torch.randn(640, 4))\n"
+        "Trainer(torch.nn.Linear(4, 2), data).run()\n"
+    )
+    child = run.child(str(script), switches=["data"], seconds=1)
+    place = (
+        str(package / "loop.py"),
+        TRAINER[: TRAINER.index("DataLoader(")].count("\n"),
+    )
+    assert child["lines"]["data"] == [5]  # the script's own: where it calls the trainer
+    (found,) = findings(rows([child]), [child], str(script))
+    assert (found.id, found.file, found.line) == ("data", place[0], place[1] + 1)
 
 
 def test_slow_statement_is_found_with_its_line(script):

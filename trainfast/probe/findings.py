@@ -277,6 +277,9 @@ def _finding(row: Row, results: list[Result], script: str) -> Finding:
     )
     if name == "data" and "file" in dataset and "site-packages" not in dataset["file"]:
         file, line = dataset["file"], dataset["line"]
+    elif phase == "data":  # in whatever file the loader is built
+        loader = next((r["loader"] for r in results if "loader" in r), None)
+        file, line = loader.values() if loader else (file, line)
     payback = _payback(row.gain, results) if row.name == "compile" else ""
     fix = fix.format(dataset=dataset.get("name", "the data set"), payback=payback)
     return Finding(name, file, line, g.gain, g.low, g.high, exact, changes, fix, how)

@@ -8,8 +8,10 @@ import copy
 import inspect
 import logging
 import sys
+import sysconfig
 from collections.abc import Callable, Sized
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from trainfast.torch.probe.switch import Switch
 _MOST_BATCHES = 8  # copies of batches that stand in for the loader's
 _MOST_BYTES = 1 << 30  # of all copies together
 _BACKWARDS_WITHOUT_STEP = 64  # after them each is a step: the update is hand-written
+# Folders of the standard library and of trainfast.
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
 _STEPS_WITH_MODULE_HOOKS = 3  # enough to find the outermost module
 
 # Functions that write logs, by module; they are wrapped once the script has imported
@@ -154,7 +158,13 @@ def _count_step(loop: Loop, step_ended: Callable[[], None]) -> None:
 
 
 def _hook_loaders(loop: Loop) -> None:
-    iterate, next_batch = DataLoader.__iter__, LoaderIterator.__next__
+    build, iterate = DataLoader.__init__, DataLoader.__iter__
+    next_batch = LoaderIterator.__next__
+
+    @wraps(build)
+    def loader_init(loader: Any, *args: Any, **kwargs: Any) -> None:
+        build(loader, *args, **kwargs)
+        loader._probe_place = _place_of_caller()
 
     def loader_iter(loader: Any) -> Any:
         if loop.in_evaluation(loader):
@@ -191,9 +201,22 @@ def _hook_loaders(loop: Loop) -> None:
         loop.arrived = clock()
         return batch
 
+    DataLoader.__init__ = loader_init  # type: ignore
     loader_iter.__wrapped__ = iterate  # type: ignore[attr-defined]
     DataLoader.__iter__ = loader_iter  # type: ignore[method-assign]
     LoaderIterator.__next__ = loader_next
+
+
+def _place_of_caller() -> dict[str, Any] | None:
+    """The innermost file and line in execution that belongs to no library."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        packaged = "site-packages" in file or "dist-packages" in file
+        if not packaged and not file.startswith(_LIBRARIES) and file[:1] != "<":
+            return {"file": file, "line": frame.f_lineno}
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _starts_workers(loop: Loop, loader: Any) -> bool:

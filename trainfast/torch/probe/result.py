@@ -53,6 +53,9 @@ def _facts(loop: Loop) -> dict[str, Any]:
         found["period"] = loop.period()
         found["dataset"] = _place_of(loop.loader.dataset)
         found["batch_size"] = loop.loader.batch_size
+        place = getattr(loop.loader, "_probe_place", None)
+        if place is not None:
+            found["loader"] = place
     found["idle_gpus"] = _idle_gpus(found.get("device", "cpu"), loop.model)
     found["threads"] = torch.get_num_threads()
     found["dense_embeddings"] = _dense_embeddings(loop)
