@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.planted import results, seeded, timing
-from trainfast import _core
+from trainfast import _core, roof
 from trainfast.bench import cases, child
 from trainfast.bench import run as run_module
 from trainfast.bench.results import load, save
@@ -31,6 +31,22 @@ def run(*arguments, **options):
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=120, **options
     )
+
+
+def site(folder, code):
+    """The environment of a Python that runs `code` as it starts."""
+    (folder / "sitecustomize.py").write_text(code)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path}
+
+
+@pytest.fixture
+def small_roof(tmp_path, monkeypatch):
+    """The environment of a bench whose roof takes no time; the true one takes seconds
+    where the CPU has no bfloat16."""
+    monkeypatch.setattr(roof, "_SIDE", {"cpu": 64})
+    code = "from trainfast import roof\nroof._SIDE = {'cpu': 64}\n"
+    return site(tmp_path, code)
 
 
 @pytest.fixture
@@ -54,11 +70,8 @@ def test_every_case_that_runs_here_has_a_row():
 
 
 def test_without_torch_there_are_the_rows_of_numpy(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['torch'] = sys.modules['torch_geometric'] = None\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run(*TINY, "--json", env=os.environ | {"PYTHONPATH": path})
+    code = "import sys\nsys.modules['torch'] = sys.modules['torch_geometric'] = None\n"
+    done = run(*TINY, "--json", env=site(tmp_path, code))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = {row["case"] for row in found["rows"]}
@@ -97,7 +110,7 @@ def test_contender_that_computes_something_else_is_an_error():
             cases.require_same({"a": good, "b": bad})
 
 
-def test_failed_case_does_not_take_the_others_with_it(monkeypatch):
+def test_failed_case_does_not_take_the_others_with_it(monkeypatch, small_roof):
     def failing(_setup):
         raise OSError("disk full")
 
@@ -114,12 +127,9 @@ def test_rounds_are_condensed_to_medians_in_order():
 
 
 def test_process_that_crashes_is_one_error(monkeypatch, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'bench.child' in str(sys.orig_argv):\n"
-        "    sys.exit('the library is broken')\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
+    code = "import sys\nif 'bench.child' in str(sys.orig_argv):\n"
+    code += "    sys.exit('the library is broken')\n"
+    monkeypatch.setenv("PYTHONPATH", site(tmp_path, code)["PYTHONPATH"])
     with pytest.raises(BenchError, match=r"status 1 after the roof: .* is broken"):
         bench(["numpy-adamw"], ["cpu"], 0.01, 1)
 
@@ -262,21 +272,21 @@ def test_damaged_base_is_an_error_that_says_so(name, saved):
 # ---- The command line ----------------------------------------------------------------
 
 
-def test_saved_run_is_compared(tmp_path):
+def test_saved_run_is_compared(tmp_path, small_roof):
     file = str(tmp_path / "base.json")
-    done = run(*TINY, "--cases", "numpy-adamw", "--save", file)
+    done = run(*TINY, "--cases", "numpy-adamw", "--save", file, env=small_roof)
     assert done.returncode == 0 and "numpy-adamw" in done.stdout, done.stderr
-    done = run(*TINY, "--cases", "numpy-adamw", "--compare", file)
+    done = run(*TINY, "--cases", "numpy-adamw", "--compare", file, env=small_roof)
     assert done.returncode == 0, done.stderr
     assert "Changes since the base" in done.stdout and "UNDECIDED" in done.stdout
 
 
-def test_slower_than_the_base_exits_with_1(tmp_path):
+def test_slower_than_the_base_exits_with_1(tmp_path, small_roof):
     """A base a thousand times as fast as anything."""
     file = tmp_path / "base.json"
     save(results(timing("numpy-adamw", 1e-6, rng=seeded())), file)
-    done = run("bench", "--seconds", "0.01", "--processes", "3", "--cases",
-               "numpy-adamw", "--compare", str(file), "--json")  # fmt: skip
+    options = ("--cases", "numpy-adamw", "--compare", str(file), "--json")
+    done = run(*TINY[:-1], "3", *options, env=small_roof)
     (change,) = json.loads(done.stdout)["changes"]
     assert (done.returncode, change["verdict"]) == (1, "SLOWER")
 
