@@ -25,6 +25,7 @@ C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -na
     -o -name '*.cpp' | grep -v /vec_
 
 .PHONY: demo demo-graphs test test-all check lint stubs wheel compat gpu docs build clean
+unexport PYTHONDONTWRITEBYTECODE # or every process compiles all Python files again
 .NOTPARALLEL: # one pip at a time; setup.py compiles in parallel by itself
 
 demo: .venv/.demo build
