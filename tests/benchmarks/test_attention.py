@@ -268,6 +268,7 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
     assert "torch math" in rows[2] and rows[2].count("|") == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 64])
 def test_memory_of_one_long_head_does_not_grow_with_threads(threads):
     """Of it 16 MiB are results."""

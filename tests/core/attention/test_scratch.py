@@ -314,6 +314,7 @@ def backward_scratch(heads, n, kind, threads, dim=64):
     return sum(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 8, 64])
 def test_backward_of_one_head_asks_for_few_copies_of_it(threads):
     """float32: up to 3 sums of dq beside the output's. bfloat16: up to 4, dk and dv."""
@@ -326,6 +327,7 @@ def test_backward_of_one_head_asks_for_few_copies_of_it(threads):
     assert 6 * head < copies < 6 * head + 2 * room
 
 
+@pytest.mark.slow
 def test_backward_of_many_heads_asks_for_dq_of_those_in_flight():
     torch = pytest.importorskip("torch")
     head = 4 * 2048 * 64
