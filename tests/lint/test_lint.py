@@ -284,7 +284,7 @@ def test_hints_only_when_asked():
         ("prints", "print(loss)"),
     ]
     pinned = in_loop("x = x.to(device)") + "DataLoader(data, pin_memory=True)\n"
-    assert mended(pinned, hints=True) == ["x.to(device, non_blocking=True)"]
+    assert mended(pinned, hints=True) == ["x = x.to(device, non_blocking=True)"]
     assert all(finding.hint for finding in lint(source, hints=True))
     on_the_cpu = source.replace('torch.amp.GradScaler("cuda")', "None")
     assert [id for id, _ in found(on_the_cpu, hints=True)] == ["zipped-loader"]
@@ -294,16 +294,19 @@ def test_zipped_loader_outside_of_training():
     """A guide's warm-up of a loader, which fetches 11 batches."""
     source = "for _ in zip(range(10), {}):\n    pass\n"
     assert mended(source.format("loader"), hints=True) == [
-        "itertools.islice(loader, 10)"
+        "for _ in enumerate(itertools.islice(loader, 10)):"
     ]
     assert found(source.format("names"), hints=True) == []
 
 
 def test_mended_lines_of_waits():
-    source = in_loop("a = x.cpu()", "b = x.detach().numpy()")
+    source = in_loop(
+        "a = x.cpu()", "b = x.detach().numpy()", "\u00e4 += loss.item() / 2"
+    )
     assert mended(source, hints=True) == [
-        "x.detach()  # and .cpu() every 50 steps",
-        "x.detach()  # and .numpy() every 50 steps",
+        "a = x.detach()  # and .cpu() every 50 steps",
+        "b = x.detach()  # and .numpy() every 50 steps",
+        "\u00e4 += loss.detach() / 2  # and .item() every 50 steps",
     ]
 
 

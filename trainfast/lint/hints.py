@@ -15,10 +15,12 @@ def waits_for_gpu(script: Script) -> Found:
     """.item(), .cpu(), ... in every step."""
     for node in _in_every_step(script):
         if method(node) in _WAITS and not getattr(node, "args", None):
+            assert isinstance(node, ast.Call)
             value = receiver(node)
             assert value is not None
             kept = script.text(value).removesuffix(".detach()")
-            yield node, f"{kept}.detach()  # and .{method(node)}() every 50 steps"
+            line = script.line_with(node, f"{kept}.detach()")
+            yield node, f"{line}  # and .{method(node)}() every 50 steps"
 
 
 def prints_in_every_step(script: Script) -> Found:
@@ -42,12 +44,14 @@ def copy_that_waits(script: Script) -> Found:
                 node
             ):
                 continue
+            assert isinstance(node, ast.Call)
             value = receiver(node)
             assert value is not None
             if last(value) in batch:
                 call = script.text(node)
                 more = ", " if not call.endswith("()") else ""
-                yield node, f"{call[:-1]}{more}non_blocking=True)"
+                waitless = f"{call[:-1]}{more}non_blocking=True)"
+                yield node, script.line_with(node, waitless)
 
 
 def zipped_loader(script: Script) -> Found:
@@ -57,15 +61,16 @@ def zipped_loader(script: Script) -> Found:
         value = getattr(loop, "iter", None)
         if not (isinstance(value, ast.Call) and last(value.func) == "zip"):
             continue
-        if len(value.args) < 2:
+        if len(value.args) != 2:
             continue
-        first = value.args[0]
+        first, source = value.args
         if not (isinstance(first, ast.Call) and last(first.func) == "range"):
             continue
-        loader = script.text(value.args[-1])
-        if loop in script.step_loops or "loader" in loader.lower():
-            n = script.text(first.args[0]) if first.args else "n"
-            yield value, f"itertools.islice({loader}, {n})"
+        loader = script.text(source)
+        is_of_data = loop in script.step_loops or "loader" in loader.lower()
+        if is_of_data and len(first.args) == 1:
+            some = f"itertools.islice({loader}, {script.text(first.args[0])})"
+            yield value, script.line_with(value, f"enumerate({some})")
 
 
 def _in_every_step(script: Script) -> Iterator[ast.AST]:

@@ -41,6 +41,12 @@ class Script:
     def text(self, node: ast.AST) -> str:
         return ast.get_source_segment(self.source, node) or ast.unparse(node)
 
+    def line_with(self, node: ast.expr, text: str) -> str:
+        """The line on which the node starts, with `text` in the node's place."""
+        line = self.lines[node.lineno - 1].encode()  # columns count bytes
+        rest = line[node.end_col_offset :] if node.lineno == node.end_lineno else b""
+        return (line[: node.col_offset] + text.encode() + rest).decode().strip()
+
     def called(self, call: ast.Call) -> Function | None:
         """The script's own function or method that is called."""
         function = call.func

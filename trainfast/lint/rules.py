@@ -85,13 +85,7 @@ def loss_kept(script: Script) -> Found:
                 continue
             for kept in values:
                 if kept.id in losses and not _is_detached(script, node, kept.id):
-                    yield node, _with_item(script, kept)
-
-
-def _with_item(script: Script, name: ast.Name) -> str:
-    line = script.lines[name.lineno - 1]
-    end = len(line.encode()[: name.end_col_offset].decode())
-    return f"{line[:end]}.item(){line[end:]}".strip()
+                    yield node, script.line_with(kept, f"{kept.id}.item()")
 
 
 def _losses(script: Script, loop: Loop) -> set[str]:
