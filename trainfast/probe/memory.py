@@ -7,7 +7,7 @@ from trainfast.machine import available_memory
 from trainfast.memory.estimate import MIB, Estimate, estimate_of
 from trainfast.memory.gpus import gpu_of
 from trainfast.memory.trace import Replay
-from trainfast.probe.run import ProbeError, estimated
+from trainfast.probe.run import ProbeError, estimated, headline
 
 _BASE = 400 * MIB  # of a process that has imported torch
 _TWO_LINES = """pass the model and a batch instead:
@@ -44,7 +44,7 @@ def estimate_script(
     try:
         found = estimated(script, arguments, job | {"fake": True})
     except ProbeError as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = headline(str(error))
         try:
             found = estimated(script, arguments, job | {"fake": False})
         except ProbeError as second:

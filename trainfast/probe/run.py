@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -176,11 +178,14 @@ def _run(command: list[str], environment: dict[str, str], result: int) -> str:
     Raises:
         ProbeError: the command took too long.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        _empty_terminal() as terminal,
+    ):
         process = subprocess.Popen(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=terminal,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=[result],
@@ -199,3 +204,23 @@ def _run(command: list[str], environment: dict[str, str], result: int) -> str:
                 process.wait()
         errors.seek(0)
         return errors.read()
+
+
+@contextmanager
+def _empty_terminal() -> Iterator[int]:
+    """A pseudo-terminal for a script that asks for its size; input ends at once."""
+    ours, scripts = os.openpty()
+    try:
+        termios.tcsetwinsize(scripts, (24, 80))
+        os.write(ours, b"\x04" * 1000)  # ends that many reads; the last one would wait
+        yield scripts
+    finally:
+        os.close(scripts)
+        os.close(ours)
+
+
+def headline(error: str) -> str:
+    """The line of a traceback that names the exception, whose message may have more."""
+    last_frame = error.rpartition('\n  File "')[2].splitlines()
+    named = (line for line in last_frame[1:] if not line.startswith("    "))
+    return next(named, error.strip().splitlines()[0])

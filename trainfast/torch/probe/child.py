@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainfast.probe.run import headline
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
 from trainfast.torch.probe.patches import Patched
@@ -110,7 +111,7 @@ class Child:
                 if self.job.get("ranks"):
                     break  # the process group was the script's
             else:
-                if not self.schedule.failed_under(error.splitlines()[-1]):
+                if not self.schedule.failed_under(headline(error)):
                     again = number > 0 and self.schedule.blocks
                     self.finish(None if again else error, cut=True)
                 self.runs.append((first, self.loop.steps, False))
