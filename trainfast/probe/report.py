@@ -56,7 +56,7 @@ class Diagnosis(Report):
             "findings": [finding.to_dict() for finding in self.findings],
             "tried": [
                 {
-                    "name": r.name,
+                    "name": r.label,
                     "gain": r.gain.gain,
                     "low": r.gain.low,
                     "high": r.gain.high,
