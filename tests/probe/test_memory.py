@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -65,6 +66,15 @@ def test_script_is_estimated_for_a_gpu_that_is_not_there(script):
     assert list(script.parent.iterdir()) == [script]
 
 
+def test_data_parallel_runs_its_module_on_the_one_gpu(script):
+    text = script.read_text()
+    script.write_text(
+        text.replace("model.to(device)", "nn.DataParallel(model.to(device))")
+    )
+    estimate = estimate_script(str(script))
+    assert estimate.method == "the script on fake tensors"
+
+
 def test_fakes_take_what_real_tensors_take(script):
     job = {"gpu": None, "steps": 2, "expandable": False}
     fake, real = (
@@ -82,6 +92,25 @@ def test_a_loop_that_fakes_cannot_run_runs_really(tmp_path):
     estimate = estimate_script(str(path))
     assert estimate.method == "the script on the CPU, really" and not estimate.exact
     assert any("fake tensors cannot run" in note for note in estimate.notes)
+    assert "guessed" not in str(estimate)
+
+
+def test_headline_is_the_exceptions_first_line():
+    with pytest.raises(ValueError) as caught:
+        raise ValueError("found invalid values:\n    1.5\nFakeTensor(...)")
+    text = "".join(traceback.format_exception(caught.value))
+    assert run.headline(text) == "ValueError: found invalid values:"
+    assert run.headline("SystemExit: 3") == "SystemExit: 3"
+
+
+ASKS_THE_TERMINAL = """
+import os
+assert os.get_terminal_size(0) == (80, 24)
+try:
+    input()
+except EOFError:
+    raise KeyError("input ended")
+"""
 
 
 def test_loop_that_updates_its_parameters_by_hand_ends_after_two_steps(tmp_path):
@@ -106,6 +135,7 @@ for step in range(10**9):
     [
         ("print('no loop')", "without a training step"),
         ("raise KeyError('mine')", "KeyError: 'mine'"),
+        (ASKS_THE_TERMINAL, "KeyError: 'input ended'"),
     ],
 )
 def test_no_step_is_an_error_that_shows_what_to_write(tmp_path, text, message):
@@ -126,6 +156,13 @@ def test_command_line(script):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["device"] == "4 GiB" and found["verdict"] == "fits"
+
+
+def test_command_line_shows_a_traceback_as_lines(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise KeyError('mine')")
+    assert main(["estimate-memory", str(path)]) == 1
+    assert "\nKeyError: 'mine'\n" in capsys.readouterr().err
 
 
 def test_options_of_a_function_are_refused_with_a_script(script, capsys):

@@ -29,7 +29,8 @@ class Estimate(Report):
         moments: most allocated bytes by moment of the step.
         activations: bytes by module at the end of the forward pass.
         failed: the moment at which the capacity did not suffice; None where it did.
-        exact: every size was known; False where values had to be guessed.
+        exact: every size was known; False where values were guessed, or where another
+            device ran the step.
         method: how it was found: "fake tensors" or "two small steps, a line".
         notes: what the reader should know about this estimate.
         batch_size: samples in the batch, None where that cannot be told.
@@ -87,7 +88,7 @@ class Estimate(Report):
             of_device.append(("out of memory in", self.failed))
         if self.batch_size:
             of_device.insert(0, ("batch", str(self.batch_size)))
-        how = "" if self.exact else ", with guessed values"
+        how = "" if self.exact else ", approximate"
         of_device += self.facts.items()
         of_device.append(("method", f"{self.method}{how}, {self.seconds:.1f} s"))
         tables = [

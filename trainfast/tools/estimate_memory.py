@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print("trainfast estimate-memory: torch must be installed", file=sys.stderr)
         return 1
     from trainfast.memory.gpus import gpu_of
+    from trainfast.probe.run import ProbeError
     from trainfast.tools.diagnose import show_progress
 
     try:
@@ -84,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
                 tables = _what_if(estimate, progress)
     except (TypeError, ValueError) as error:
         args.error(" ".join(str(error).split()))
-    except Exception as error:  # of the user's model, or of the script
+    except ProbeError as error:  # a traceback, and what to write instead
+        print(f"trainfast estimate-memory: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:  # of the user's model
         line = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"trainfast estimate-memory: {line}", file=sys.stderr)
         return 1

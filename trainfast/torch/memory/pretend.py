@@ -66,6 +66,10 @@ def pretend_gpu(gpu: Gpu) -> None:
         setattr(torch.cuda, name, answer if is_class else _always(answer))
     for name in nothing:
         setattr(torch.cuda, name, _always(None))
+    # With one GPU it calls its module, once it has checked where the parameters are.
+    torch.nn.DataParallel.forward = (  # type: ignore[method-assign]
+        lambda self, *inputs, **named: self.module(*inputs, **named)
+    )
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     _leave_unpinned()
 
