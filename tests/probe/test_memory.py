@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 from trainfast.cli import main
 from trainfast.probe import run
+from trainfast.probe.headline import headline
 from trainfast.probe.memory import estimate_script
 
 pytestmark = [
@@ -99,8 +100,8 @@ def test_headline_is_the_exceptions_first_line():
     with pytest.raises(ValueError) as caught:
         raise ValueError("found invalid values:\n    1.5\nFakeTensor(...)")
     text = "".join(traceback.format_exception(caught.value))
-    assert run.headline(text) == "ValueError: found invalid values:"
-    assert run.headline("SystemExit: 3") == "SystemExit: 3"
+    assert headline(text) == "ValueError: found invalid values:"
+    assert headline("SystemExit: 3") == "SystemExit: 3"
 
 
 ASKS_THE_TERMINAL = """

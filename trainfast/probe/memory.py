@@ -7,7 +7,8 @@ from trainfast.machine import available_memory
 from trainfast.memory.estimate import MIB, Estimate, estimate_of
 from trainfast.memory.gpus import gpu_of
 from trainfast.memory.trace import Replay
-from trainfast.probe.run import ProbeError, estimated, headline
+from trainfast.probe.headline import headline
+from trainfast.probe.run import ProbeError, estimated
 
 _BASE = 400 * MIB  # of a process that has imported torch
 _TWO_LINES = """pass the model and a batch instead:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainfast.probe.run import headline
+from trainfast.probe.headline import headline
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
 from trainfast.torch.probe.patches import Patched
