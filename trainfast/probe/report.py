@@ -172,7 +172,8 @@ def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[
     if facts["spread"] > NOISY:
         notes.append(
             f"steps without a change vary by {100 * (facts['spread'] - 1):.0f} %: "
-            "another program may be using the machine"
+            "another program may be using the machine, and gains are less certain "
+            "than their intervals say"
         )
     notes += _unseen(results)
     if "mfu" in facts and not found:
