@@ -22,6 +22,7 @@ from trainfast.report import Report, Table
 _SIDE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = 256 << 20
 _ROUND = 0.02  # seconds between two looks at the clock
+_SLOW = 0.1  # seconds of an eighth of a product, from which on an eighth will do
 
 
 class Roof(Report):
@@ -83,15 +84,9 @@ def roof(
 
 
 def _measure(arrays: "_Torch | _NumPy", seconds: float, side: int) -> Roof:
-    matmul = {}
-    for name in arrays.dtypes:
-        dtype = "float32" if name == "tf32" else name
-        a, b, out = (arrays.random(side * side, dtype) for _ in range(3))
-        a, b, out = (array.reshape(side, side) for array in (a, b, out))
-        multiply = arrays.multiply(name == "tf32")
-        call = partial(multiply, a, b, out)
-        rate = _rate(call, arrays.synchronize, seconds)
-        matmul[name] = rate * 2 * side**3 / 1e12
+    matmul = {
+        name: _product_rate(arrays, name, seconds, side) for name in arrays.dtypes
+    }
     source, target = (arrays.ones(_COPY_BYTES // 4) for _ in range(2))
     copy, update = (
         _rate(call, arrays.synchronize, seconds) * 2 * _COPY_BYTES / 1e9
@@ -101,6 +96,25 @@ def _measure(arrays: "_Torch | _NumPy", seconds: float, side: int) -> Roof:
         )
     )
     return Roof(arrays.device, matmul, copy, update)
+
+
+def _product_rate(
+    arrays: "_Torch | _NumPy", name: str, seconds: float, side: int
+) -> float:
+    """TFLOP/s of a product of square matrices."""
+    dtype = "float32" if name == "tf32" else name
+    a, b, out = (arrays.random(side * side, dtype) for _ in range(3))
+    a, b, out = (array.reshape(side, side) for array in (a, b, out))
+    multiply = arrays.multiply(name == "tf32")
+    if not arrays.on_gpu:
+        few = side // 8
+        multiply(a[:1], b, out[:1])  # the first call also loads libraries
+        began = time.perf_counter()
+        multiply(a[:few], b, out[:few])
+        if time.perf_counter() - began > _SLOW:  # bfloat16 on a CPU that has none
+            a, out = a[:few], out[:few]
+    rate = _rate(partial(multiply, a, b, out), arrays.synchronize, seconds)
+    return rate * 2 * len(a) * side**2 / 1e12
 
 
 def _rate(

@@ -29,7 +29,7 @@ def command(*arguments):
 
 def run(*arguments, **options):
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=120, **options
+        command(*arguments), capture_output=True, text=True, timeout=300, **options
     )
 
 

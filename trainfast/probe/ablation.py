@@ -91,7 +91,7 @@ class Ablation(Report):
         found = [
             Value("patch", names, reason, measured=True)
             if patches
-            else Value("patch", False, "no kernel of trainfast was the best", measured=True)
+            else Value("patch", False, "no kernel of trainfast helps", measured=True)
         ]
         for line in self.kept:
             for key, value in line.candidate.settings:
