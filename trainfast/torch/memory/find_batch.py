@@ -93,6 +93,7 @@ def find_batch_size(
         if mode == "train":
             progress("estimating")
             search.guess = guess_size(runner, search.budget, multiple)
+            runner.plan = None  # it holds a copy of the model
             snapshot.restore()
         best = search.largest()
         if objective == "throughput":
