@@ -1,0 +1,143 @@
+"""How far `find_batch_size` is from an exhaustive search, on the CPU.
+
+    python -m benchmarks.estimates.batch_sizes            ten models; writes the results
+    python -m benchmarks.estimates.batch_sizes gpt bert   these, without writing
+
+The limit of a model is what a batch with about 2 GiB of activations takes: plain
+loops of one size each, in fresh processes, are searched for the largest that fits. The
+finder gets the same limit in a process of its own, with `multiple=1`. Its answer must
+fit into the limit in a plain loop, too.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import machine
+from benchmarks.estimates import truth
+from benchmarks.estimates.models import MODELS
+
+PATH = Path(__file__).parent / "batch_sizes.json"
+NAMES = (
+    *("mlp", "gpt", "gpt_bf16", "gpt_checkpointed", "unet", "transformer_encoder"),
+    *("lstm", "bert", "llama", "vit"),
+)
+ACTIVATIONS = 2 << 30  # bytes, about, of the largest batch
+
+
+def case(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, make_batch(n), and the arguments of `estimate_memory`."""
+    torch.manual_seed(0)
+    model, batch, options = MODELS[name]()
+
+    def make_batch(n: int) -> Any:
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[torch.arange(n) % len(tensor)]
+
+        if isinstance(batch, dict):
+            return {key: rows(value) for key, value in batch.items()}
+        return tuple(map(rows, batch))
+
+    return model, make_batch, options
+
+
+def usual_size(name: str) -> int:
+    batch = MODELS[name]()[1]
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+
+
+def plain(name: str, size: int) -> int:
+    """The high-water mark of this process, with a loop of this size."""
+    model, make_batch, options = case(name)
+    truth.steps(model, make_batch(size), options)
+    return truth.mark()
+
+
+def found(name: str, limit: int) -> dict[str, Any]:
+    """What the finder says, in this process."""
+    from trainfast.torch.memory import find_batch_size
+
+    model, make_batch, options = case(name)
+    options.pop("optimizer", None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    began = time.perf_counter()
+    report = find_batch_size(
+        model, make_batch, optimizer, limit=limit, target=1.0, multiple=1, **options
+    )
+    return report.to_dict() | {"seconds": time.perf_counter() - began}
+
+
+PARTS = {"plain": plain, "found": found}
+
+
+def in_child(part: str, name: str, number: int) -> Any:
+    command = [sys.executable, "-m", "benchmarks.estimates.batch_sizes"]
+    command += ["--part", part, name, str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compared(name: str) -> dict[str, Any]:
+    """The exhaustive search and the finder."""
+    first, second = (n * usual_size(name) for n in (1, 4))
+    peaks = {n: in_child("plain", name, n) for n in (first, second)}
+    slope = max(1.0, (peaks[second] - peaks[first]) / (second - first))
+    size = int(ACTIVATIONS / slope)
+    step = max(1, size // 100)
+    peaks[size] = in_child("plain", name, size)
+    limit = int(peaks[size] + slope / 2)
+    for n in itertools.count(size + step, step):
+        peaks[n] = in_child("plain", name, n)
+        if peaks[n] > limit:
+            break
+    report = in_child("found", name, limit)
+    answer = report["batch_size"]
+    return {
+        "limit": limit,
+        "largest": max(n for n, peak in peaks.items() if peak <= limit),
+        "found": answer,
+        "fits": in_child("plain", name, answer) <= limit,
+        "sizes run": [probe["size"] for probe in report["probes"]],
+        "seconds": report["seconds"],
+    }
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    return (
+        f"| {name} | {result['limit'] / (1 << 20):.0f} | {result['largest']} | "
+        f"{result['found']} | {result['found'] / result['largest']:.1%} | "
+        f"{'yes' if result['fits'] else 'no'} | {len(result['sizes run'])} | "
+        f"{result['seconds']:.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("names", nargs="*", metavar="model")
+    args = parser.parse_args()
+    if args.part:
+        name, number = args.names
+        print(json.dumps(PARTS[args.part](name, int(number))))
+        return
+    print("| model | limit MiB | largest | found | share | fits | sizes run | s |")
+    print("|---|---:|---:|---:|---:|---|---:|---:|")
+    results = {}
+    for name in tqdm(args.names or NAMES):
+        results[name] = compared(name)
+        print(row(name, results[name]), flush=True)
+    if not args.names:
+        text = json.dumps({"machine": machine.describe(), "models": results}, indent=1)
+        PATH.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
