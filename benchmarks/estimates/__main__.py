@@ -9,8 +9,6 @@ run alone in a third one, whose high-water mark the kernel keeps.
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +43,6 @@ PARTS = {
     "profiled": truth.profiled_peak,
     "high_water": truth.high_water,
 }
-
-
-def in_child(part: str, name: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.estimates", "--part", part, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def row(name: str, found: dict[str, Any]) -> str:
@@ -88,7 +80,9 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---|---:|")
     results = {}
     for name in tqdm(args.names or MODELS):
-        results[name] = {part: in_child(part, name) for part in PARTS}
+        results[name] = {
+            part: truth.in_child("benchmarks.estimates", part, name) for part in PARTS
+        }
         print(row(name, results[name]), flush=True)
     if not args.names:
         text = json.dumps({"machine": machine.describe(), "models": results}, indent=1)

@@ -12,8 +12,6 @@ fit into the limit in a plain loop, too.
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,6 @@ def found(name: str, limit: int) -> dict[str, Any]:
     from trainfast.torch.memory import find_batch_size
 
     model, make_batch, options = case(name)
-    options.pop("optimizer", None)
     optimizer = torch.optim.AdamW(model.parameters())
     began = time.perf_counter()
     report = find_batch_size(
@@ -79,10 +76,8 @@ PARTS = {"plain": plain, "found": found}
 
 
 def in_child(part: str, name: str, number: int) -> Any:
-    command = [sys.executable, "-m", "benchmarks.estimates.batch_sizes"]
-    command += ["--part", part, name, str(number)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    module = "benchmarks.estimates.batch_sizes"
+    return truth.in_child(module, part, name, str(number))
 
 
 def compared(name: str) -> dict[str, Any]:

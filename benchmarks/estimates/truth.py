@@ -1,7 +1,10 @@
 """What a training step really takes on the CPU, by measures that are not our own."""
 
 import gc
+import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -77,6 +80,14 @@ def high_water(name: str) -> int:
 
 
 def mark() -> int:
+    """The most bytes that were resident in this process so far."""
     with open(f"/proc/{os.getpid()}/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
+
+
+def in_child(module: str, part: str, *words: str) -> Any:
+    """What `python -m module --part part words` prints as JSON, in a fresh process."""
+    command = [sys.executable, "-m", module, "--part", part, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
