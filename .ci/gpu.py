@@ -83,7 +83,7 @@ class Plan:
         chosen = f"{self.backend} or gpu"
         words += ["-k", chosen, *(["--collect-only"] if self.dry else ["-n", "8"])]
         if not self.dry:  # or the tests would build these, which the CPU can test
-            more |= {f"TRAINFAST_{name}_LIBRARY": "/none" for name in ("SIMT", "WIDE")}
+            more |= {f"TRAINFAST_{name}_LIBRARY": "" for name in ("SIMT", "WIDE")}
         return self.python(name, seconds, *words, TRAINFAST_BACKEND=None, **more)
 
     def bench(self, name, seconds, module, *words, **more):

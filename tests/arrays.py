@@ -48,8 +48,8 @@ class Framed:
         if self.on_device:
             import torch
 
-            integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-            bits = self.torch.view(integer[self.dtype.itemsize]).cpu().numpy()
+            integer = getattr(torch, f"int{8 * self.dtype.itemsize}")
+            bits = self.torch.view(integer).cpu().numpy()
             self.whole = bits.view(self.dtype)
         outside = np.concatenate(
             [self.whole[: self.start], self.whole[self.start + self.size :]]

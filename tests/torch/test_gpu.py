@@ -2,6 +2,7 @@
 again. On the SIMT runner the same calls run without streams."""
 
 import contextlib
+import itertools
 
 import pytest
 
@@ -125,3 +126,25 @@ def test_memory_that_is_taken_again_changes_nothing(gpu):
             other.step()
     wait(gpu)
     assert_same(loop, other)
+
+
+@pytest.mark.parametrize("lengths", [[5, 0, 33], [0, 0]])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_items_whose_longest_is_not_told(gpu, lengths, with_bias):
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(gpu)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths), 2, 16, generator=generator).to(gpu)
+    longest = max(lengths)
+    bias = torch.randn(2, longest, longest, generator=generator).to(gpu)
+    bias = bias if with_bias and longest else None
+    out = trainfast.torch.attention(
+        q, q, q, bias=bias, cu_seqlens_q=ends, cu_seqlens_k=ends, layout="thd"
+    )
+    assert out.shape == q.shape
+    for begin, end in itertools.pairwise(ends.tolist()):
+        item = q[begin:end].double().transpose(0, 1)
+        scores = item @ item.mT / 4
+        if bias is not None:
+            scores = scores + bias[:, : end - begin, : end - begin].double()
+        right = (scores.softmax(-1) @ item).transpose(0, 1)
+        torch.testing.assert_close(out[begin:end].double(), right, rtol=1e-4, atol=1e-5)

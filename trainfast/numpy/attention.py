@@ -333,7 +333,8 @@ def _options(
     }
     if options["cu_seqlens_q"] is not None and _on_gpu(q):
         # no item is longer than all together, and to ask the GPU would wait for it
-        options["max_seqlen_q"], options["max_seqlen_k"] = q.shape[0], k.shape[0]
+        options["max_seqlen_q"] = max(1, q.shape[0])
+        options["max_seqlen_k"] = max(1, k.shape[0])
     return options
 
 

@@ -54,10 +54,11 @@ def far_rows(value, n_q=33, n_k=49, heads=1):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [-300.0, -1e4, -65504.0, -1e9, -1e30, LEAST])
 def test_rows_masked_by_large_numbers_agree_with_the_reference(
-    rng, backend, dtype, value
+    rng, device, dtype, value
 ):
-    Rounded(rng, dtype=dtype, mask=far_rows(value)).check()
-    Rounded(rng, kv_heads=2, dtype=dtype, bias=far_rows(value, heads=4)).check()
+    options = {"dtype": dtype, "device": device}
+    Rounded(rng, mask=far_rows(value), **options).check()
+    Rounded(rng, kv_heads=2, bias=far_rows(value, heads=4), **options).check()
 
 
 OPTIONS = {
@@ -74,17 +75,17 @@ OPTIONS = {
 @pytest.mark.parametrize("value", [-1e9, LEAST])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_far_rows_agree_with_the_reference_beside_every_option(
-    rng, backend, name, value
+    rng, device, name, value
 ):
-    mask = far_rows(value)
-    Rounded(rng, kv_heads=2, mask=mask, **OPTIONS[name]).check()
+    options = {"mask": far_rows(value), "device": device, **OPTIONS[name]}
+    Rounded(rng, kv_heads=2, **options).check()
 
 
-def test_sinks_as_far_as_the_scores_take_their_share(rng, backend):
+def test_sinks_as_far_as_the_scores_take_their_share(rng, device):
     bias = np.full((4, 33, 1), 3e4, "f")
     bias[:, 9:] = -3e4
     sinks = np.array([3e4, 3e4 + 2, -3e4, -3e4 - 2], "f")
-    Rounded(rng, bias=bias, sinks=sinks).check()
+    Rounded(rng, bias=bias, sinks=sinks, device=device).check()
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
@@ -103,16 +104,17 @@ def test_far_rows_without_a_mask_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("n_q", [1, 3])
-def test_few_far_rows_on_many_keys_agree_with_the_reference(rng, backend, n_q):
+def test_few_far_rows_on_many_keys_agree_with_the_reference(rng, backend, device, n_q):
     for value in (-1e9, LEAST):
         mask = np.full((n_q, 1), value, "f")
         n_k = 700 if backend == "simt" else 2500
-        Rounded(rng, (1, 4, n_q, n_k, 16), kv_heads=2, mask=mask).check()
+        options = {"mask": mask, "device": device}
+        Rounded(rng, (1, 4, n_q, n_k, 16), kv_heads=2, **options).check()
 
 
-def test_rows_beside_far_ones_keep_their_bits(rng, backend):
+def test_rows_beside_far_ones_keep_their_bits(rng, device):
     mask = rng.integers(-2, 3, (33, 49)).astype("f")
-    problem = Rounded(rng, mask=mask)
+    problem = Rounded(rng, mask=mask, device=device)
     near = to_float64(problem.backward().dq)
     rows = [0, 3, 17, 32]
     mask[rows] = -1e9
@@ -122,11 +124,11 @@ def test_rows_beside_far_ones_keep_their_bits(rng, backend):
     np.testing.assert_array_equal(far, near)
 
 
-def test_an_lse_of_more_keys_is_no_rounding(rng, backend):
+def test_an_lse_of_more_keys_is_no_rounding(rng, backend, device):
     """The keys of a call may be a part of those that its out and lse are of."""
     if backend not in ("cuda", "simt"):
         pytest.skip("there, weights of far rows sum to 1 over the keys of the call")
-    problem = Rounded(rng, bias=np.full((33, 1), 1e3, "f"))
+    problem = Rounded(rng, bias=np.full((33, 1), 1e3, "f"), device=device)
     dout, q = problem.moved(problem.dout, problem.q)
     out, lse = problem.forward()
     whole = to_float64(problem.backward(dlse=False).dq)

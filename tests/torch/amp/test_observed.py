@@ -147,9 +147,9 @@ def test_small_gradients_are_torchs_with_the_same_bits(bad, init_scale, backend)
         lambda: [torch.ones(64, dtype=torch.bfloat16)],
     ],
 )
-def test_other_gradients_are_unscaled_by_the_kernel(make, backend):
-    params = [torch.nn.Parameter(value) for value in make()]
-    optimizer, scaler = torch.optim.SGD(params), GradScaler("cpu", 4.0)
+def test_other_gradients_are_unscaled_by_the_kernel(make, backend, device):
+    params = [torch.nn.Parameter(value.to(device)) for value in make()]
+    optimizer, scaler = torch.optim.SGD(params), GradScaler(device, 4.0)
     for param in params:
         param.grad = torch.full_like(param, 8.0)
     scaler.scale(torch.ones(()))

@@ -207,13 +207,13 @@ def test_mixed_dtypes_are_one_call(backend, device):
     assert trainfast.stats().calls["clip"] == {backend: 1}
 
 
-def test_a_call_of_several_passes_is_counted_once(backend):
-    params = make_params(shapes=[(5,), (3, 4)])
+def test_a_call_of_several_passes_is_counted_once(backend, device):
+    params = make_params(device, shapes=[(5,), (3, 4)])
     for _ in range(10):
         clip_grad_norm_(params, 1e-3)
     assert trainfast.stats().calls["clip"] == {backend: 10}
-    gaps = torch.nn.Parameter(torch.zeros(4))
-    gaps.grad = torch.ones(4, 2)[:, 0]
+    gaps = torch.nn.Parameter(torch.zeros(4, device=device))
+    gaps.grad = torch.ones(4, 2, device=device)[:, 0]
     for _ in range(10):
         gaps.grad.fill_(1.0)
         clip_grad_norm_([gaps, *params], 1e-3)

@@ -123,7 +123,8 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: [batch + 1], int32 or int64: item b has the rows
             cu_seqlens[b] .. cu_seqlens[b + 1] - 1.
         max_seqlen_q, max_seqlen_k: the longest item; None: found by a look at
-            cu_seqlens.
+            cu_seqlens, which on a GPU waits for it, and therefore is only taken
+            there where mask or bias need the exact number.
         kv_lens: [batch], int32 or int64: keys past it are not seen.
         layout: "bhsd", "bshd" or "thd", the order of the dimensions of q, k, v and out.
         return_lse: also returns the logarithm of each row's sum of exp(score).
@@ -230,8 +231,8 @@ def prepare(
         window_right=right,
         softcap=softcap or 0.0,
         dropout_p=dropout_p,
-        max_seqlen_q=max_seqlen_q or 0,
-        max_seqlen_k=max_seqlen_k or 0,
+        max_seqlen_q=max_seqlen_q or _longest(cu_seqlens_q, q, mask, bias),
+        max_seqlen_k=max_seqlen_k or _longest(cu_seqlens_k, k, mask, bias),
         bnhd=layout == "bshd" and cu_seqlens_q is None,
     )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -244,6 +245,15 @@ def prepare(
         _int64(kv_lens),
     )
     return inputs, extras, options
+
+
+def _longest(ends: Tensor | None, packed: Tensor, *terms: Tensor | None) -> int:
+    """A bound of the items' lengths; 0: the core looks by itself."""
+    if ends is None or not ends.is_cuda:
+        return 0
+    if all(term is None for term in terms):
+        return max([1, *packed.shape[:1]])  # no item is longer than all together
+    return max(1, int(ends.diff().max())) if ends.numel() > 1 else 1
 
 
 def attend_packed(
