@@ -171,6 +171,23 @@ def make_deepspeed(setup: Setup) -> Contender:
     return setup.contender("DeepSpeedCPUAdam", optimizer.step, params)
 
 
+def make_bitsandbytes(setup: Setup) -> Contender:
+    from bitsandbytes.optim import AdamW8bit
+
+    params = setup.parameters()
+    optimizer = AdamW8bit(params, lr=LR, weight_decay=WEIGHT_DECAY)
+    return setup.contender("bitsandbytes AdamW8bit", optimizer.step, params)
+
+
+def make_torchao(setup: Setup) -> Contender:
+    """Compiles its step, for each shape once."""
+    from torchao.optim import AdamW8bit
+
+    params = setup.parameters()
+    optimizer = AdamW8bit(params, lr=LR, weight_decay=WEIGHT_DECAY)
+    return setup.contender("torchao AdamW8bit", optimizer.step, params)
+
+
 def make_bound(setup: Setup) -> Contender:
     """The same bytes, moved as plainly as possible."""
     problem = setup.problem
@@ -199,8 +216,12 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "foreach": make_foreach,
     "compiled": make_compiled,
     "deepspeed": make_deepspeed,
+    "bitsandbytes": make_bitsandbytes,
+    "torchao": make_torchao,
     "floor": make_bound,
 }
+OPTIONAL = ("compiled", "deepspeed", "bitsandbytes", "torchao", "floor")
+OF_8_BITS = ("float-state", "bitsandbytes", "torchao")
 
 
 def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]:
@@ -210,7 +231,7 @@ def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]
     if problem.state_dtype == CODES:
         skipped["floor"] = "the floor's loop is for floats"
     else:
-        chosen = [name for name in chosen if name != "float-state"]
+        chosen = [name for name in chosen if name not in OF_8_BITS]
     if problem.rounding == "nearest":
         chosen = [name for name in chosen if name != "masters"]
     else:
@@ -232,6 +253,11 @@ def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]
         skipped["deepspeed"] = "deepspeed is not installed"
     elif args.smoke and not args.contender:
         skipped["deepspeed"] = "building it takes too long for --smoke"
+    for name in ("bitsandbytes", "torchao"):
+        if importlib.util.find_spec(name) is None:
+            skipped[name] = f"{name} is not installed"
+        elif args.smoke and not args.contender:
+            skipped[name] = "importing it takes too long for --smoke"
     skipped = {name: why for name, why in skipped.items() if name in chosen}
     return [name for name in chosen if name not in skipped], skipped
 
@@ -250,7 +276,7 @@ def run_problem(args: argparse.Namespace, problem: Problem) -> dict | None:
             contenders.append(CONTENDERS[name](setup))
         except Exception as error:
             # A rival that does not work here must not take the others with it.
-            if name not in ("compiled", "deepspeed", "floor"):
+            if name not in OPTIONAL:
                 raise
             first = (str(error).splitlines() or [""])[0]
             skipped[name] = f"{type(error).__name__}: {first}"[:200]

@@ -23,19 +23,38 @@ struct lane {
     bool whole; /* all are there, and aligned */
 };
 
-DEVICE void
-read_lane(float *values, const void *array, int dtype, const lane &at)
+/* A lane's elements as they lie in memory, 0 where there is none; float64 is rounded.
+ * Loads only, so that those of several arrays are in flight together. */
+DEVICE raw_vector
+load_lane(const void *array, int dtype, const lane &at)
 {
-    raw_vector raw;
+    raw_vector raw = {{0, 0, 0, 0}};
 
     if (at.whole) {
-        raw = read_vector<LANE_ELEMENTS>(array, dtype, at.i);
+        return read_vector<LANE_ELEMENTS>(array, dtype, at.i);
     }
     EACH_ELEMENT
     {
-        values[e] = at.whole      ? get_element(raw, dtype, e)
-                    : e < at.have ? read_element<float>(array, dtype, at.i + e)
-                                  : 0;
+        if (e >= at.have) {
+            continue;
+        }
+        if (dtype == TFAST_F16 || dtype == TFAST_BF16) {
+            const uint32_t half = ((const uint16_t *)array)[at.i + e];
+            raw.word[e >> 1] |= half << 16 * (e & 1);
+        } else {
+            const float value = read_element<float>(array, dtype, at.i + e);
+            raw.word[e] = __float_as_uint(value);
+        }
+    }
+    return raw;
+}
+
+DEVICE void
+widen_lane(float *values, const raw_vector &raw, int dtype)
+{
+    EACH_ELEMENT
+    {
+        values[e] = get_element(raw, dtype == TFAST_F64 ? TFAST_F32 : dtype, e);
     }
 }
 
@@ -60,18 +79,27 @@ write_lane(void *array, const float *values, int dtype, const lane &at)
     }
 }
 
-/* One moment: floats, or codes of a block with these scales. `at`: its first column. */
-DEVICE void
-read_moment(float *values, const adamw_row *row, const void *array, int dtype,
-            const lane &at, const float *scales, int column)
+/* One moment: floats, or in the first word codes of a block with scales. */
+DEVICE raw_vector
+load_moment(const adamw_row *row, const void *array, int dtype, const lane &at)
 {
     if (row->scales == nullptr) {
-        read_lane(values, array, dtype, at);
+        return load_lane(array, dtype, at);
+    }
+    return {{read_codes(array, at.i, at.have, at.whole), 0, 0, 0}};
+}
+
+/* `column`: the first of its scales. */
+DEVICE void
+widen_moment(float *values, const adamw_row *row, const raw_vector &raw, int dtype,
+             const float *scales, int column)
+{
+    if (row->scales == nullptr) {
+        widen_lane(values, raw, dtype);
     } else if (column == 0) {
-        decode_signed(values, read_codes(array, at.i, at.have, at.whole), scales);
+        decode_signed(values, raw.word[0], scales);
     } else {
-        decode_square(values, read_codes(array, at.i, at.have, at.whole),
-                      scales + column);
+        decode_square(values, raw.word[0], scales + column);
     }
 }
 
@@ -91,23 +119,23 @@ write_moment(const adamw_row *row, void *array, const float *values, int dtype,
 
 /* ---- Parameters that are not rounded to nearest ---------------------------------- */
 
-/* 16-bit elements as they are. */
-DEVICE void
-read_bits(uint32_t *bits, const void *array, const lane &at)
-{
-    EACH_ELEMENT
-    {
-        bits[e] = e < at.have ? ((const uint16_t *)array)[at.i + e] : 0;
-    }
-}
-
+/* The high or the low halves of words as 16-bit elements. */
 DEVICE void
 write_bits(void *array, const uint32_t *bits, int shift, const lane &at)
 {
+    uint16_t *to = (uint16_t *)array + at.i;
+
+    if (at.whole) {
+        const uint32_t low = bits[0] >> shift & 0xFFFF,
+                       high = bits[2] >> shift & 0xFFFF;
+        st_global_64(to, make_uint2(low | bits[1] >> shift << 16,
+                                    high | bits[3] >> shift << 16));
+        return;
+    }
     EACH_ELEMENT
     {
         if (e < at.have) {
-            ((uint16_t *)array)[at.i + e] = (uint16_t)(bits[e] >> shift);
+            to[e] = (uint16_t)(bits[e] >> shift);
         }
     }
 }
@@ -121,25 +149,26 @@ struct half_random {
 };
 
 DEVICE void
-read_weights(float *weights, const adamw_row *row, const dtypes &d, const lane &at)
+widen_weights(float *weights, const adamw_row *row, const dtypes &d,
+              const raw_vector &param, const raw_vector &tail)
 {
+    float tails[LANE_ELEMENTS];
+
     if (row->extra.rounding == TFAST_SPLIT) {
-        uint32_t param[LANE_ELEMENTS], tail[LANE_ELEMENTS];
-        read_bits(param, row->param, at);
-        read_bits(tail, row->extra.tail, at);
         EACH_ELEMENT
         {
-            weights[e] = tfast_half_join((uint16_t)param[e], (int16_t)tail[e]);
+            const int word = e >> 1, shift = 16 * (e & 1);
+            weights[e] = tfast_half_join((uint16_t)(param.word[word] >> shift),
+                                         (int16_t)(tail.word[word] >> shift));
         }
         return;
     }
-    read_lane(weights, row->param, d.param, at);
+    widen_lane(weights, param, d.param);
     if (row->extra.rounding == TFAST_KAHAN) {
-        float tail[LANE_ELEMENTS];
-        read_lane(tail, row->extra.tail, d.param, at);
+        widen_lane(tails, tail, d.param);
         EACH_ELEMENT
         {
-            weights[e] = weights[e] + tail[e];
+            weights[e] = weights[e] + tails[e];
         }
     }
 }
@@ -191,30 +220,73 @@ write_weights(const adamw_row *row, float *weights, const dtypes &d, const lane 
 
 /* ---- Blocks ---------------------------------------------------------------------- */
 
-/* The block of elements first .. first + count - 1, by one warp. */
+/* A block as loaded: what each lane has of it, and its scales. */
+struct raw_block {
+    lane at;
+    raw_vector param, tail, grad, exp_avg, exp_avg_sq;
+    float scales[TFAST_CODE_SCALES];
+};
+
+/* Of the block's scales: the slot's first block has the first ones. */
+DEVICE float *
+scales_of(const adamw_row *row, int64_t first)
+{
+    const bool amsgrad = row->max_exp_avg_sq != nullptr;
+    const int columns = amsgrad ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
+
+    return row->scales + first / TFAST_CODE_BLOCK * columns;
+}
+
+/* The block that begins at element `first`, of a part that ends at `end`. */
 DEVICE void
-update_block(const adamw_row *row, const dtypes &d, int64_t first, int count,
+load_block(raw_block *raw, const adamw_row *row, const dtypes &d, int64_t first,
+           int64_t end)
+{
+    const int begin = threadIdx.x % 32 * LANE_ELEMENTS;
+    const int count =
+        end - first < TFAST_CODE_BLOCK ? (int)(end - first) : (int)TFAST_CODE_BLOCK;
+    const int left = count - begin;
+
+    raw->at = {first + begin,
+               left < 0               ? 0
+               : left < LANE_ELEMENTS ? left
+                                      : LANE_ELEMENTS,
+               count == TFAST_CODE_BLOCK && row->head == 0};
+    raw->param = load_lane(row->param, d.param, raw->at);
+    if (row->extra.tail != nullptr) {
+        raw->tail = load_lane(row->extra.tail, d.param, raw->at);
+    }
+    raw->grad = load_lane(row->grad, d.grad, raw->at);
+    raw->exp_avg = load_moment(row, row->exp_avg, d.state, raw->at);
+    raw->exp_avg_sq = load_moment(row, row->exp_avg_sq, d.state, raw->at);
+    if (row->scales != nullptr) {
+        const float *scales = scales_of(row, first);
+#pragma unroll
+        for (int k = 0; k < TFAST_CODE_SCALES; k++) {
+            raw->scales[k] = scales[k];
+        }
+    }
+}
+
+/* By one warp, which has loaded the block. */
+DEVICE void
+update_block(const adamw_row *row, const dtypes &d, int64_t first, const raw_block &raw,
              const scalars<float> &s, half_random *random)
 {
     const bool amsgrad = row->max_exp_avg_sq != nullptr;
-    const int begin = threadIdx.x % 32 * LANE_ELEMENTS, left = count - begin;
-    const lane at = {first + begin,
-                     left < 0               ? 0
-                     : left < LANE_ELEMENTS ? left
-                                            : LANE_ELEMENTS,
-                     count == TFAST_CODE_BLOCK && row->head == 0};
-    const int columns = amsgrad ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
-    float *scales = row->scales + first / TFAST_CODE_BLOCK * columns;
+    const lane &at = raw.at;
+    float *scales = scales_of(row, first);
     float p[LANE_ELEMENTS], g[LANE_ELEMENTS], m[LANE_ELEMENTS], v[LANE_ELEMENTS];
     float top[LANE_ELEMENTS] = {}, ema[LANE_ELEMENTS];
 
-    read_weights(p, row, d, at);
-    read_lane(g, row->grad, d.grad, at);
-    read_moment(m, row, row->exp_avg, d.state, at, scales, 0);
-    read_moment(v, row, row->exp_avg_sq, d.state, at, scales, 1);
     if (amsgrad) {
-        read_moment(top, row, row->max_exp_avg_sq, d.state, at, scales, 3);
+        const raw_vector most = load_moment(row, row->max_exp_avg_sq, d.state, at);
+        widen_moment(top, row, most, d.state, scales, 3);
     }
+    widen_weights(p, row, d, raw.param, raw.tail);
+    widen_lane(g, raw.grad, d.grad);
+    widen_moment(m, row, raw.exp_avg, d.state, raw.scales, 0);
+    widen_moment(v, row, raw.exp_avg_sq, d.state, raw.scales, 1);
     EACH_ELEMENT
     {
         update(&p[e], &g[e], &m[e], &v[e], &top[e], amsgrad, s);
@@ -224,7 +296,7 @@ update_block(const adamw_row *row, const dtypes &d, int64_t first, int count,
         write_lane(row->grad, g, d.grad, at);
     }
     if (row->extra.ema != nullptr) {
-        read_lane(ema, row->extra.ema, d.ema, at);
+        widen_lane(ema, load_lane(row->extra.ema, d.ema, at), d.ema);
         EACH_ELEMENT
         {
             ema[e] = averaged(ema[e], p[e], s);
@@ -243,19 +315,41 @@ update_block(const adamw_row *row, const dtypes &d, int64_t first, int count,
     }
 }
 
-/* Elements begin .. end - 1, from a block's first element on. */
+/* Elements begin .. end - 1, from a block's first element on. The next block is loaded
+ * while one is computed. */
+DEVICE void
+update_blocks_of(const adamw_row *row, const dtypes &d, int64_t begin, int64_t end,
+                 const scalars<float> &s, uint64_t seed, int64_t step)
+{
+    half_random random = {seed, step, -1, {}};
+    raw_block next;
+
+    load_block(&next, row, d, begin, end);
+#pragma unroll 1
+    for (int64_t i = begin; i < end; i += TFAST_CODE_BLOCK) {
+        const raw_block now = next;
+        if (i + TFAST_CODE_BLOCK < end) {
+            load_block(&next, row, d, i + TFAST_CODE_BLOCK, end);
+        }
+        update_block(row, d, i, now, s, &random);
+    }
+}
+
+/* The usual dtypes as constants. */
 DEVICE void
 update_blocks(const adamw_row *row, const dtypes &d, int64_t begin, int64_t end,
               const scalars<float> &s, uint64_t seed, int64_t step)
 {
-    half_random random = {seed, step, -1, {}};
+    const bool f32_state = d.state == TFAST_F32 || row->scales != nullptr;
 
-#pragma unroll 1
-    for (int64_t i = begin; i < end; i += TFAST_CODE_BLOCK) {
-        const int64_t left = end - i;
-        update_block(row, d, i,
-                     left < TFAST_CODE_BLOCK ? (int)left : (int)TFAST_CODE_BLOCK, s,
-                     &random);
+    if (f32_state && d.param == TFAST_F32 && d.grad == TFAST_F32) {
+        const dtypes all_f32 = {TFAST_F32, TFAST_F32, TFAST_F32, true, d.ema, d.copy};
+        update_blocks_of(row, all_f32, begin, end, s, seed, step);
+    } else if (f32_state && d.param == TFAST_BF16 && d.grad == TFAST_BF16) {
+        const dtypes bf16 = {TFAST_BF16, TFAST_BF16, TFAST_F32, true, d.ema, d.copy};
+        update_blocks_of(row, bf16, begin, end, s, seed, step);
+    } else {
+        update_blocks_of(row, d, begin, end, s, seed, step);
     }
 }
 

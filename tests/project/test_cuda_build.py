@@ -397,7 +397,7 @@ SLOW = re.compile("plain")
 # Bytes, by NVRTC 12.9: these fill all 255 registers, and amp the 80 that let three
 # blocks run on a multiprocessor.
 SPILLED = {("75", "backward_75_mma_bf16_as_f16_256_1_1"): 8, ("120", "amp"): 8}
-SPILLED["120", "adamw_BLOCKS"] = 24
+SPILLED["120", "adamw_BLOCKS"] = 16
 for dtype in ("f16", "bf16"):
     SPILLED["120", f"forward_80_mma_{dtype}_192_0"] = 24
     SPILLED["120", f"forward_80_mma_{dtype}_192_1"] = 8

@@ -114,8 +114,15 @@ FAULTS = {
     ),
     "one bit pattern too many": Fault(
         "adamw_blocks.cuh",
-        "if (@e < at.have@) { ((uint16_t *)array)",
+        "if (@e < at.have@) { to[e]",
         "e <= at.have",
+        "address",
+        BOUNDS,
+    ),
+    "element behind a block's end loaded": Fault(
+        "adamw_blocks.cuh",
+        "if (@e >= at.have@) { continue;",
+        "e > at.have",
         "address",
         BOUNDS,
     ),
