@@ -323,3 +323,13 @@ def test_evaluation_that_never_came_is_noted(events, whole, noted):
     one = result({"threads": 1.0}, events=events, runs=[[0, 70, whole]])
     notes = conclude("train.py", [one], {}, 1.0).notes
     assert any("the first 70 steps were watched" in note for note in notes) == noted
+
+
+def test_what_was_not_tried_is_told_by_its_line():
+    failed = {"statement 0": "NameError: x", "data": "no loader", "statement 7": "no"}
+    one = result({"threads": 1.0}, statements=[STATEMENT], failed=failed)
+    assert conclude("train.py", [one], {}, 1.0).not_tried == {
+        "without line 5: f()": "NameError: x",
+        "data": "no loader",
+        "statement 7": "no",
+    }

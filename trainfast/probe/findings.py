@@ -154,18 +154,20 @@ def rows(results: list[Result]) -> list[Row]:
         gain = interval(have, lambda s, k=kind: s.gain_of_event(k))  # type: ignore
         found.append((kind, gain))
     kept = [
-        Row(name, gain, _label(name, results))
+        Row(name, gain, label(name, results))
         for name, gain in found
         if gain is not None
     ]
     return sorted(kept, key=lambda row: -row.gain.gain)
 
 
-def _label(name: str, results: list[Result]) -> str:
-    if not name.startswith("statement "):
-        return name
-    known = _statement(name, results)
-    return f"without line {known['line']}: {known['text'][:40]}"
+def label(name: str, results: list[Result]) -> str:
+    """What a report calls a switch or an event: for a statement, its line."""
+    for result in results:
+        for known in result.get("statements", ()):
+            if name == f"statement {known['number']}":
+                return f"without line {known['line']}: {known['text'][:40]}"
+    return name
 
 
 def _known_as_events(results: list[Result]) -> set[str]:

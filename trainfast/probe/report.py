@@ -8,6 +8,7 @@ from trainfast.probe.findings import (
     Row,
     findings,
     idle_gpus,
+    label,
     rows,
     slow_rank,
 )
@@ -114,7 +115,8 @@ def conclude(
 ) -> Diagnosis:
     """The report on what was measured of a script, in one process or more."""
     for result in results:
-        not_tried |= result["failed"]
+        failed = result["failed"]
+        not_tried |= {label(name, results): why for name, why in failed.items()}
     tried = rows(results)
     found = [
         *findings(tried, results, script),
