@@ -54,7 +54,8 @@ class Gpt(nn.Module):
         self.ln, self.head = nn.LayerNorm(256), nn.Linear(256, 4000, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(places)
         for block in self.blocks:
             x = block(x)
         return self.head(self.ln(x))
@@ -155,7 +156,7 @@ class _UNet(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        waves = t[:, None] * torch.exp(-torch.arange(32) / 4)
+        waves = t[:, None] * torch.exp(-torch.arange(32, device=t.device) / 4)
         shift = self.time(torch.cat([waves.sin(), waves.cos()], 1))
         x, skips = self.stem(x), []
         for block, linear in zip(self.down, self.shifts, strict=True):
@@ -335,6 +336,19 @@ def vit() -> Case:
 def compiled() -> Case:
     model, batch, options = mlp()
     return torch.compile(model), batch, options
+
+
+def enlarged(batch: Any, times: int) -> Any:
+    """The same batch with this many times as many samples."""
+    if times == 1:
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return torch.cat([batch] * times)
+    if isinstance(batch, dict):
+        return {key: enlarged(value, times) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(enlarged(value, times) for value in batch)
+    return type(batch).from_data_list(batch.to_data_list() * times)  # PyG's
 
 
 MODELS = {

@@ -1,4 +1,4 @@
-"""What a training step really takes on the CPU, by measures that are not our own."""
+"""What a training step really takes, by measures that are not our own."""
 
 import gc
 import json
@@ -9,21 +9,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.estimates.models import MODELS
+from benchmarks.estimates.models import MODELS, enlarged
 
 
-def steps(model: Any, batch: Any, options: dict[str, Any]) -> None:
-    """Two steps as a plain loop writes them."""
+def steps(model: Any, batch: Any, options: dict[str, Any], device: str = "cpu") -> None:
+    """Two steps as a plain loop writes them; the batch may be on the CPU."""
     loss_fn, step = options.get("loss_fn"), options.get("step")
     name, kwargs = options.get("optimizer", ("adamw", {}))
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer = kinds[name](model.parameters(), lr=1e-3, **kwargs)
     out = loss = None
     for _ in range(2):
-        own = _copied(batch)
-        with torch.autocast(
-            "cpu", torch.bfloat16, enabled=options.get("amp") == "bf16"
-        ):
+        own = _copied(batch, device)
+        half = options.get("amp") == "bf16"
+        with torch.autocast(device, torch.bfloat16, enabled=half):
             if step is not None:
                 loss = step(model, own)
             elif isinstance(own, dict):
@@ -41,12 +40,12 @@ def steps(model: Any, batch: Any, options: dict[str, Any]) -> None:
     del out, loss
 
 
-def _copied(batch: Any) -> Any:
+def _copied(batch: Any, device: str) -> Any:
     if isinstance(batch, dict):
-        return {key: value.clone() for key, value in batch.items()}
+        return {key: _copied(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(value.clone() for value in batch)
-    return batch.clone()
+        return tuple(_copied(value, device) for value in batch)
+    return batch.clone().to(device)
 
 
 def profiled_peak(name: str) -> int:
@@ -77,6 +76,19 @@ def high_water(name: str) -> int:
     torch.manual_seed(0)
     steps(*MODELS[name]())
     return mark()
+
+
+def on_gpu(name: str, times: int) -> dict[str, int]:
+    """What torch's allocator counts at most, and what the process has on the GPU
+    besides, in bytes. The batch has this many times as many samples."""
+    torch.manual_seed(0)
+    model, batch, options = MODELS[name]()
+    steps(model.to("cuda"), enlarged(batch, times), options, "cuda")
+    torch.cuda.synchronize()
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
 
 
 def mark() -> int:

@@ -9,9 +9,11 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import trainfast  # noqa: E402
-from benchmarks.estimates import published, truth  # noqa: E402
+from benchmarks.estimates import gpu, published, truth  # noqa: E402
 from benchmarks.estimates.models import MODELS  # noqa: E402
+from trainfast.memory.gpus import gpu_of  # noqa: E402
 from trainfast.memory.knobs import largest_batch, savings  # noqa: E402
+from trainfast.torch.memory.scratch import scratch_of  # noqa: E402
 
 MIB = 1 << 20
 
@@ -137,6 +139,45 @@ def test_published_estimates_are_still_what_they_were(name):
     assert published.estimated(figure)["estimate"] == pytest.approx(
         row["estimate"], rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "transformer_encoder", slow("gpt"), slow("unet"), "sage", "t5"]
+)
+def test_estimate_is_what_torchs_allocator_counted_on_an_h200(name):
+    if name == "sage":
+        pytest.importorskip("torch_geometric")
+    if name == "t5":
+        pytest.importorskip("transformers")
+    counted = json.loads(gpu.PATH.read_text())["models"][name]["trained"]
+    found = gpu.estimated(name)
+    assert found["allocated"] == pytest.approx(counted["allocated"], rel=0.005)
+    most = 0.1 if name == "unet" else 0.012  # cuDNN's workspaces
+    assert found["reserved"] == pytest.approx(counted["reserved"], rel=most)
+
+
+# As torch's history has them from an H200, in MiB.
+SUMS = [((2048, 2048), 32), ((8192, 2000), 125), ((4736, 1024), 37), ((51200, 128), 50)]
+
+
+@pytest.mark.parametrize("shape, size", SUMS)
+def test_scratch_of_sums_over_rows(shape, size):
+    x = torch.empty(shape, device="meta")
+    args = ("sum.dim_IntList", (x, [0], True), None)
+    assert scratch_of(*args, gpu_of("H200")) == size * MIB
+    assert scratch_of(*args, gpu_of("T4")) < size * MIB  # fewer blocks share the rows
+    assert scratch_of(*args, None) == 0
+    for other in ((x, [1]), (x, [0, 1]), (x.T, [0]), (x[:100], [0]), (x[:0], [0])):
+        assert scratch_of("sum.dim_IntList", other, None, gpu_of("H200")) == 0
+
+
+@pytest.mark.parametrize(
+    "batch, heads, length, size", [(64, 8, 128, 16.015625), (128, 8, 37, 16.015625)]
+)
+def test_scratch_of_the_efficient_backward_pass(batch, heads, length, size):
+    q = torch.empty(batch, heads, length, 32, device="meta")
+    name = "_scaled_dot_product_efficient_attention_backward.default"
+    assert scratch_of(name, (q, q), None, gpu_of("H200")) == size * MIB
 
 
 @pytest.mark.slow

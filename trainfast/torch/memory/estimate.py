@@ -23,6 +23,7 @@ from trainfast.torch.memory.redirect import (
     cuda_means_cpu,
     numbers_of_fakes,
 )
+from trainfast.torch.memory.scratch import workspace_of
 from trainfast.torch.memory.step import (
     Optimizer,
     autocast_dtype,
@@ -41,8 +42,6 @@ from trainfast.torch.private import (
     tree_map,
 )
 
-# cuBLAS's default workspaces: 32 MiB from Hopper on, else 2 x 4 MiB and 8 x 16 KiB.
-_WORKSPACE = {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
 # Guesses of these are sizes: what the step takes depends on them.
 _SIZES = {"mask", "nonzero", "masked_select", "unique", "_unique2", "unique_dim"}
 _FEW = (2, 4)  # samples; batch normalisation refuses a single one
@@ -62,7 +61,7 @@ def estimate_memory(
     optimizer: Optimizer = "adamw",
     amp: str | None = None,
     device: str = "cuda",
-    gpu: str | int = "T4",
+    gpu: str | int | Gpu = "T4",
     steps: int = 2,
     validation: Any = None,
     checkpointing: bool = False,
@@ -250,7 +249,7 @@ class _Plan:
     def _on_fakes(self) -> tuple[Trace, dict[str, int]]:
         rng = torch.get_rng_state()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        values, tracker = Values(mode), Tracker(as_cuda=self.gpu is not None)
+        values, tracker = Values(mode), Tracker(self.gpu)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_LOCK)
             stack.callback(torch.set_rng_state, rng)
@@ -319,15 +318,15 @@ class _Plan:
             return []
         notes = [
             f"{self.gpu.context / MIB:.0f} MiB of the total are CUDA's context, and "
-            f"{2 * _WORKSPACE[self.gpu.capability >= 90] / MIB:.0f} cuBLAS's "
+            f"{2 * workspace_of(self.gpu) / MIB:.0f} cuBLAS's "
             "workspaces: constants, not measured here"
         ]
         if isinstance(self.model, torch.nn.Module):
             modules = list(self.model.modules())
             if any(isinstance(module, torch.nn.RNNBase) for module in modules):
-                notes.append("the reserve of cuDNN's recurrent layers is approximate")
+                notes.append("what cuDNN's recurrent layers take is approximate")
             if any(isinstance(module, _CONVOLUTIONS) for module in modules):
-                notes.append("cuDNN's workspaces for convolutions are not included")
+                notes.append("cuDNN's workspaces for convolutions are approximate")
         return notes
 
 
@@ -340,8 +339,9 @@ def replayed(trace: Trace, gpu: Gpu | None, expandable: bool) -> Replay:
         # The C library's heap has holes, much as a pool that grows at its end.
         heap = replay(trace, Allocator(None, expandable=True)).reserved
         return dataclasses.replace(replay(trace), reserved=heap)
-    # One workspace for the thread of the forward pass, one for the backward's.
-    workspaces = (_WORKSPACE[gpu.capability >= 90],) * 2
+    # Where the CPU's kernels ran: for the threads of the forward and backward pass.
+    seen = "workspaces" in trace.kinds
+    workspaces = () if seen else (workspace_of(gpu), workspace_of(gpu))
     done = replay(trace, Allocator(gpu.memory - gpu.context, expandable), workspaces)
     if not done.failed:
         return done

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainfast.memory.batch_size import BatchSizeReport, Probe, knee
+from trainfast.memory.gpus import Gpu, gpu_of
 from trainfast.torch.memory.estimate import estimate_memory
 from trainfast.torch.memory.meter import Meter, is_out_of_memory, without_frames
 from trainfast.torch.memory.snapshot import Snapshot
@@ -232,9 +233,14 @@ class _Runner:
         def on_host(leaf: Any) -> Any:
             return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
-        gpu: Any = "T4"
+        gpu = gpu_of("T4")  # unused on the CPU
         if self.meter.cuda:
-            gpu = torch.cuda.get_device_properties(0).total_memory
+            card = torch.cuda.get_device_properties(self.meter.device)
+            capability = 10 * card.major + card.minor
+            gpu = Gpu(
+                *(card.name, card.total_memory, capability),
+                *(gpu.context, card.multi_processor_count),
+            )
         return estimate_memory(
             copy.deepcopy(self.model).cpu(),
             tree_map(on_host, self.make_batch(size)),

@@ -26,7 +26,7 @@ class Meter:
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self.cuda = device.type == "cuda"
-        self._device = device
+        self.device = device
         self.peak = 0
         self.clear()
         if limit is None:
@@ -35,8 +35,11 @@ class Meter:
 
     def _free(self) -> int:
         if self.cuda:
-            free, _ = torch.cuda.mem_get_info(self._device)
-            return free + torch.cuda.memory_reserved(self._device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            # What set_per_process_memory_fraction() left; torch 2.6 cannot say.
+            get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+            most = total if get is None else int(get(self.device) * total)
+            return min(most, free + torch.cuda.memory_reserved(self.device))
         return resident_memory() + available_memory()
 
     def clear(self) -> None:
@@ -53,11 +56,11 @@ class Meter:
         """`peak` is the most that the block takes, this process's rest included."""
         self.clear()
         if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
+            torch.cuda.reset_peak_memory_stats(self.device)
             try:
                 yield
             finally:
-                self.peak = torch.cuda.max_memory_reserved(self._device)
+                self.peak = torch.cuda.max_memory_reserved(self.device)
             return
         try:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainfast.memory.gpus import gpu_of
+from trainfast.memory.gpus import Gpu, gpu_of
 from trainfast.memory.trace import BACKWARD, FORWARD, STEP
 from trainfast.torch.memory.batches import batch_size
 from trainfast.torch.memory.cuda_rules import cuda_rules
@@ -44,7 +44,7 @@ class OnFakes(Switch):
 
     Args:
         loop: the script's.
-        capability: the GPU's, whose rules hold; None: the CPU's.
+        gpu: whose rules hold; None: the CPU's.
         fake: False tracks the script's real tensors instead.
         ended: called after each step on fakes: the first optimizer's, or a backward
             pass where there is no optimizer.
@@ -55,16 +55,16 @@ class OnFakes(Switch):
     def __init__(
         self,
         loop: Loop,
-        capability: int | None,
+        gpu: Gpu | None,
         fake: bool,
         ended: Callable[[], None],
     ) -> None:
-        self.tracker = Tracker(as_cuda=capability is not None)
+        self.tracker = Tracker(gpu)
         self.steps = 0
         self.batch_size: int | None = None
         self.values: Values | None = None
         self.began = self.recurrent = False
-        self._capability, self._fake, self._ended = capability, fake, ended
+        self._gpu, self._fake, self._ended = gpu, fake, ended
         self._params: list[torch.Tensor] = []
         self._kept = contextlib.ExitStack()  # closed by the end of the process
         self._loop = loop
@@ -145,7 +145,7 @@ class OnFakes(Switch):
         self.began = True
         modules: list[torch.nn.Module] = _objects(torch.nn.Module)
         self.recurrent = any(isinstance(m, torch.nn.RNNBase) for m in modules)
-        if self.recurrent and self._fake and self._capability is None:
+        if self.recurrent and self._fake and self._gpu is None:
             raise NotImplementedError("the CPU's recurrent layers need real tensors")
         if self._fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -155,8 +155,8 @@ class OnFakes(Switch):
             self._kept.enter_context(self.values)
             self._kept.enter_context(numbers_of_fakes(self.values))
             torch.save = lambda *_, **__: None
-            if self._capability is not None:
-                self._kept.enter_context(cuda_rules(self._capability))
+            if self._gpu is not None:
+                self._kept.enter_context(cuda_rules(self._gpu.capability))
         self._kept.enter_context(self.tracker)
         for module in modules:
             for param in module._parameters.values():
@@ -221,10 +221,7 @@ class Script(Child):
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__({**job, "switches": [], "rounds": 0, "seconds": 0, "seed": 0})
         self.gpu = gpu_of(job["gpu"]) if job["gpu"] is not None else None
-        capability = self.gpu.capability if self.gpu else None
-        self.on_fakes = OnFakes(
-            self.loop, capability, job["fake"], self.fake_step_ended
-        )
+        self.on_fakes = OnFakes(self.loop, self.gpu, job["fake"], self.fake_step_ended)
         self.loop.switch = self.on_fakes
 
     def run(self) -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from trainfast.memory.gpus import Gpu
 from trainfast.memory.trace import Trace
+from trainfast.torch.memory.scratch import scratch_of, workspace_of
 from trainfast.torch.private import (
     FakeTensor,
     TorchDispatchMode,
@@ -20,6 +22,7 @@ _IN_PLACE = {
     _aten.index_put.default: _aten.index_put_.default,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv")
 
 
 class Tracker(TorchDispatchMode):
@@ -29,15 +32,16 @@ class Tracker(TorchDispatchMode):
     returns it until torch frees it, at the size that it has then.
 
     Args:
-        as_cuda: add what CUDA's kernels allocate inside of an operation.
+        gpu: whose kernels' scratch is added; None: the CPU's.
     """
 
-    def __init__(self, as_cuda: bool = False) -> None:
+    def __init__(self, gpu: Gpu | None = None) -> None:
         super().__init__()
         self.trace = Trace()
         self.kind = "other"
         self.modules: list[str] = []  # those whose forward() runs, the innermost last
-        self._as_cuda = as_cuda
+        self._gpu = gpu
+        self._have_workspace: set[bool] = set()
         self._numbers: dict[int, int] = {}  # of the storages that are alive
         self._open = True
 
@@ -94,16 +98,6 @@ class Tracker(TorchDispatchMode):
                 module.register_forward_pre_hook(enter(name))
                 module.register_forward_hook(leave, always_call=True)
 
-    def _inside(self, name: str, args: tuple[Any, ...]) -> int:
-        """Bytes that a kernel takes and gives back, besides its results."""
-        if self._as_cuda and "attention_backward" in name:
-            return args[1].numel() * 4  # the queries' gradient, summed in float32
-        if not self._as_cuda and name.startswith("convolution_backward"):
-            # oneDNN computes in a layout of its own, and copies to and from it.
-            gradient, x, weight = args[:3]
-            return sum(t.numel() * t.element_size() for t in (gradient, x, x, weight))
-        return 0
-
     def __torch_dispatch__(
         self,
         function: Any,
@@ -118,10 +112,23 @@ class Tracker(TorchDispatchMode):
         if args and self.kind == "temporaries" and isinstance(args[0], FakeTensor):
             function = _IN_PLACE.get(function, function)
         out = function(*args, **(kwargs or {}))
-        inside = self._inside(function.__name__, args)
-        if inside:
-            self.trace.scratch(inside)
+        name = function.__name__
+        scratch = scratch_of(name, args, out, self._gpu)
+        if scratch and self._gpu is None:
+            self.trace.scratch(scratch)  # oneDNN's, gone before the results are there
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
+        if self._gpu is not None and name.partition(".")[0] in _PRODUCTS:
+            self._take_workspace(self._gpu)
+        if scratch and self._gpu is not None:
+            self.trace.scratch(scratch)
         return out
+
+    def _take_workspace(self, gpu: Gpu) -> None:
+        """cuBLAS's, which each thread takes at its first product and keeps: torch's
+        backward pass has a thread of its own."""
+        in_backward = self.kind == "temporaries"
+        if in_backward not in self._have_workspace:
+            self._have_workspace.add(in_backward)
+            self.trace.allocate(workspace_of(gpu), "workspaces")
