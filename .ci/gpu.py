@@ -112,7 +112,8 @@ class Plan:
     def correctness(self):
         folders = [f"tests/torch/{name}" for name in ("optim", "amp", "attention")]
         everything = ["tests/core", "tests/numpy", *folders]
-        everything += ["tests/torch/test_gpu.py", "tests/simt/test_ptx.py"]
+        everything += ["tests/torch/test_gpu.py", "tests/torch/memory/test_gpu.py"]
+        everything += ["tests/simt/test_ptx.py"]
         again = ["tests/core/attention", "tests/torch/attention"]
         return [
             self.build(),
@@ -130,6 +131,12 @@ class Plan:
             steps.append(self.under([*prefix, "--error-exitcode", "1"], step))
         return steps
 
+    def estimates(self):
+        """Of memory."""
+        words = ["--json", str(self.out / "estimates.json")]
+        words = ["--dry", "mlp"] if self.dry else words
+        return self.python("estimates", 120, "-m", "benchmarks.estimates.gpu", *words)
+
     def attention_part(self):
         return [self.build(), self.attention("attention", 500, "--seconds", "0.3")]
 
@@ -142,6 +149,7 @@ class Plan:
         ncu += ["--profile-from-start", "off", "--log-file", str(report)]
         return [
             self.build(),
+            self.estimates(),
             self.bench("adamw", 110, "bench_adamw", "--seconds", "1"),
             self.bench("amp", 80, "bench_amp", "--seconds", "1"),
             self.under(ncu, profiled),

@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--json", type=Path, default=PATH)
     parser.add_argument("names", nargs="*", metavar="model")
     args = parser.parse_args()
     if args.part:
@@ -99,7 +100,7 @@ def main() -> None:
     if not args.names:
         about = {"gpu": torch.cuda.get_device_name(), "times": TIMES}
         text = {"machine": machine.describe() | about, "models": results}
-        PATH.write_text(json.dumps(text, indent=1) + "\n")
+        args.json.write_text(json.dumps(text, indent=1) + "\n")
 
 
 if __name__ == "__main__":
