@@ -345,6 +345,8 @@ def images_source(kernels, images):
             *rows,
             "};",
             f"const int tfast_n_images = {len(images)};",
+            '__attribute__((visibility("default")))',
+            f'const char tfast_library_code[] = "{words(images)}";',
             "const char *const tfast_kernel_names[N_KERNELS] = {",
             *(f'    [KERNEL_{id}] = "{names[id]}",' for id in ids if id in names),
             "};",

@@ -18,6 +18,9 @@ typedef struct {
 extern const tfast_image tfast_images[];
 extern const int tfast_n_images;
 
+/* The images in words, such as "sm_75, sm_90, PTX 80": for the library's own reader. */
+extern const char tfast_library_code[];
+
 /* What each kernel is called in them; NULL: it is in none. */
 extern const char *const tfast_kernel_names[N_KERNELS];
 

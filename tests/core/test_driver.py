@@ -11,6 +11,7 @@ import pytest
 
 import trainfast
 from tests.fake_device import run
+from trainfast.cuda_library import code_for, library_code
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = Path(trainfast.__file__).parent / "libtrainfast_cuda.so"
@@ -158,6 +159,8 @@ def test_gpu_takes_the_newest_code_that_it_runs(driver, capability):
     loaded, launched = loads_and_launches(done)
     assert loaded == {own_code(capability)}
     assert len(launched) == 1
+    said, _ = code_for(capability, library_code(str(LIBRARY)))
+    assert said.split()[0] == own_code(capability)  # as env tells it
 
 
 @pytest.mark.parametrize("capability", [75, 80, 100])

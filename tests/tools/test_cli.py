@@ -89,6 +89,7 @@ def test_env_says_when_the_cuda_library_is_missing(monkeypatch, tmp_path):
     assert env.cuda_library() == {
         "path": str(tmp_path / "nowhere.so"),
         "exists": False,
+        "code": None,
     }
     assert env.variables()["TRAINFAST_CUDA_LIBRARY"] == str(tmp_path / "nowhere.so")
 
@@ -116,6 +117,25 @@ def test_env_reads_the_gpus():
         "driver": "580.1",
     }
     assert machine.parse_gpus("No devices were found\n") == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "code", "driver"),
+    [
+        ("7.5", "sm_75", "525 or newer"),
+        ("8.9", "sm_86", "525 or newer"),
+        ("9.0", "sm_90", "525 or newer"),
+        ("12.1", "sm_120", "570 or newer"),
+        ("10.0", "PTX 80", "575 or newer"),
+        ("6.1", "none", "no driver helps"),
+        ("[N/A]", "unknown", "unknown"),
+    ],
+)
+def test_env_tells_what_a_gpu_needs(capability, code, driver):
+    library = "sm_75, sm_80, sm_86, sm_90, sm_120, PTX 80"
+    found = env.needs({"capability": capability}, library)
+    assert found == {"code": code, "driver needed": driver}
+    assert env.needs({"capability": capability}, None) == {}
 
 
 @pytest.mark.parametrize(

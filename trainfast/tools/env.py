@@ -8,7 +8,7 @@ from typing import Any
 
 import trainfast
 from trainfast import _core
-from trainfast.cuda_library import find_cuda_library
+from trainfast.cuda_library import code_for, find_cuda_library, library_code
 from trainfast.machine import cgroup_quota, cpu_model, gpus, read, versions
 from trainfast.report import Report, Table
 
@@ -36,12 +36,13 @@ def env() -> "EnvReport":
     Opens the CUDA library to say whether it works, so call it in no process that forks
     afterwards.
     """
+    library = cuda_library()
     return EnvReport(
         versions=versions(),
         cpu=cpu(),
-        gpus=gpus(),
+        gpus=[gpu | needs(gpu, library["code"]) for gpu in gpus()],
         backends=trainfast.backends(),
-        cuda_library=cuda_library(),
+        cuda_library=library,
         variables=variables(),
     )
 
@@ -87,7 +88,10 @@ class EnvReport(Report):
                     for b in self.backends
                 ],
             ),
-            _pairs("CUDA library", {"path": library["path"], "state": state}),
+            _pairs(
+                "CUDA library",
+                {"path": library["path"], "state": state, "code": library["code"]},
+            ),
             _pairs("environment variables", self.variables),
         ]
 
@@ -110,9 +114,22 @@ def cpu() -> dict[str, Any]:
 
 
 def cuda_library() -> dict[str, Any]:
-    """Where the CUDA library is looked for, and whether a file is there."""
+    """Where the CUDA library is looked for, whether a file is there, and its code."""
     path = Path(find_cuda_library())
-    return {"path": str(path), "exists": path.exists()}
+    found = {"path": str(path), "exists": path.exists()}
+    return found | {"code": library_code(str(path))}
+
+
+def needs(gpu: dict[str, str], library: str | None) -> dict[str, str]:
+    """What a GPU runs of the CUDA library's code, and the least driver for it."""
+    if library is None:
+        return {}
+    digits = gpu["capability"].replace(".", "")
+    if not digits.isdecimal():  # "[N/A]"
+        return {"code": "unknown", "driver needed": "unknown"}
+    code, driver = code_for(int(digits), library)
+    least = f"{driver} or newer" if driver else "no driver helps"
+    return {"code": code, "driver needed": least}
 
 
 def variables() -> dict[str, str]:
