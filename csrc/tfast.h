@@ -547,7 +547,7 @@ typedef struct tfast_backend {
     tfast_status (*trajectory)(const tfast_trajectory_args *args);
 } tfast_backend;
 
-/* The one symbol that a backend library exports (the CUDA library; `simt` and `wide` of
+/* The one function that a backend library exports (the CUDA library; `simt` and `wide` of
  * the tests). The function returns its backend, or NULL unless `abi` is the TFAST_ABI
  * that the library was built with. The library sets error messages through `fail`. */
 typedef tfast_status (*tfast_fail_function)(tfast_status, const char *, ...);
