@@ -547,9 +547,9 @@ typedef struct tfast_backend {
     tfast_status (*trajectory)(const tfast_trajectory_args *args);
 } tfast_backend;
 
-/* The one function that a backend library exports (the CUDA library; `simt` and `wide` of
- * the tests). The function returns its backend, or NULL unless `abi` is the TFAST_ABI
- * that the library was built with. The library sets error messages through `fail`. */
+/* The function that a backend library exports (the CUDA library; `simt` and `wide` of
+ * the tests). It returns its backend, or NULL unless `abi` is the TFAST_ABI that the
+ * library was built with. The library sets error messages through `fail`. */
 typedef tfast_status (*tfast_fail_function)(tfast_status, const char *, ...);
 typedef const tfast_backend *(*tfast_library_open_function)(uint32_t abi,
                                                             tfast_fail_function fail);
