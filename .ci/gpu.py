@@ -132,9 +132,9 @@ class Plan:
         return steps
 
     def estimates(self):
-        """Of memory."""
-        words = ["--json", str(self.out / "estimates.json")]
-        words = ["--dry", "mlp"] if self.dry else words
+        """Memory estimates beside what torch's allocator counts."""
+        report = ["--json", str(self.out / "estimates.json")]
+        words = ["--dry", "mlp"] if self.dry else report
         return self.python("estimates", 120, "-m", "benchmarks.estimates.gpu", *words)
 
     def attention_part(self):

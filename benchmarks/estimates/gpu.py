@@ -93,7 +93,10 @@ def main() -> None:
             except Exception as error:
                 said = getattr(error, "stderr", None) or str(error)
                 print(f"{name} failed: {said[-600:]}", flush=True)
-    if args.dry or not results:
+    failed = [name for name in names if name not in results]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+    if args.dry:
         return
     for what in ("allocated", "reserved"):
         print(errors(results, what))
