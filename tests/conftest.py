@@ -88,6 +88,12 @@ def pytest_addoption(parser):
         help="the best backend and `scalar`, and at most "
         f"{QUICK_CASES} cases of each test: minutes instead of half an hour",
     )
+    parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="at most N cases of each test, the same ones on every run",
+    )
 
 
 def pytest_configure(config):
@@ -114,35 +120,36 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """With --quick: leaves out slow tests, and of each test all but a sample of its
-    cases, which is the same on every run.
+    cases.
 
     The file that TRAINFAST_QUICK_TESTS names gets the quick tests, and without --quick
     these are left out: .ci/run runs each test once.
     """
     listed = os.environ.get("TRAINFAST_QUICK_TESTS")
+    cases = config.getoption("--cases")
     if config.getoption("--quick"):
-        kept = _quick(items)
+        fast = [item for item in items if item.get_closest_marker("slow") is None]
+        kept = _sample(fast, cases or QUICK_CASES)
         worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
         if listed and worker == "gw0":
             names = [item.nodeid for item in items if item in kept]
             Path(listed).write_text(json.dumps(names))
-    elif listed:
-        done = set(json.loads(Path(listed).read_text()))
-        kept = {item for item in items if item.nodeid not in done}
     else:
-        return
+        done = set(json.loads(Path(listed).read_text())) if listed else ()
+        kept = _sample(items, cases) if cases else items
+        kept = {item for item in kept if item.nodeid not in done}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def _quick(items):
+def _sample(items, most):
+    """At most so many cases of each test."""
     cases = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            cases.setdefault((item.path, item.originalname), []).append(item)
+        cases.setdefault((item.path, item.originalname), []).append(item)
     kept = set()
     for (path, name), all_cases in cases.items():
-        few = min(QUICK_CASES, len(all_cases))
+        few = min(most, len(all_cases))
         kept.update(random.Random(f"{path.name} {name}").sample(all_cases, few))
     return kept
 
