@@ -93,15 +93,7 @@ class Problem:
         return [on_device(array, self.device) for array in arrays]
 
     def moved_options(self):
-        options = {k: on_device(v, self.device) for k, v in self.options.items()}
-        terms = [options.get(name) for name in ("mask", "bias")]
-        ends = options.get("cu_seqlens_q") is not None
-        if self.device != "cpu" and ends and any(term is not None for term in terms):
-            # A GPU's lengths are not read: terms are as large as the caller says.
-            for side in "qk":
-                longest = np.diff(self.options[f"cu_seqlens_{side}"]).max(initial=1)
-                options.setdefault(f"max_seqlen_{side}", int(longest))
-        return options
+        return {k: on_device(v, self.device) for k, v in self.options.items()}
 
     def forward(self):
         """(out, lse) by the core, where the backend leaves them."""

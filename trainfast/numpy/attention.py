@@ -332,10 +332,18 @@ def _options(
         "scratch": lambda n: empty(q, (n,), "float32"),
     }
     if options["cu_seqlens_q"] is not None and _on_gpu(q):
-        # no item is longer than all together, and to ask the GPU would wait for it
-        options["max_seqlen_q"] = max(1, q.shape[0])
-        options["max_seqlen_k"] = max(1, k.shape[0])
+        terms = [options[name] for name in ("mask", "bias")]
+        options["max_seqlen_q"] = _longest(q, -2, *terms)
+        options["max_seqlen_k"] = _longest(k, -1, *terms)
     return options
+
+
+def _longest(packed: Array, axis: int, *terms: Array | None) -> int:
+    """A bound of the items' lengths, without waiting for a GPU that has them: a mask's
+    or bias's rows or columns, or else all rows together."""
+    shapes = [term.shape for term in terms if term is not None]
+    sizes = [shape[axis] for shape in shapes if len(shape) >= -axis]
+    return max([1, *sizes]) if max(sizes, default=1) > 1 else max(1, packed.shape[0])
 
 
 def _window(window_size: Window | None) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Attention's arrays: strides, frameworks, outputs, threads, memory, and its counts."""
 
 import array
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -505,3 +506,17 @@ def test_calls_are_counted(rng, backend, device):
     assert trainfast.stats().calls["attention"] == {backend: 1}
     problem.backward()
     assert trainfast.stats().calls["attention"] == {backend: 3}
+
+
+# ---- Lengths that a GPU has ----------------------------------------------------------
+
+
+def test_items_on_a_gpu_are_no_longer_than_the_terms_or_all_rows():
+    packed, mask = np.zeros((38, 2, 4)), np.zeros((5, 1, 33, 40), bool)
+    bias = np.zeros((1, 2, 1, 40))
+    functions = importlib.import_module("trainfast.numpy.attention")
+    assert functions._longest(packed, -2, mask, None) == 33
+    assert functions._longest(packed, -1, None, bias) == 40
+    assert functions._longest(packed, -2, None, bias) == 38
+    assert functions._longest(packed, -2, None, None) == 38
+    assert functions._longest(packed[:0], -2, None, None) == 1
