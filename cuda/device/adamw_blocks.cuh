@@ -79,11 +79,14 @@ write_lane(void *array, const float *values, int dtype, const lane &at)
     }
 }
 
-/* One moment: floats, or in the first word codes of a block with scales. */
+/* The dtype of moments in codes, of a slot with scales. */
+enum { CODES = -1 };
+
+/* One moment: floats, or codes in the first word. */
 DEVICE raw_vector
-load_moment(const adamw_row *row, const void *array, int dtype, const lane &at)
+load_moment(const void *array, int dtype, const lane &at)
 {
-    if (row->scales == nullptr) {
+    if (dtype != CODES) {
         return load_lane(array, dtype, at);
     }
     return {{read_codes(array, at.i, at.have, at.whole), 0, 0, 0}};
@@ -91,10 +94,10 @@ load_moment(const adamw_row *row, const void *array, int dtype, const lane &at)
 
 /* `column`: the first of its scales. */
 DEVICE void
-widen_moment(float *values, const adamw_row *row, const raw_vector &raw, int dtype,
-             const float *scales, int column)
+widen_moment(float *values, const raw_vector &raw, int dtype, const float *scales,
+             int column)
 {
-    if (row->scales == nullptr) {
+    if (dtype != CODES) {
         widen_lane(values, raw, dtype);
     } else if (column == 0) {
         decode_signed(values, raw.word[0], scales);
@@ -104,10 +107,10 @@ widen_moment(float *values, const adamw_row *row, const raw_vector &raw, int dty
 }
 
 DEVICE void
-write_moment(const adamw_row *row, void *array, const float *values, int dtype,
-             const lane &at, float *scales, int column)
+write_moment(void *array, const float *values, int dtype, const lane &at, float *scales,
+             int column)
 {
-    if (row->scales == nullptr) {
+    if (dtype != CODES) {
         write_lane(array, values, dtype, at);
     } else {
         const uint32_t word = column == 0
@@ -148,13 +151,20 @@ struct half_random {
     tfast_half_key key;
 };
 
+/* How the slot's parameters are rounded; float32 is not. */
+DEVICE int
+rounding_of(const adamw_row *row, const dtypes &d)
+{
+    return d.param == TFAST_F32 ? (int)TFAST_NEAREST : (int)row->extra.rounding;
+}
+
 DEVICE void
 widen_weights(float *weights, const adamw_row *row, const dtypes &d,
               const raw_vector &param, const raw_vector &tail)
 {
     float tails[LANE_ELEMENTS];
 
-    if (row->extra.rounding == TFAST_SPLIT) {
+    if (rounding_of(row, d) == TFAST_SPLIT) {
         EACH_ELEMENT
         {
             const int word = e >> 1, shift = 16 * (e & 1);
@@ -164,13 +174,20 @@ widen_weights(float *weights, const adamw_row *row, const dtypes &d,
         return;
     }
     widen_lane(weights, param, d.param);
-    if (row->extra.rounding == TFAST_KAHAN) {
+    if (rounding_of(row, d) == TFAST_KAHAN) {
         widen_lane(tails, tail, d.param);
         EACH_ELEMENT
         {
             weights[e] = weights[e] + tails[e];
         }
     }
+}
+
+/* Rare: once for 2^32 places. */
+DEVICE_CALL tfast_half_key
+make_key(uint64_t seed, int64_t step, uint32_t index, uint32_t high)
+{
+    return tfast_half_key_of(seed, step, index, high);
 }
 
 DEVICE void
@@ -182,8 +199,8 @@ round_weights(float *weights, const adamw_row *row, const dtypes &d, const lane 
         const int64_t place = tfast_half_place(&row->extra, at.i + e);
         if (place >> 32 != random->high) {
             random->high = place >> 32;
-            random->key = tfast_half_key_of(random->seed, random->step,
-                                            row->extra.index, (uint32_t)random->high);
+            random->key = make_key(random->seed, random->step, row->extra.index,
+                                   (uint32_t)random->high);
         }
         const uint32_t word = tfast_half_word(random->key, (uint32_t)place);
         weights[e] = tfast_half_round(weights[e], d.param, word);
@@ -194,7 +211,7 @@ DEVICE void
 write_weights(const adamw_row *row, float *weights, const dtypes &d, const lane &at,
               half_random *random)
 {
-    if (row->extra.rounding == TFAST_SPLIT) {
+    if (rounding_of(row, d) == TFAST_SPLIT) {
         uint32_t both[LANE_ELEMENTS];
         EACH_ELEMENT
         {
@@ -204,11 +221,11 @@ write_weights(const adamw_row *row, float *weights, const dtypes &d, const lane 
         write_bits(row->extra.tail, both, 0, at);
         return;
     }
-    if (row->extra.rounding == TFAST_STOCHASTIC) {
+    if (rounding_of(row, d) == TFAST_STOCHASTIC) {
         round_weights(weights, row, d, at, random);
     }
     write_lane(row->param, weights, d.param, at);
-    if (row->extra.rounding == TFAST_KAHAN) {
+    if (rounding_of(row, d) == TFAST_KAHAN) {
         EACH_ELEMENT
         {
             const float param = from_half(to_half(weights[e], d.param), d.param);
@@ -227,40 +244,45 @@ struct raw_block {
     float scales[TFAST_CODE_SCALES];
 };
 
+DEVICE bool
+has_amsgrad(const adamw_row *row, const dtypes &d)
+{
+    return d.extras && row->max_exp_avg_sq != nullptr;
+}
+
 /* Of the block's scales: the slot's first block has the first ones. */
 DEVICE float *
-scales_of(const adamw_row *row, int64_t first)
+scales_of(const adamw_row *row, const dtypes &d, int64_t first)
 {
-    const bool amsgrad = row->max_exp_avg_sq != nullptr;
+    const bool amsgrad = has_amsgrad(row, d);
     const int columns = amsgrad ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
 
     return row->scales + first / TFAST_CODE_BLOCK * columns;
 }
 
-/* The block that begins at element `first`, of a part that ends at `end`. */
+/* The block that begins at element `first`, of a part that ends at `end`; `whole` says
+ * that it is, and aligned. */
 DEVICE void
 load_block(raw_block *raw, const adamw_row *row, const dtypes &d, int64_t first,
-           int64_t end)
+           int64_t end, bool whole)
 {
     const int begin = threadIdx.x % 32 * LANE_ELEMENTS;
-    const int count =
-        end - first < TFAST_CODE_BLOCK ? (int)(end - first) : (int)TFAST_CODE_BLOCK;
-    const int left = count - begin;
+    const int64_t left = end - first;
+    const int count = left < TFAST_CODE_BLOCK ? (int)left : (int)TFAST_CODE_BLOCK;
+    const int mine = count - begin;
+    const int have = mine < 0 ? 0 : mine < LANE_ELEMENTS ? mine : LANE_ELEMENTS;
 
-    raw->at = {first + begin,
-               left < 0               ? 0
-               : left < LANE_ELEMENTS ? left
-                                      : LANE_ELEMENTS,
-               count == TFAST_CODE_BLOCK && row->head == 0};
+    raw->at = {first + begin, whole ? (int)LANE_ELEMENTS : have,
+               whole || (count == TFAST_CODE_BLOCK && row->head == 0)};
     raw->param = load_lane(row->param, d.param, raw->at);
-    if (row->extra.tail != nullptr) {
+    if (d.param != TFAST_F32 && row->extra.tail != nullptr) {
         raw->tail = load_lane(row->extra.tail, d.param, raw->at);
     }
     raw->grad = load_lane(row->grad, d.grad, raw->at);
-    raw->exp_avg = load_moment(row, row->exp_avg, d.state, raw->at);
-    raw->exp_avg_sq = load_moment(row, row->exp_avg_sq, d.state, raw->at);
-    if (row->scales != nullptr) {
-        const float *scales = scales_of(row, first);
+    raw->exp_avg = load_moment(row->exp_avg, d.state, raw->at);
+    raw->exp_avg_sq = load_moment(row->exp_avg_sq, d.state, raw->at);
+    if (d.state == CODES) {
+        const float *scales = scales_of(row, d, first);
 #pragma unroll
         for (int k = 0; k < TFAST_CODE_SCALES; k++) {
             raw->scales[k] = scales[k];
@@ -273,20 +295,20 @@ DEVICE void
 update_block(const adamw_row *row, const dtypes &d, int64_t first, const raw_block &raw,
              const scalars<float> &s, half_random *random)
 {
-    const bool amsgrad = row->max_exp_avg_sq != nullptr;
+    const bool amsgrad = has_amsgrad(row, d);
     const lane &at = raw.at;
-    float *scales = scales_of(row, first);
+    float *scales = scales_of(row, d, first);
     float p[LANE_ELEMENTS], g[LANE_ELEMENTS], m[LANE_ELEMENTS], v[LANE_ELEMENTS];
     float top[LANE_ELEMENTS] = {}, ema[LANE_ELEMENTS];
 
     if (amsgrad) {
-        const raw_vector most = load_moment(row, row->max_exp_avg_sq, d.state, at);
-        widen_moment(top, row, most, d.state, scales, 3);
+        const raw_vector most = load_moment(row->max_exp_avg_sq, d.state, at);
+        widen_moment(top, most, d.state, scales, 3);
     }
     widen_weights(p, row, d, raw.param, raw.tail);
     widen_lane(g, raw.grad, d.grad);
-    widen_moment(m, row, raw.exp_avg, d.state, raw.scales, 0);
-    widen_moment(v, row, raw.exp_avg_sq, d.state, raw.scales, 1);
+    widen_moment(m, raw.exp_avg, d.state, raw.scales, 0);
+    widen_moment(v, raw.exp_avg_sq, d.state, raw.scales, 1);
     EACH_ELEMENT
     {
         update(&p[e], &g[e], &m[e], &v[e], &top[e], amsgrad, s);
@@ -295,7 +317,7 @@ update_block(const adamw_row *row, const dtypes &d, int64_t first, const raw_blo
     if (s.store_grad) {
         write_lane(row->grad, g, d.grad, at);
     }
-    if (row->extra.ema != nullptr) {
+    if (d.extras && row->extra.ema != nullptr) {
         widen_lane(ema, load_lane(row->extra.ema, d.ema, at), d.ema);
         EACH_ELEMENT
         {
@@ -303,53 +325,78 @@ update_block(const adamw_row *row, const dtypes &d, int64_t first, const raw_blo
         }
         write_lane(row->extra.ema, ema, d.ema, at);
     }
-    if (row->extra.copy != nullptr) {
+    if (d.extras && row->extra.copy != nullptr) {
         write_lane(row->extra.copy, p, d.copy, at);
     }
     write_weights(row, p, d, at, random);
     __syncwarp(); /* all lanes have read the scales */
-    write_moment(row, row->exp_avg, m, d.state, at, scales, 0);
-    write_moment(row, row->exp_avg_sq, v, d.state, at, scales, 1);
+    write_moment(row->exp_avg, m, d.state, at, scales, 0);
+    write_moment(row->exp_avg_sq, v, d.state, at, scales, 1);
     if (amsgrad) {
-        write_moment(row, row->max_exp_avg_sq, top, d.state, at, scales, 3);
+        write_moment(row->max_exp_avg_sq, top, d.state, at, scales, 3);
     }
 }
 
-/* Elements begin .. end - 1, from a block's first element on. The next block is loaded
- * while one is computed. */
-DEVICE void
-update_blocks_of(const adamw_row *row, const dtypes &d, int64_t begin, int64_t end,
-                 const scalars<float> &s, uint64_t seed, int64_t step)
+/* The whole blocks of elements begin .. end - 1 of a slot without amsgrad and extra
+ * arrays; returns where the rest begins. In 64 registers: four blocks of threads on a
+ * multiprocessor hide more of the loads than two that load ahead. */
+template <int PARAM, int STATE>
+DEVICE_CALL int64_t
+update_whole_blocks(const adamw_row *row, int64_t begin, int64_t end,
+                    const scalars<float> *s, uint64_t seed, int64_t step)
 {
+    const dtypes d = {PARAM, PARAM, STATE, false, 0, 0};
+    const int64_t stop = end - TFAST_CODE_BLOCK + 1;
     half_random random = {seed, step, -1, {}};
-    raw_block next;
 
-    load_block(&next, row, d, begin, end);
 #pragma unroll 1
-    for (int64_t i = begin; i < end; i += TFAST_CODE_BLOCK) {
-        const raw_block now = next;
-        if (i + TFAST_CODE_BLOCK < end) {
-            load_block(&next, row, d, i + TFAST_CODE_BLOCK, end);
-        }
-        update_block(row, d, i, now, s, &random);
+    for (; begin < stop; begin += TFAST_CODE_BLOCK) {
+        raw_block raw;
+        load_block(&raw, row, d, begin, end, true);
+        update_block(row, d, begin, raw, *s, &random);
+    }
+    return begin;
+}
+
+/* Elements begin .. end - 1, from a block's first one on, of any slot. */
+DEVICE_CALL void
+update_any_blocks(const adamw_row *row, int64_t begin, int64_t end,
+                  const scalars<float> *s, uint64_t seed, int64_t step)
+{
+    const int state = row->scales != nullptr ? (int)CODES : row->state_dtype;
+    const dtypes d = {row->param_dtype,     row->grad_dtype,      state, true,
+                      row->extra.ema_dtype, row->extra.copy_dtype};
+    half_random random = {seed, step, -1, {}};
+
+#pragma unroll 1
+    for (; begin < end; begin += TFAST_CODE_BLOCK) {
+        raw_block raw;
+        load_block(&raw, row, d, begin, end, false);
+        update_block(row, d, begin, raw, *s, &random);
     }
 }
 
-/* The usual dtypes as constants. */
+/* The same; whole blocks of the usual slots have loops of their own. */
 DEVICE void
-update_blocks(const adamw_row *row, const dtypes &d, int64_t begin, int64_t end,
-              const scalars<float> &s, uint64_t seed, int64_t step)
+update_blocks(const adamw_row *row, int64_t begin, int64_t end, const scalars<float> *s,
+              uint64_t seed, int64_t step)
 {
-    const bool f32_state = d.state == TFAST_F32 || row->scales != nullptr;
+    const int param = row->param_dtype;
+    const bool codes = row->scales != nullptr;
+    const bool usual = row->head == 0 && row->grad_dtype == param &&
+                       row->max_exp_avg_sq == nullptr && row->extra.ema == nullptr &&
+                       row->extra.copy == nullptr;
 
-    if (f32_state && d.param == TFAST_F32 && d.grad == TFAST_F32) {
-        const dtypes all_f32 = {TFAST_F32, TFAST_F32, TFAST_F32, true, d.ema, d.copy};
-        update_blocks_of(row, all_f32, begin, end, s, seed, step);
-    } else if (f32_state && d.param == TFAST_BF16 && d.grad == TFAST_BF16) {
-        const dtypes bf16 = {TFAST_BF16, TFAST_BF16, TFAST_F32, true, d.ema, d.copy};
-        update_blocks_of(row, bf16, begin, end, s, seed, step);
-    } else {
-        update_blocks_of(row, d, begin, end, s, seed, step);
+    if (usual && codes && param == TFAST_F32) {
+        begin = update_whole_blocks<TFAST_F32, CODES>(row, begin, end, s, seed, step);
+    } else if (usual && codes && param == TFAST_BF16) {
+        begin = update_whole_blocks<TFAST_BF16, CODES>(row, begin, end, s, seed, step);
+    } else if (usual && param == TFAST_BF16 && row->state_dtype == TFAST_F32) {
+        begin =
+            update_whole_blocks<TFAST_BF16, TFAST_F32>(row, begin, end, s, seed, step);
+    }
+    if (begin < end) {
+        update_any_blocks(row, begin, end, s, seed, step);
     }
 }
 

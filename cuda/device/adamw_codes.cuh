@@ -16,15 +16,47 @@ bits_up(float value, int n, uint32_t k)
     return __uint_as_float((__float_as_uint(value) - k) << n);
 }
 
-DEVICE float
-warp_largest(float value)
+DEVICE uint32_t
+warp_max(uint32_t value)
 {
-#pragma unroll
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, value);
+#else
+#    pragma unroll
     for (int by = 16; by > 0; by /= 2) {
-        const float other = __shfl_xor_sync(~0u, value, by);
+        const uint32_t other = __shfl_xor_sync(~0u, value, by);
         value = other > value ? other : value;
     }
     return value;
+#endif
+}
+
+/* Of floats that are not negative, which as integers have the same order. */
+DEVICE float
+warp_largest(float value)
+{
+    return __uint_as_float(warp_max(__float_as_uint(value)));
+}
+
+DEVICE float
+warp_smallest(float value)
+{
+    return __uint_as_float(~warp_max(~__float_as_uint(value)));
+}
+
+/* x in 0 .. 255 to the nearest integer, ties to even, as the low byte: of x + 3 * 2^22
+ * the ulp is 1. Conversions between integer and float take 4 to 8 times as long. */
+DEVICE uint32_t
+nearest_byte(float x)
+{
+    return __float_as_uint(x + 0x1.8p23f);
+}
+
+DEVICE uint32_t
+pack_bytes(const uint32_t *words)
+{
+    return (words[0] & 0xFF) | (words[1] & 0xFF) << 8 | (words[2] & 0xFF) << 16 |
+           words[3] << 24;
 }
 
 /* The lane's codes, byte e for element e; `have` of them are in the array. */
@@ -61,10 +93,11 @@ write_codes(void *array, int64_t i, int have, bool whole, uint32_t word)
     }
 }
 
+/* Code e of a word, less `zero`. */
 DEVICE float
-code_of(uint32_t word, int e)
+code_of(uint32_t word, int e, float zero)
 {
-    return (float)(word >> 8 * e & 0xFF);
+    return __uint_as_float(0x4B000000u | (word >> 8 * e & 0xFF)) - (0x1p23f + zero);
 }
 
 DEVICE void
@@ -72,7 +105,7 @@ decode_signed(float *values, uint32_t word, const float *scales)
 {
     EACH_ELEMENT
     {
-        const float root = (code_of(word, e) - 128.0f) * scales[0];
+        const float root = code_of(word, e, 128) * scales[0];
         const float size = root < 0 ? -root : root;
         const float m = bits_up(size + CODE_LEAST_2, 1, CODE_BIAS_2);
         values[e] = root < 0 ? -m : m;
@@ -84,7 +117,7 @@ decode_square(float *values, uint32_t word, const float *scales)
 {
     EACH_ELEMENT
     {
-        const float root = fused(code_of(word, e), scales[1], scales[0]);
+        const float root = fused(code_of(word, e, 0), scales[1], scales[0]);
         values[e] = bits_up(root + CODE_LEAST_4, 2, CODE_BIAS_4);
     }
 }
@@ -105,12 +138,12 @@ DEVICE uint32_t
 encode_signed(const float *values, int have, float *scales)
 {
     float roots[LANE_ELEMENTS], most = 0;
-    uint32_t word = 0;
+    uint32_t codes[LANE_ELEMENTS];
 
     roots_of(roots, values, 1, CODE_BIAS_2, CODE_LEAST_2);
     EACH_ELEMENT
     {
-        most = e < have && roots[e] > most ? roots[e] : most;
+        most = e < have ? fmaxf(roots[e], most) : most;
     }
     most = warp_largest(most);
     const float per_root = most > 0 ? 127.0f / most : 0;
@@ -118,43 +151,42 @@ encode_signed(const float *values, int have, float *scales)
     {
         const float size = roots[e] < 0 ? most : roots[e];
         const float root = roots[e] >= 0 && values[e] < 0 ? -size : size;
-        word |= (uint32_t)(int)rintf(fused(root, per_root, 128.0f)) << 8 * e;
+        codes[e] = nearest_byte(fused(root, per_root, 128.0f));
     }
     if (threadIdx.x % 32 == 0) {
         scales[0] = most / 127.0f;
     }
-    return word;
+    return pack_bytes(codes);
 }
 
 DEVICE uint32_t
 encode_square(const float *values, int have, float *scales)
 {
-    float roots[LANE_ELEMENTS], most = 0, lowest = -INFINITY; /* lowest: negated */
-    uint32_t word = 0;
+    float roots[LANE_ELEMENTS], most = 0, lowest = INFINITY;
+    uint32_t codes[LANE_ELEMENTS];
 
     roots_of(roots, values, 2, CODE_BIAS_4, CODE_LEAST_4);
     EACH_ELEMENT
     {
         if (e < have && roots[e] >= 0) {
-            most = roots[e] > most ? roots[e] : most;
-            lowest = -roots[e] > lowest ? -roots[e] : lowest;
+            most = fmaxf(roots[e], most);
+            lowest = fminf(roots[e], lowest);
         }
     }
     most = warp_largest(most);
-    lowest = -warp_largest(lowest);
+    lowest = warp_smallest(lowest);
     const float low = lowest < most ? lowest : most, range = most - low;
     const float per_root = range > 0 ? 255.0f / range : 0;
     EACH_ELEMENT
     {
         const float code = ((roots[e] < 0 ? most : roots[e]) - low) * per_root;
-        const float least = code * 0x1p60f < 1 ? code * 0x1p60f : 1;
-        word |= (uint32_t)(int)rintf(code > least ? code : least) << 8 * e;
+        codes[e] = nearest_byte(fmaxf(code, fminf(code * 0x1p60f, 1)));
     }
     if (threadIdx.x % 32 == 0) {
         scales[0] = low;
         scales[1] = range / 255.0f;
     }
-    return word;
+    return pack_bytes(codes);
 }
 
 #endif

@@ -326,7 +326,7 @@ run_item(const adamw_row *row, int item, const held_scalars *held, uint64_t seed
 
     if (MIX == BLOCKS &&
         (row->scales != nullptr || row->extra.rounding != TFAST_NEAREST)) {
-        update_blocks(row, d, span.begin, span.end, held->narrow, seed, held->step);
+        update_blocks(row, span.begin, span.end, &held->narrow, seed, held->step);
     } else if ((MIX == WIDE || MIX == BLOCKS) && adamw_is_wide(row)) {
         update_elements(row, d, span.begin, span.end, held->wide);
     } else if (row->head == NO_VECTORS) {
@@ -409,8 +409,7 @@ zero_grads(adamw_row *row, const adamw_table *table, int64_t n, int n_items)
 }
 
 /* At least 4 blocks a multiprocessor hold it to 64 registers; with dtypes at run time
- * that would spill, and by blocks so would 80. So would either on sm_120 and
- * newer, where the compiler needs more. */
+ * that would spill. So would either on sm_120 and newer, where the compiler needs more. */
 #if __CUDA_ARCH__ >= 1200
 enum { FEWER = 1 };
 #else
@@ -418,9 +417,7 @@ enum { FEWER = 0 };
 #endif
 
 template <adamw_mix MIX>
-TFAST_KERNEL(THREADS, MIX == BLOCKS                       ? 2
-                      : MIX == ALL_F32 || MIX == ALL_BF16 ? 4 - FEWER
-                                                          : 3 - FEWER)
+TFAST_KERNEL(THREADS, (MIX == NARROW || MIX == WIDE ? 3 : 4) - FEWER)
 adamw_kernel(const __grid_constant__ adamw_call call)
 {
     const tfast_adamw_args &args = call.args;
