@@ -41,7 +41,7 @@ def code_for(capability: int, library: str) -> tuple[str, int]:
         library: as `library_code` has it.
 
     Returns:
-        ("sm_86", 525), ("PTX 80", 575), or ("none", 0) for a GPU that is too old.
+        ("sm_80", 525), ("PTX 80", 575), or ("none", 0) for a GPU that is too old.
     """
     archs = [int(word) for word in re.findall(r"sm_(\d+)", library)]
     own = [a for a in archs if a // 10 == capability // 10 and a <= capability]
