@@ -409,7 +409,8 @@ zero_grads(adamw_row *row, const adamw_table *table, int64_t n, int n_items)
 }
 
 /* At least 4 blocks a multiprocessor hold it to 64 registers; with dtypes at run time
- * that would spill. So would either on sm_120 and newer, where the compiler needs more. */
+ * that would spill. So would either on sm_120 and newer, where the compiler needs
+ * more. */
 #if __CUDA_ARCH__ >= 1200
 enum { FEWER = 1 };
 #else
