@@ -27,7 +27,8 @@ LAYOUTS = [
 
 
 def prepare(example):
-    """Makes steps overflow and the loss scale grow, as they do in a longer run."""
+    """Makes steps overflow and the loss scale grow, as they do in a longer run, and
+    validates on few batches."""
     torch.set_num_threads(1)  # tensors this small are slower on more
     loss, example.GROWTH_INTERVAL = example.Training.loss, 2
 
@@ -36,6 +37,8 @@ def prepare(example):
         return loss(run, *crop) * (float("inf") if done in OVERFLOWS else 1.0)
 
     example.Training.loss = overflowing
+    validate = example.Training.validate
+    example.Training.validate = lambda run: validate(run, batches=2)
 
 
 def die(*_):

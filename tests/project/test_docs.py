@@ -3,6 +3,7 @@ exists, links and paths lead somewhere, and the site builds."""
 
 import argparse
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -25,37 +26,94 @@ OPTIONAL = (
 IMPORT = r"^(?:from|import) {}\b"
 
 
+# Runs snippets, one a line of stdin: each in a fork that has imported torch and in which
+# the snippet is `__main__`. A traceback names the page and its line. After a snippet the
+# fork ends like any interpreter; 240 seconds are its limit. Prints the exit status.
+RUNNER = """
+import gc, json, os, signal, sys, types
+import torch._dynamo, trainfast.torch  # the former is what a first optimizer imports
+
+gc.freeze()  # what the forks share
+for line in sys.stdin:
+    snippet = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    status = os.waitpid(child, 0)[1]
+    print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+    sys.exit()
+signal.alarm(240)
+os.chdir(snippet["folder"])
+output = os.open(snippet["output"], os.O_WRONLY | os.O_CREAT)
+for number in (1, 2):
+    os.dup2(output, number)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+main = sys.modules["__main__"] = types.ModuleType("__main__")
+code = "\\n" * snippet["line"] + snippet["code"]
+exec(compile(code, snippet["page"], "exec"), main.__dict__)
+"""
+
+
 def blocks(language):
-    """(page, code) of all code blocks in the language on the pages for users."""
+    """(page, line before the code, code) of all code blocks in the language on the
+    pages for users."""
     return [
-        pytest.param(code, id=f"{name}: {code.strip().splitlines()[-1][:40]}")
+        pytest.param(
+            str(page),
+            text.count("\n", 0, block.start(1)),
+            block[1],
+            id=f"{name}: {block[1].strip().splitlines()[-1][:40]}",
+        )
         for page, name in zip(PAGES, NAMES)
         if not name.startswith(OWNERS)
-        for code in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+        for text in [page.read_text()]
+        for block in re.finditer(rf"```{language}\n(.*?)```", text, re.S)
     ]
 
 
 SNIPPETS = blocks("python")
-SHELL = [code for block in blocks("sh") for code in block.values]
+SHELL = [block.values[-1] for block in blocks("sh")]
 
 
 def test_there_are_snippets():
     assert len(SNIPPETS) >= 15 and len(SHELL) >= 5
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippet_runs(code, tmp_path):
+@pytest.fixture(scope="module")
+def run_snippet(tmp_path_factory):
+    """Runs a snippet in a process and a folder of its own: exit status, output."""
+    command = [sys.executable, "-W", "error::SyntaxWarning", "-c", RUNNER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def run(page, line, code):
+        folder = tmp_path_factory.mktemp("snippet")
+        output = folder.with_suffix(".txt")
+        snippet = {"page": page, "line": line, "code": code}
+        where = {"folder": str(folder), "output": str(output)}
+        print(json.dumps(snippet | where), file=runner.stdin, flush=True)
+        return int(runner.stdout.readline()), output.read_text()
+
+    with subprocess.Popen(command, cwd=tmp_path_factory.mktemp("run"), **pipes) as runner:
+        yield run
+
+
+@pytest.mark.parametrize("page, line, code", SNIPPETS)
+def test_snippet_runs(run_snippet, page, line, code):
     for package in OPTIONAL:
         if re.search(IMPORT.format(package), code, re.M) and not find_spec(package):
             pytest.skip(f"needs {package}")
-    done = subprocess.run(
-        [sys.executable, "-W", "error::SyntaxWarning", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    status, output = run_snippet(page, line, code)
+    assert status == 0, output
+
+
+def test_snippet_that_fails_is_named_by_page_and_line(run_snippet):
+    status, output = run_snippet("docs/page.md", 6, "import torch\n\ntorch.no\n")
+    assert status == 1
+    assert 'File "docs/page.md", line 9, in <module>' in output
+    assert "AttributeError" in output
+    assert run_snippet("docs/page.md", 1, "torch")[0] == 1  # nothing of it is left
+    assert run_snippet("docs/page.md", 1, "import os\nos.kill(os.getpid(), 9)")[0] == -9
 
 
 def test_readme_is_short():
