@@ -59,7 +59,7 @@ def torchrun(folder, script, *arguments):
         | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
