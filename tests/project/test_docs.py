@@ -26,9 +26,10 @@ OPTIONAL = (
 IMPORT = r"^(?:from|import) {}\b"
 
 
-# Runs snippets, one a line of stdin: each in a fork that has imported torch and in which
-# the snippet is `__main__`. A traceback names the page and its line. After a snippet the
-# fork ends like any interpreter; 240 seconds are its limit. Prints the exit status.
+# Runs snippets, one a line of stdin: each in a fork that has imported torch and in
+# which the snippet is `__main__`. A traceback names the page and its line. After a
+# snippet the fork ends like any interpreter; 240 seconds are its limit. Prints the exit
+# status.
 RUNNER = """
 import gc, json, os, signal, sys, types
 import torch._dynamo, trainfast.torch  # the former is what a first optimizer imports
@@ -94,7 +95,9 @@ def run_snippet(tmp_path_factory):
         print(json.dumps(snippet | where), file=runner.stdin, flush=True)
         return int(runner.stdout.readline()), output.read_text()
 
-    with subprocess.Popen(command, cwd=tmp_path_factory.mktemp("run"), **pipes) as runner:
+    with subprocess.Popen(
+        command, cwd=tmp_path_factory.mktemp("run"), **pipes
+    ) as runner:
         yield run
 
 
