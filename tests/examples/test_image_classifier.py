@@ -1,5 +1,6 @@
 """examples/image_classifier.py: both ways learn, the table says what was measured."""
 
+import functools
 import importlib
 import os
 import subprocess
@@ -26,7 +27,8 @@ def example(monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_ways_learn_and_only_after_steps_with_leftovers(example):
+def test_both_ways_learn_and_only_after_steps_with_leftovers(example, monkeypatch):
+    monkeypatch.setattr(example, "cnn", functools.partial(example.cnn, width=16))
     runs = example.main([*SMALL, "--epochs", "4", "--workers", "0"])
     before, after = runs
     for run in runs:
@@ -48,7 +50,8 @@ def test_both_ways_learn_and_only_after_steps_with_leftovers(example):
 
 @pytest.mark.slow
 def test_script_prints_its_table_with_a_worker():
-    command = [sys.executable, SCRIPT, *SMALL, "--epochs", "1", "--workers", "1"]
+    command = [sys.executable, SCRIPT, *SMALL, "--size", "8", "--epochs", "1"]
+    command += ["--workers", "1"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert (done.returncode, done.stderr) == (0, "")
