@@ -193,9 +193,7 @@ def test_order_has_every_graph_once_an_epoch_and_none_for_validation(batches, tm
 
 
 @pytest.mark.slow
-def test_all_ways_have_the_same_losses_and_write_their_files(
-    example, capsys, tmp_path
-):
+def test_all_ways_have_the_same_losses_and_write_their_files(example, capsys, tmp_path):
     pytest.importorskip("trainfast.graph_cache")
     command = [sys.executable, SCRIPT, *TINY, "--workers", "0", "--out", tmp_path]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -29,7 +29,9 @@ def example(monkeypatch):
 @pytest.fixture
 def in_float32(example, monkeypatch):
     """Without autocast, whose bfloat16 many CPUs emulate."""
-    monkeypatch.setattr(example.Run, "logits", lambda run, pictures: run.model(pictures))
+    monkeypatch.setattr(
+        example.Run, "logits", lambda run, pictures: run.model(pictures)
+    )
 
 
 def on_the_cpu(size):

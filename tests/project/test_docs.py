@@ -26,10 +26,9 @@ OPTIONAL = (
 IMPORT = r"^(?:from|import) {}\b"
 
 
-# Runs snippets, one a line of stdin: each in a fork that has imported torch and in
-# which the snippet is `__main__`. A traceback names the page and its line. After a
-# snippet the fork ends like any interpreter; 240 seconds are its limit. Prints the exit
-# status.
+# Runs snippets, one a line of stdin, and prints the exit status of each. A snippet is
+# `__main__` in a fork that has imported torch, and may take 240 seconds. A traceback
+# names the page and its line. Like any interpreter, the fork finalizes at its end.
 RUNNER = """
 import gc, json, os, signal, sys, types
 import torch._dynamo, trainfast.torch  # the former is what a first optimizer imports
