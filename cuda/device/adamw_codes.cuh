@@ -44,8 +44,8 @@ warp_smallest(float value)
     return __uint_as_float(~warp_max(~__float_as_uint(value)));
 }
 
-/* x in 0 .. 255 to the nearest integer, ties to even, as the low byte: of x + 3 * 2^22
- * the ulp is 1. Conversions between integer and float take 4 to 8 times as long. */
+/* The integer nearest to x, ties to even, in the low byte; x is in 0 .. 255. Adding
+ * 3 * 2^22 leaves units of 1, and needs no conversion to integer. */
 DEVICE uint32_t
 nearest_byte(float x)
 {

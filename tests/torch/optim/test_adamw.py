@@ -84,10 +84,12 @@ def test_half_types_are_rounded_where_torchs_fused_step_rounds(backend, device, 
             (p, q),
             *zip(ours.state[p].values(), theirs.state[q].values(), strict=True),
         ):
-            # at most a unit in the last place, and nearly all bits the same; torch's
-            # kernel for GPUs contracts, and a unit of a small exp_avg_sq moves more
-            close = torch.isclose(a, b, rtol=2**-7, atol=1e-6)
-            assert (~close).sum() <= (0 if device == "cpu" else a.numel() // 100)
+            # at most a unit in the last place, and nearly all bits the same
+            if device == "cpu":
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+            else:  # torch's kernel contracts: a unit of a small exp_avg_sq moves more
+                close = torch.isclose(a, b, rtol=2**-7, atol=1e-6)
+                assert (~close).sum() <= a.numel() // 100
             if a.numel() > 1000:
                 assert (a == b).double().mean() > 0.99
 
