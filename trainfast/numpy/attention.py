@@ -338,6 +338,9 @@ def _options(
     return options
 
 
+_LONGEST = ("max_seqlen_q", "max_seqlen_k")
+
+
 def _longest(packed: Array, axis: int, *terms: Array | None) -> int:
     """A bound of the items' lengths, without waiting for a GPU that has them: a mask's
     or bias's rows or columns, or else all rows together."""
@@ -455,8 +458,10 @@ def _check_lengths(options: dict[str, Any], q: Array, k: Array) -> None:
     names = ("cu_seqlens_q", "cu_seqlens_k", "kv_lens")
     lengths = {name: options[name] for name in names}
     if any(x is not None and _on_gpu(x) for x in lengths.values()):
-        bnhd = options["bnhd"]
-        sequence_lengths.check_lengths(q.shape, k.shape, **lengths, bnhd=bnhd)
+        others = {name: options.get(name, 0) for name in _LONGEST}
+        sequence_lengths.check_lengths(
+            q.shape, k.shape, **lengths, **others, bnhd=options["bnhd"]
+        )
 
 
 def _check_records(**arrays: Array | None) -> None:

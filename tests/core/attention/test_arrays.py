@@ -520,3 +520,16 @@ def test_items_on_a_gpu_are_no_longer_than_the_terms_or_all_rows():
     assert functions._longest(packed, -2, None, bias) == 38
     assert functions._longest(packed, -2, None, None) == 38
     assert functions._longest(packed[:0], -2, None, None) == 1
+
+
+def test_item_that_is_longer_than_the_terms_is_found_by_a_check(monkeypatch):
+    functions = importlib.import_module("trainfast.numpy.attention")
+    monkeypatch.setattr(functions, "_on_gpu", lambda array: True)
+    packed, ends = np.zeros((38, 2, 4)), np.array([0, 34, 38])
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "kv_lens": None}
+    options |= {"bnhd": False, "max_seqlen_q": 33, "max_seqlen_k": 38}
+    with pytest.raises(
+        ValueError, match=r"max_seqlen_q must be at least .* 34, got 33"
+    ):
+        functions._check_lengths(options, packed, packed)
+    functions._check_lengths(options | {"max_seqlen_q": 34}, packed, packed)
