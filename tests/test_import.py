@@ -294,6 +294,7 @@ trainfast.numpy.attention(q, q, q, out=np.empty_like(q))""",
 }
 
 
+@pytest.mark.slow
 @HAS_TORCH
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_with_numpys_arrays_load_no_adapter_of_torch(call):

@@ -59,6 +59,7 @@ def saved(tmp_path):
 # ---- Running -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_case_that_runs_here_has_a_row():
     done = run(*TINY, "--devices", "cpu", "--json")
     found = json.loads(done.stdout)
@@ -69,6 +70,7 @@ def test_every_case_that_runs_here_has_a_row():
     assert missing == (set() if find_spec("torch") else set(TORCHS))
 
 
+@pytest.mark.slow
 def test_without_torch_there_are_the_rows_of_numpy(tmp_path):
     code = "import sys\nsys.modules['torch'] = sys.modules['torch_geometric'] = None\n"
     done = run(*TINY, "--json", env=site(tmp_path, code))
@@ -272,6 +274,7 @@ def test_damaged_base_is_an_error_that_says_so(name, saved):
 # ---- The command line ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saved_run_is_compared(tmp_path, small_roof):
     file = str(tmp_path / "base.json")
     done = run(*TINY, "--cases", "numpy-adamw", "--save", file, env=small_roof)
@@ -281,6 +284,7 @@ def test_saved_run_is_compared(tmp_path, small_roof):
     assert "Changes since the base" in done.stdout and "UNDECIDED" in done.stdout
 
 
+@pytest.mark.slow
 def test_slower_than_the_base_exits_with_1(tmp_path, small_roof):
     """A base a thousand times as fast as anything."""
     file = tmp_path / "base.json"
@@ -291,6 +295,7 @@ def test_slower_than_the_base_exits_with_1(tmp_path, small_roof):
     assert (done.returncode, change["verdict"]) == (1, "SLOWER")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

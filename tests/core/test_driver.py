@@ -152,6 +152,7 @@ def own_code(capability):
     return f"sm_{max(archs)}" if archs else "PTX"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [75, 80, 86, 87, 89, 90, 100, 120, 121])
 def test_gpu_takes_the_newest_code_that_it_runs(driver, capability):
     code = "adamw(torch.float32)"
@@ -163,6 +164,7 @@ def test_gpu_takes_the_newest_code_that_it_runs(driver, capability):
     assert said.split()[0] == own_code(capability)  # as env tells it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [75, 80, 100])
 def test_every_kernel_is_found_and_launched(driver, bytes_of, capability):
     if capability not in compiled() and own_code(capability) != "PTX":
@@ -192,6 +194,7 @@ def reason(driver, **environment):
     return done.out.strip()
 
 
+@pytest.mark.slow
 def test_driver_that_cannot_serve_is_named(driver, tmp_path):
     old = "driver too old: it supports CUDA 11.8, this library needs 12.0; install "
     assert reason(driver, STUB_VERSION="11080") == old + "driver 525 or newer"
@@ -199,6 +202,7 @@ def test_driver_that_cannot_serve_is_named(driver, tmp_path):
     assert reason(driver) == "None"
 
 
+@pytest.mark.slow
 def test_oldest_driver_serves_machine_code_but_not_ptx(driver):
     old = {"STUB_VERSION": "12000"}
     done = on_driver(driver, "adamw(torch.float32)", STUB_CAPABILITY="80", **old)

@@ -324,6 +324,7 @@ def test_loaded_openmp_runtime_is_used(run):
     assert (found["most"], found["once"]) == (1, True)
 
 
+@pytest.mark.slow
 @needs_torch
 @linux_only
 @pytest.mark.parametrize("torch_first", [True, False])
@@ -397,6 +398,7 @@ def test_fork_after_torch_used_its_threads_does_not_hang(run):
     assert found["child"] == [["own", 2, 1, True], [1, True], ["own", 1]]
 
 
+@pytest.mark.slow
 @needs_torch
 @linux_only
 def test_library_loaded_only_in_a_forked_child_does_not_hang(run):

@@ -182,6 +182,7 @@ def test_libraries_of_this_process_are_linked_without_fast_math():
     assert not [path for path in fast_math_libraries() if "trainfast" in path]
 
 
+@pytest.mark.slow
 def test_torch_that_flushes_by_request_has_no_culprit():
     pytest.importorskip("torch")
     assert run_script("""

@@ -243,6 +243,7 @@ def test_note_says_what_share_is_building_and_what_that_allows(example):
     assert example.note({"none": Run(0.040, 0.036)}) == ""
 
 
+@pytest.mark.slow
 def test_stopped_build_goes_on_where_it_was(example, monkeypatch, tmp_path, capsys):
     pytest.importorskip("trainfast.graph_cache")
     arguments = [*TINY, "--workers", "0", "--ways", "cache", "--out", str(tmp_path)]
@@ -264,6 +265,7 @@ def test_stopped_build_goes_on_where_it_was(example, monkeypatch, tmp_path, caps
     assert kept >= 256  # of 289: what was committed
 
 
+@pytest.mark.slow
 def test_files_that_are_there_are_not_written_again(example, tmp_path, capsys):
     arguments = [*TINY, "--steps", "2", "--ways", "files", "--out", str(tmp_path)]
     example.main(arguments)

@@ -91,6 +91,7 @@ def edges_of(graph):
     return edges
 
 
+@pytest.mark.slow
 def test_graphs_are_the_same_with_and_without_a_cache(batches, tmp_path):
     plays = batches.Plays(40, 8, tmp_path, seed=5)
     plays.build_cache(None, fresh=False)

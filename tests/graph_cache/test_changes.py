@@ -44,6 +44,7 @@ def harness(tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["index", "heads", "meanwhile", "schema"])
 def test_what_was_checked_is_what_is_used(harness, what):
     command = [str(harness), what, READS]

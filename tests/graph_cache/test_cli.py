@@ -97,6 +97,7 @@ def test_a_path_without_a_cache_exits_with_1(tmp_path, action, capsys):
 # ---- build ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "made"),
     [

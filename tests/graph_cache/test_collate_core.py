@@ -60,6 +60,7 @@ def harness(request, tmp_path_factory):
 RUNS = [(0, 1, 0), (1, 2, 0), (1, 0, 1), (3, 1, 0), (3, 2, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "verify", "pread"), RUNS)
 def test_threads_collate_what_one_does(harness, tmp_path, threads, verify, pread):
     command = [str(harness), str(tmp_path / "c"), *map(str, (threads, verify, pread))]

@@ -55,6 +55,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.forks  # torchrun starts processes of its own
 def test_ranks_of_torch_distributed_are_the_default(cache, tmp_path):
     pytest.importorskip("torch.distributed").is_available() or pytest.skip("without it")

@@ -434,6 +434,7 @@ def killed(path, at, more, rebuild=None, workers=0):
     return run_python(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.forks)])
 def test_a_killed_build_does_not_go_on_with_other_code(path, workers):
     killed(path, 40, 0, workers=workers)

@@ -75,6 +75,7 @@ def test_script_sees_what_it_sees_under_python(tmp_path, arguments):
     assert "text in" in ours.stdout
 
 
+@pytest.mark.slow
 def test_module_and_folder_and_zip_run_as_under_python(tmp_path):
     (tmp_path / "pack").mkdir()
     for name in ("__init__.py", "__main__.py", "look.py"):
@@ -96,6 +97,7 @@ def test_options_of_python_are_passed_on(tmp_path):
     assert "optimize=1" in ours.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -150,6 +152,7 @@ print([os.environ.get(n) for n in ("MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS", 
 """
 
 
+@pytest.mark.slow
 def test_without_a_configuration_the_script_is_patched(tmp_path):
     (tmp_path / "a.py").write_text(TRAINS)
     done = under_run(tmp_path, "a.py")
@@ -160,6 +163,7 @@ def test_without_a_configuration_the_script_is_patched(tmp_path):
     assert "TF32" not in done.stderr and "None]" in variables
 
 
+@pytest.mark.slow
 def test_configuration_is_applied_and_reported(tmp_path):
     (tmp_path / "a.py").write_text(TRAINS)
     config = (
@@ -203,6 +207,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("a.py",), ("-m", "a")])
 def test_spawned_workers_find_the_classes_of_main(tmp_path, words):
     (tmp_path / "a.py").write_text(WORKERS)

@@ -244,6 +244,7 @@ def _report(rank):
         assert epoch.mfu == pytest.approx(epoch.throughput / devices)
 
 
+@pytest.mark.slow
 def test_rank_0_prints_and_ranks_are_added_up_where_asked(tmp_path):
     multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     first = (tmp_path / "0").read_text().splitlines()

@@ -148,6 +148,7 @@ def leveldb_records(data):
         at += 7 + length
 
 
+@pytest.mark.slow
 def test_wandb_without_a_network_holds_up_nothing(tmp_path):
     """Its `init` waits for minutes, in a thread that the process leaves behind."""
     pytest.importorskip("wandb")

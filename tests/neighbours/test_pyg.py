@@ -53,6 +53,7 @@ BATCH = torch.tensor([0] * 20 + [2] * 35 + [3] * 5)
 # ---- Under patch ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_transforms_and_functions_work_without_pyg_lib(tmp_path):
     """In a process that cannot import either library, imported before and after."""
     script = """

@@ -88,7 +88,7 @@ CLIENTS_RUN = [
 
 
 # The others are slow: `make test-all` runs them.
-SMOKE = {"nanogpt.py", "amp_loop.py", "pyg_gat.py"}
+SMOKE = {"nanogpt.py"}
 
 
 @pytest.fixture(

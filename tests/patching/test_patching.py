@@ -280,6 +280,7 @@ def test_patched_block_holds_until_that_of_the_last_thread_ends(shop):
     assert shop.Hammer is Hammer
 
 
+@pytest.mark.slow
 def test_threads_that_patch_and_call_at_once_leave_what_they_found(shop, user):
     before = namespaces()
     done = threading.Event()

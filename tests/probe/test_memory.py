@@ -55,6 +55,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_script_is_estimated_for_a_gpu_that_is_not_there(script):
     estimate = estimate_script(str(script), ["--width", "4096"], gpu="T4")
     weights = 4 * (64 * 4096 + 4096 + 4096 * 10 + 10)
@@ -67,6 +68,7 @@ def test_script_is_estimated_for_a_gpu_that_is_not_there(script):
     assert list(script.parent.iterdir()) == [script]
 
 
+@pytest.mark.slow
 def test_data_parallel_runs_its_module_on_the_one_gpu(script):
     text = script.read_text()
     script.write_text(
@@ -76,6 +78,7 @@ def test_data_parallel_runs_its_module_on_the_one_gpu(script):
     assert estimate.method == "the script on fake tensors"
 
 
+@pytest.mark.slow
 def test_fakes_take_what_real_tensors_take(script):
     job = {"gpu": None, "steps": 2, "expandable": False}
     fake, real = (
@@ -85,6 +88,7 @@ def test_fakes_take_what_real_tensors_take(script):
     assert fake["allocated"] == pytest.approx(real["allocated"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_loop_that_fakes_cannot_run_runs_really(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
@@ -114,6 +118,7 @@ except EOFError:
 """
 
 
+@pytest.mark.slow
 def test_loop_that_updates_its_parameters_by_hand_ends_after_two_steps(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("""
@@ -131,6 +136,7 @@ for step in range(10**9):
     assert estimate.kinds["weights"] == pytest.approx(4 * 1024 * 1025, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -147,6 +153,7 @@ def test_no_step_is_an_error_that_shows_what_to_write(tmp_path, text, message):
     assert "trainfast.estimate_memory(model, batch" in str(error.value)
 
 
+@pytest.mark.slow
 def test_command_line(script):
     words = [sys.executable, "-m", "trainfast", "estimate-memory"]
     done = subprocess.run(
@@ -159,6 +166,7 @@ def test_command_line(script):
     assert found["device"] == "4 GiB" and found["verdict"] == "fits"
 
 
+@pytest.mark.slow
 def test_command_line_shows_a_traceback_as_lines(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("raise KeyError('mine')")

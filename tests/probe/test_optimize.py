@@ -300,6 +300,7 @@ def test_switches_together_nest_and_leave_in_reverse():
     assert seen == ["enter a", "enter b", "leave b", "leave a"]
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_patch_that_no_step_uses_has_no_blocks(script):
     names = ["trainfast attention", "trainfast clip"]
@@ -307,6 +308,7 @@ def test_patch_that_no_step_uses_has_no_blocks(script):
     assert {block[1] for block in found["blocks"]} == {"base"}
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_losses_are_those_of_the_script_under_each_seed(script):
     first = run.curve(script, steps=5)

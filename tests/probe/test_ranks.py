@@ -106,6 +106,7 @@ def test_balanced_ranks_have_no_slow_one(script):
     assert "slow-rank" not in {finding.id for finding in report.findings}
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_error_of_one_rank_ends_all(script):
     wrong = "rank == 1 and step == 20 and 1 / 0"
@@ -113,6 +114,7 @@ def test_error_of_one_rank_ends_all(script):
         run.child(script(statement=wrong), ranks=2, switches=list(RANK_SAFE))
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_rank_that_dies_ends_all(script):
     wrong = "rank == 1 and step == 20 and __import__('os')._exit(3)"
@@ -120,6 +122,7 @@ def test_rank_that_dies_ends_all(script):
         run.child(script(statement=wrong), ranks=2, switches=list(RANK_SAFE))
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_no_process_is_left(script):
     path = script(steps=60)

@@ -117,6 +117,7 @@ def test_optimizer_is_tried_and_given_back():
     assert diagnose._watch.loop.seconds["optimizer"] > 0
 
 
+@pytest.mark.slow
 def test_break_and_exception_leave_nothing_switched(parts, monkeypatch):
     loader = DataLoader(Slow(0.001), batch_size=8)
     threads = torch.get_num_threads()

@@ -65,6 +65,7 @@ def test_build_requires_nvrtc_only_where_it_compiles(plain, want, gpu, more, nee
     assert nvrtc.requirements() == ([WHEEL] if needed else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable", "sdist"])
 @pytest.mark.parametrize("want", ["0", "1"])
 def test_backend_of_pyproject_adds_what_is_required(tmp_path, kind, want):

@@ -286,6 +286,7 @@ def test_build_with_wrong_setting_fails_and_says_why(
     assert message in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debug", ["1", "0"])
 def test_debug_build_has_symbols_and_asserts(unpacked, tmp_path, debug):
     """What a compiler that only writes down its words is told; .ci/sanitize runs the

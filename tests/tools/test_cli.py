@@ -306,6 +306,7 @@ def test_selftest_fails_where_a_kernel_refuses(monkeypatch):
     assert not selftest.selftest(["scalar"]).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["norm", "finds nothing", "factor", "growth"])
 def test_selftest_finds_damaged_amp(monkeypatch, damage):
     name = "amp_update" if damage == "growth" else "amp_grads"

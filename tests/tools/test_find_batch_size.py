@@ -32,6 +32,7 @@ def module(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_report_and_json(capsys):
     words = ["find-batch-size", "batch_setup:setup", "--loss", "batch_setup:loss"]
     limits = ["--max-batch-size", "256", "--config", "config.yaml"]

@@ -231,6 +231,7 @@ print(json.dumps(ends))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_call_it_leaves_a_whole_checkpoint(tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)

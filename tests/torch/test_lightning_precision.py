@@ -389,6 +389,7 @@ def test_copied_plugin_trains_as_the_first(copied, kind):
     assert equal(before.losses, after.losses)
 
 
+@pytest.mark.slow
 def test_the_plugin_is_of_pytorch_lightning_where_that_is_in_use():
     pytest.importorskip("pytorch_lightning")
     code = """

@@ -53,6 +53,7 @@ def test_end_within_a_profile_writes_what_there_is(tmp_path):
     assert names(tmp_path) == ["step-10.json.gz", "step-10.txt"]
 
 
+@pytest.mark.slow
 def test_process_that_ends_within_a_profile_ends_well(tmp_path):
     """torch ends with a segmentation fault where a profile is under way."""
     code = f"""if True:

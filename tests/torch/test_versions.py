@@ -21,6 +21,7 @@ def python(code, *arguments):
 # ---- What is supported ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.5.1+cu124", "1.13.1"])
 def test_torch_that_is_too_old_is_an_import_error(version):
     code = f"""

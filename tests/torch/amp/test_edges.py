@@ -22,6 +22,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
 def test_a_compiled_loop_takes_the_same_steps(maker, kind):

@@ -67,6 +67,7 @@ def cases():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases())
 def test_operators_pass_opcheck(case):
     inputs, extras, options = cases()[case]
@@ -253,6 +254,7 @@ def test_exported_program_has_torchs_operator(strict):
     torch.testing.assert_close(program.module()(q), Model()(q))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -80,6 +80,7 @@ def marked(names, quick):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(PLANTED, set(PLANTED) - SLOW))
 def test_planted_leak_is_named_within_50_steps(name):
     script = HERE / "planted" / f"{name}.py"
@@ -97,6 +98,7 @@ def test_planted_leak_is_named_within_50_steps(name):
         assert re.match(r"\+[\d.]+ [KM]iB a step: ", str(leak))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CLEAN, QUICK))
 def test_clean_script_raises_no_alarm(name):
     assert watched(HERE / "clean" / f"{name}.py") == []
@@ -270,6 +272,7 @@ def test_host_bytes_follow_what_is_allocated():
     del held
 
 
+@pytest.mark.slow
 def test_run_tells_leaks_of_a_script(tmp_path):
     script = HERE / "planted" / "losses.py"
     command = [sys.executable, "-m", "trainfast", "run", "--leaks", str(script)]

@@ -122,6 +122,7 @@ def test_what_cannot_be_checkpointed_says_so():
         trainfast.enable_checkpointing(model)
 
 
+@pytest.mark.slow
 def test_the_estimate_knows_it():
     model, batch, options = MODELS["gpt"]()
     estimate = trainfast.estimate_memory(model, batch, **options)

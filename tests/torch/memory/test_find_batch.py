@@ -68,6 +68,7 @@ def found(limit, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [27, 100, 1000, 30000])
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("fixed", [0, 64, 500])
@@ -84,6 +85,7 @@ def test_the_largest_size_that_fits_is_found_with_five_probes(
     assert all(size % multiple == 0 for size in ran)
 
 
+@pytest.mark.slow
 def test_sizes_that_run_out_of_memory_are_bounds(samples):
     ran, peaks = samples
     peaks["fails"] = lambda size: size > 300
@@ -94,6 +96,7 @@ def test_sizes_that_run_out_of_memory_are_bounds(samples):
     assert "out of memory" in str(report)
 
 
+@pytest.mark.slow
 def test_less_than_a_multiple_and_nothing_at_all(samples):
     assert found(13).batch_size in (1, 2, 3)
     assert "not a multiple" in found(13).notes[0]
@@ -122,6 +125,7 @@ def state_of(model, optimizer):
     return [None if t is None else t.clone() for t in tensors], torch.get_rng_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_put_back_bit_for_bit(trained, fails):
@@ -239,6 +243,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -288,6 +293,7 @@ def test_wrong_batches_and_a_missing_optimizer_are_named():
         trainfast.find_batch_size(model, make_batch)
 
 
+@pytest.mark.slow
 def test_the_guides_function():
     model = nn.Linear(4, 4)
     before = model.weight.clone()

@@ -315,11 +315,13 @@ def ranks(tmp_path, how, at):
     return [r.communicate(timeout=100)[0].strip().splitlines()[-1] for r in running]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_ranks_begin_again_together(tmp_path, at):
     assert ranks(tmp_path, "parts", at) == ["equal 2"] * 2
 
 
+@pytest.mark.slow
 def test_failure_while_gradients_are_reduced_ends_with_advice(tmp_path):
     other, failed = ranks(tmp_path, "parts", 4)
     assert failed.startswith("OutOfMemoryError no Memory ran out while the ranks")
