@@ -18,9 +18,9 @@ import pytest
 
 import trainfast
 
-# Before torch is loaded, and for all that a test starts: idle threads of OpenMP would
-# spin on cores that other processes wait for, which takes some tests 7 times as much of
-# a processor's time.
+# OpenMP's idle threads sleep; by default they spin, on cores that other test processes
+# need, which made one test take 7 times the processor time. The OpenMP runtime reads it
+# when torch is loaded. tests/core/test_threads.py runs under the default.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 try:

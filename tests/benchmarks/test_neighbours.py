@@ -8,7 +8,6 @@ import pytest
 from benchmarks import bench_neighbours, table
 
 
-@pytest.mark.slow
 def test_benchmark_runs_and_prints_its_aims(tmp_path, capsys):
     path = tmp_path / "neighbours.json"
     assert bench_neighbours.main(["--smoke", "--json", str(path)]) == 0

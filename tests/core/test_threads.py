@@ -398,7 +398,6 @@ def test_fork_after_torch_used_its_threads_does_not_hang(run):
     assert found["child"] == [["own", 2, 1, True], [1, True], ["own", 1]]
 
 
-@pytest.mark.slow
 @needs_torch
 @linux_only
 def test_library_loaded_only_in_a_forked_child_does_not_hang(run):

@@ -105,7 +105,6 @@ assert gc.Loader(cache, 8, shuffle=True, seed=0).seed == 0
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_seed_that_is_not_given_follows_the_users(cache, library):
     if library == "torch":

@@ -56,7 +56,6 @@ def test_slices_keep_the_batch_alive(tmp_path, rng):
         del others
 
 
-@pytest.mark.slow
 def test_any_number_of_arrays_keeps_the_batch(batch):
     # The batch has memory to remember the first ones.
     made = [array for _ in range(40) for array in batch.fields]

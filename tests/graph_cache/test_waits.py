@@ -135,7 +135,6 @@ def read_within(pipe, seconds):
     return pipe.readline().strip()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_the_wait_and_the_call_can_be_made_again(waiting, name):
     one = waiting(CALLS[name])

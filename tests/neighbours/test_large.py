@@ -93,7 +93,6 @@ def test_cap_and_options_on_large_clouds(backend, rng, make, selection, cap):
     same(got, reference.radius_graph(pos, r, flow=FLOWS[1], **options))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 33])
 @pytest.mark.parametrize("make", CLOUDS)
 @pytest.mark.parametrize("dim", [2, 3, 8])

@@ -116,7 +116,6 @@ def test_generation_with_a_cache_gives_the_same_tokens(kind):
     assert trainfast.stats().fallbacks == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_training_reaches_the_same_loss(kind):
     losses = []
@@ -147,7 +146,6 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_patched_script_trains_to_the_same_loss(kernels_at_any_size, kind):
     def train():

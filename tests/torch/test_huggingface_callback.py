@@ -78,7 +78,6 @@ def means(losses, logging_steps, sizes=SIZES):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [1, 2, 3, 500])
 def test_each_epoch_has_its_lines(tmp_path, capsys, epochs, logging_steps):
     trainer = run(
@@ -109,7 +108,6 @@ def test_a_run_of_some_steps_reports_the_epoch_that_it_ends_in(
     assert [epoch.loss for epoch in epochs] == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("done", [1, 2])
 def test_a_resumed_run_goes_on_counting(tmp_path, capsys, epochs, done):
     callback = trainfast.huggingface.Callback()
@@ -184,7 +182,6 @@ def reads_of(folder, *callbacks, **options):
     return reads.count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [PER_EPOCH, 500])
 def test_numbers_are_read_once_an_epoch(tmp_path, logging_steps):
     with trainfast.Logger(jsonl=tmp_path / "log") as logger:
@@ -202,7 +199,6 @@ class Unmeasured(InOrder):
         return grad_norm
 
 
-@pytest.mark.slow
 def test_norm_that_trainer_does_not_log_is_the_optimizers(tmp_path):
     norms = [row.get("grad_norm") for row in history(run(tmp_path, logging_steps=1))]
     bare = history(run(tmp_path, cls=Unmeasured, logging_steps=1))

@@ -152,7 +152,6 @@ def little_is_large(monkeypatch):
     monkeypatch.setattr(kept_memory, "LEAST", 1024)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value_dim", [8, 16])
 @pytest.mark.parametrize("bnhd", [False, True])
 def test_results_are_right_in_used_memory(little_is_large, value_dim, bnhd):

@@ -85,7 +85,6 @@ def test_the_largest_size_that_fits_is_found_with_five_probes(
     assert all(size % multiple == 0 for size in ran)
 
 
-@pytest.mark.slow
 def test_sizes_that_run_out_of_memory_are_bounds(samples):
     ran, peaks = samples
     peaks["fails"] = lambda size: size > 300

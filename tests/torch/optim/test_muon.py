@@ -82,7 +82,6 @@ def test_error_is_at_most_that_of_torchs(shape):
     assert steps_of(Muon, shape, count, ns_dtype="float32") <= 1e-5
 
 
-@pytest.mark.slow
 @BESIDE_TORCHS
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_are_torchs_within_the_rounding_of_bfloat16(options):
