@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.probe.test_sandbox import snapshot
 from trainfast.cli import main
@@ -29,6 +30,17 @@ x = torch.randn(512, 1024)
 for step in range(3000):
     optimizer.zero_grad()
     model(x).sum().backward()
+    optimizer.step()
+"""
+
+SMALL_LAYERS = """\
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x = torch.randn(4000, 64)
+for step in range(10**6):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
     optimizer.step()
 """
 
@@ -214,6 +226,27 @@ def test_product_of_large_matrices_is_compute_bound(tmp_path, monkeypatch):
         pytest.skip("other programs use this machine: the probe is not sure")
     assert report.facts["mfu"] > 0.5
     assert any("compute-bound" in note for note in report.notes)
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2 or torch.cuda.is_available(),
+    reason="needs two cores, and a step on the CPU",
+)
+def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SECONDS", 6.0)
+    monkeypatch.delenv("OMP_WAIT_POLICY")  # the suite's own remedy
+    path = tmp_path / "train.py"
+    path.write_text(SMALL_LAYERS)
+    others = [subprocess.Popen([sys.executable, str(path)]) for _ in range(2)]
+    try:
+        report = diagnose(str(path))
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    found = report.findings[0]
+    assert (found.id, found.exact) == ("threads", True), report.findings
+    assert found.fix.startswith("torch.set_num_threads(1)")
 
 
 def test_script_that_ends_soon_runs_again(script):

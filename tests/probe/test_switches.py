@@ -246,13 +246,16 @@ def test_tf32_is_for_gpus_that_have_it(capability, dtype, monkeypatch):
     assert setting.wanted("medium") == "medium"
 
 
-@pytest.mark.parametrize("name", ["anomaly", "threads", "deterministic"])
+@pytest.mark.parametrize("name", ["anomaly", "threads", "one thread", "deterministic"])
 def test_setting_is_offered_only_where_it_costs(name):
     (setting,) = (s for s in settings() if s.name == name)
     loop, before = make_loop(), setting.read()
-    slow = 1 if name == "threads" else True
+    slow = {"threads": 1, "one thread": 2}.get(name, True)
     if name == "threads" and setting.wanted(1) == 1:
         pytest.skip("one core")
+    if name == "one thread" and torch.cuda.is_available():
+        assert not setting.possible(loop, always)
+        return
     setting.write(slow)
     try:
         assert setting.possible(loop, always)

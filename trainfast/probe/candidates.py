@@ -40,7 +40,8 @@ def candidates() -> list[Candidate]:
         Candidate(
             "fused optimizer", TORCH, (("trainer.fused", True),), kind="optimizer"
         ),
-        Candidate("threads", TORCH, (("threads", cores),)),
+        Candidate("threads", TORCH, (("threads", cores),), kind="threads"),
+        Candidate("one thread", TORCH, (("threads", 1),), kind="threads"),
         Candidate("anomaly", TORCH, (("trainer.detect_anomaly", False),)),
         Candidate("cudnn benchmark", TORCH, (("cudnn_benchmark", True),)),
         Candidate("channels-last", TORCH, (("trainer.channels_last", True),)),

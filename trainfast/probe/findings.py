@@ -60,6 +60,11 @@ CURES: dict[str, tuple[str, bool, bool, str]] = {
         "anomaly", EXACT, False, "switch torch.autograd.set_detect_anomaly off",
     ),
     "threads": ("threads", EXACT, False, "let torch use all cores"),
+    "one thread": (
+        *("threads", EXACT, False),
+        "torch.set_num_threads(1); beside other programs or workers try the variable "
+        "OMP_WAIT_POLICY=passive, too: threads that wait keep a core from them",
+    ),
     "deterministic": (
         *("deterministic", EXACT, True),
         "switch torch.use_deterministic_algorithms off",

@@ -52,6 +52,12 @@ def settings() -> list[Setting]:
             lambda now: max(now, cores),
         ),
         Setting(
+            "one thread",
+            torch.get_num_threads,
+            torch.set_num_threads,
+            lambda now: now if torch.cuda.is_available() else 1,
+        ),
+        Setting(
             "deterministic",
             torch.are_deterministic_algorithms_enabled,
             torch.use_deterministic_algorithms,
