@@ -62,8 +62,8 @@ CURES: dict[str, tuple[str, bool, bool, str]] = {
     "threads": ("threads", EXACT, False, "let torch use all cores"),
     "one thread": (
         *("threads", EXACT, False),
-        "torch.set_num_threads(1); beside other programs or workers try the variable "
-        "OMP_WAIT_POLICY=passive, too: threads that wait keep a core from them",
+        "torch.set_num_threads(1); or set OMP_WAIT_POLICY=passive, if other programs "
+        "or workers use the cores: torch's threads keep theirs while they wait",
     ),
     "deterministic": (
         *("deterministic", EXACT, True),
