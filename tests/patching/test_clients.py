@@ -5,6 +5,7 @@ The scripts in `clients` know nothing of trainfast. Each trains a small model fo
 steps and ends with `torch.save({...}, "final.pt")`; what it saves is compared.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import trainfast
+from tests.forks import Forks, Run
 from trainfast.torch.optim.state import OPTIONS
 
 HERE = Path(__file__).parent
@@ -28,6 +30,9 @@ CLIENTS = HERE / "clients"
 # timm lies apart: torchvision, which it needs, has wheels for one torch only.
 APART = HERE.parents[1] / "build" / "clients"
 SECONDS = 200  # before a child is ended; alone on a machine none needs 20
+
+# The runner as Python would run it, in a fork.
+RUN = "import runpy, sys\nrunpy.run_path(sys.argv[0], run_name='__main__')"
 
 # Kernels round the last bits of float32 differently, and each step carries that on.
 # Adam divides a gradient by its own size, so where its terms nearly cancel it moves a
@@ -108,18 +113,8 @@ def client(request):
     return request.param
 
 
-def start(client, folder, mode, *arguments):
-    """Starts the client in a new folder; returns the process."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable]
-    if client.processes > 1:
-        # Again where one fails: now and then one of torch's threads aborts at exit.
-        command += ["-m", "torch.distributed.run", "--max-restarts=1"]
-        command += [f"--nproc-per-node={client.processes}"]
-        command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    command += [str(HERE / "client_runner.py"), mode, str(folder / "notes.json")]
-    command += [str(CLIENTS / client.name), *arguments]
-    environment = {
+def environment_of(client):
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
             [str(Path(trainfast.__file__).parent.parent)]
@@ -130,17 +125,37 @@ def start(client, folder, mode, *arguments):
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
+
+
+def command(client, folder, mode, *arguments):
+    """Runs the client in its new folder."""
+    folder.mkdir(exist_ok=True)
+    runner = [str(HERE / "client_runner.py"), mode, str(folder / "notes.json")]
+    return [*runner, str(CLIENTS / client.name), *arguments]
+
+
+def start(client, folder, command):
+    """Starts the client in new interpreters; returns the process."""
+    interpreter = [sys.executable]
+    if client.processes > 1:
+        # Again where one fails: now and then one of torch's threads aborts at exit.
+        interpreter += ["-m", "torch.distributed.run", "--max-restarts=1"]
+        interpreter += [f"--nproc-per-node={client.processes}"]
+        interpreter += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     with open(folder / "output", "w", encoding="utf-8") as output:
         return subprocess.Popen(
-            command,
+            [*interpreter, *command],
             cwd=folder,
-            env=environment,
+            env=environment_of(client) | cache_in(folder),
             stdout=output,
             stderr=output,
             start_new_session=True,  # so that what it starts can be ended with it
         )
+
+
+def cache_in(folder):
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
 def free_port():
@@ -149,9 +164,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def finish(process, folder):
-    """Waits; returns what the client saved and what was noted of its run."""
-    status = process.wait(SECONDS)
+def result(folder, status):
+    """What the client saved and what was noted of its run."""
     output = (folder / "output").read_text(encoding="utf-8", errors="replace")
     assert status == 0, f"{folder.name} run of the client failed:\n{output[-6000:]}"
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
@@ -159,21 +173,59 @@ def finish(process, folder):
     return final, notes
 
 
-def run_all(client, folders):
-    """What finish() returns for each folder's name, of runs at the same time."""
-    running = {at: start(client, at, *how) for at, how in folders.items()}
+@pytest.fixture
+def run_all(client, tmp_path):
+    """run_all(folders) runs the client in all of them at the same time; returns what
+    result() does for each folder's name."""
+    if client.name in SMOKE or client.processes > 1 or client.name.endswith(".ipynb"):
+        yield lambda folders: run_anew(client, folders)
+        return
+
+    def run_forks(folders):
+        runs = [
+            Run(
+                *(str(at), str(at / "output"), RUN),
+                arguments=command(client, at, *how),
+                environment=list(cache_in(at).items()),
+                seconds=SECONDS,
+            )
+            for at, how in folders.items()
+        ]
+        return {
+            at.name: result(at, status)
+            for at, status in zip(folders, forks.run(*runs), strict=True)
+        }
+
+    imports = "import torch._dynamo\n"  # what a first optimizer imports
+    if "timm" not in client.packages:  # whose runner prepares torchvision first
+        imports += imports_of(CLIENTS / client.name)
+    with Forks(imports, cwd=tmp_path, env=environment_of(client)) as forks:
+        yield run_forks
+
+
+def imports_of(script):
+    kinds = ast.Import | ast.ImportFrom
+    body = ast.parse(script.read_text(encoding="utf-8")).body
+    return "\n".join(ast.unparse(node) for node in body if isinstance(node, kinds))
+
+
+def run_anew(client, folders):
+    """In interpreters that import everything themselves, after patch()."""
+    commands = {at: command(client, at, *how) for at, how in folders.items()}
+    running = {at: start(client, at, commands[at]) for at in folders}
     finished = {}
     try:
         for at in folders:
             try:
-                finished[at.name] = finish(running[at], at)
+                status = running[at].wait(SECONDS)
             except subprocess.TimeoutExpired:
                 if client.processes == 1:
                     raise
                 # Once more: now and then gloo never connects its processes.
                 end(running[at])
-                running[at] = start(client, at, *folders[at])
-                finished[at.name] = finish(running[at], at)
+                running[at] = start(client, at, commands[at])
+                status = running[at].wait(SECONDS)
+            finished[at.name] = result(at, status)
         return finished
     finally:
         for process in running.values():
@@ -263,9 +315,9 @@ def check_pair(client, patched, plain):
         assert by_size or kernel in client.fallbacks, after
 
 
-def test_patch_changes_no_result(client, tmp_path):
+def test_patch_changes_no_result(client, run_all, tmp_path):
     folders = {mode: tmp_path / mode for mode in ("plain", "patched")}
-    runs = run_all(client, {at: (mode,) for mode, at in folders.items()})
+    runs = run_all({at: (mode,) for mode, at in folders.items()})
     check_pair(client, runs["patched"], runs["plain"])
     if not client.resumes:
         return
@@ -279,6 +331,6 @@ def test_patch_changes_no_result(client, tmp_path):
             ignore=shutil.ignore_patterns("final.pt", "notes.json", "output"),
         )
         resumed[folder] = (mode, "--resume")
-    again = run_all(client, resumed)
+    again = run_all(resumed)
     check_pair(client, again["patched-resumed"], again["plain-resumed"])
     check_same(client, again["plain-resumed"][0], runs["plain"][0])

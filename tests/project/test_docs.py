@@ -3,7 +3,6 @@ exists, links and paths lead somewhere, and the site builds."""
 
 import argparse
 import functools
-import json
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import table
+from tests.forks import Forks, Run
 from trainfast.tools import cache as cache_tool
 
 ROOT = Path(__file__).parents[2]
@@ -24,35 +24,6 @@ OPTIONAL = (
     *("accelerate", "lightning", "torch_geometric", "torchmetrics", "transformers"),
 )
 IMPORT = r"^(?:from|import) {}\b"
-
-
-# Runs snippets, one a line of stdin, and prints the exit status of each. A snippet is
-# `__main__` in a fork that has imported torch, and may take 240 seconds. A traceback
-# names the page and its line. Like any interpreter, the fork finalizes at its end.
-RUNNER = """
-import gc, json, os, signal, sys, types
-import torch._dynamo, trainfast.torch  # the former is what a first optimizer imports
-
-gc.freeze()  # what the forks share
-for line in sys.stdin:
-    snippet = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        break
-    status = os.waitpid(child, 0)[1]
-    print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-    sys.exit()
-signal.alarm(240)
-os.chdir(snippet["folder"])
-output = os.open(snippet["output"], os.O_WRONLY | os.O_CREAT)
-for number in (1, 2):
-    os.dup2(output, number)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-main = sys.modules["__main__"] = types.ModuleType("__main__")
-code = "\\n" * snippet["line"] + snippet["code"]
-exec(compile(code, snippet["page"], "exec"), main.__dict__)
-"""
 
 
 def blocks(language):
@@ -83,20 +54,17 @@ def test_there_are_snippets():
 @pytest.fixture(scope="module")
 def run_snippet(tmp_path_factory):
     """Runs a snippet in a process and a folder of its own: exit status, output."""
-    command = [sys.executable, "-W", "error::SyntaxWarning", "-c", RUNNER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    folders = tmp_path_factory.mktemp
 
     def run(page, line, code):
-        folder = tmp_path_factory.mktemp("snippet")
+        folder = folders("snippet")
         output = folder.with_suffix(".txt")
-        snippet = {"page": page, "line": line, "code": code}
-        where = {"folder": str(folder), "output": str(output)}
-        print(json.dumps(snippet | where), file=runner.stdin, flush=True)
-        return int(runner.stdout.readline()), output.read_text()
+        (status,) = forks.run(Run(str(folder), str(output), code, page, line))
+        return status, output.read_text()
 
-    with subprocess.Popen(
-        command, cwd=tmp_path_factory.mktemp("run"), **pipes
-    ) as runner:
+    # Beside torch, what a first optimizer imports.
+    imports = "import torch._dynamo, trainfast.torch"
+    with Forks(imports, cwd=folders("run")) as forks:
         yield run
 
 
