@@ -4,7 +4,8 @@ import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from trainfast.notebook import read_script
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Script:
 
 
 def read(path: str | os.PathLike[str]) -> Script:
-    """Reads a Python source file.
+    """Reads a Python source file, or a notebook.
 
     Args:
         path: the file.
@@ -34,9 +35,9 @@ def read(path: str | os.PathLike[str]) -> Script:
     Raises:
         OSError: the file cannot be read.
         SyntaxError: the file is not Python.
-        ValueError: the file is not text.
+        ValueError: the file is not text, or no notebook.
     """
-    tree = ast.parse(Path(path).read_bytes(), os.fspath(path))
+    tree = ast.parse(read_script(path), os.fspath(path))
     script = Script(os.fspath(path))
     imported = dict(_imports(tree))
     for alias, (name, line) in imported.items():

@@ -82,12 +82,17 @@ def _run(module: ModuleType, kind: str, target: str) -> None:
     elif _is_archive(target):
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
     else:
+        from trainfast.notebook import is_notebook, read_script
+
         path = os.path.abspath(target)
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-        module.__loader__ = SourceFileLoader("__main__", path)
-        module.__dict__.update(__file__=path, __cached__=None)
         module.__package__ = None
+        if is_notebook(path):  # where it runs, `__main__` has no file
+            code = compile(read_script(path), path, "exec", dont_inherit=True)
+        else:
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+            module.__loader__ = SourceFileLoader("__main__", path)
+            module.__dict__.update(__file__=path, __cached__=None)
         exec(code, module.__dict__)
 
 

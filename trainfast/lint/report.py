@@ -1,7 +1,6 @@
 """What `trainfast lint` finds, and how it prints."""
 
 import re
-import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from trainfast.lint.hints import HINTS
 from trainfast.lint.loops import Script
 from trainfast.lint.rules import RULES
+from trainfast.notebook import LINES, is_notebook, read_script
 from trainfast.report import Report, Table
 
 _IGNORE = re.compile(r"#\s*trainfast:\s*ignore(?:\s*=\s*([\w-]+(?:\s*,\s*[\w-]+)*))?")
@@ -51,20 +51,29 @@ class LintReport(Report):
     Attributes:
         findings: what was found.
         files: how many scripts were read.
+        skipped: those in folders that are no Python, and why.
     """
 
     findings: list[Finding] = field(default_factory=list)
     files: int = 0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         scripts = f"{self.files} script{'s' * (self.files != 1)}"
-        if not self.findings:
-            return f"No fault found in {scripts}."
-        found = "\n\n".join(str(finding) for finding in self.findings)
-        return f"{found}\n\n{len(self.findings)} in {scripts}"
+        end = f"No fault found in {scripts}."
+        if self.findings:
+            end = f"{len(self.findings)} in {scripts}"
+        notes = [f"Skipped {path}: {why}" for path, why in self.skipped]
+        if any(is_notebook(finding.path) for finding in self.findings):
+            notes.append(LINES)
+        return "\n\n".join([*map(str, self.findings), end, *notes])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"files": self.files, "findings": [vars(f) for f in self.findings]}
+        return {
+            "files": self.files,
+            "findings": [vars(f) for f in self.findings],
+            "skipped": [{"path": path, "why": why} for path, why in self.skipped],
+        }
 
     def tables(self) -> list[Table]:
         rows: list[tuple[Any, ...]] = [
@@ -106,15 +115,30 @@ def lint(source: str, path: str = "<script>", *, hints: bool = False) -> list[Fi
 
 
 def lint_files(paths: list[Path], *, hints: bool = False) -> LintReport:
-    """Reads scripts, and all in folders."""
+    """Reads scripts and notebooks, and all in folders.
+
+    Raises:
+        OSError: a file cannot be read.
+        RecursionError, SyntaxError, ValueError: one of `paths` is no Python; such files
+            in folders are skipped.
+    """
     report = LintReport()
     for path in paths:
-        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        for file in files:
-            report.files += 1
-            with tokenize.open(file) as text:  # its encoding may be told in it
-                report.findings += lint(text.read(), str(file), hints=hints)
+        for file in _in_folder(path) if path.is_dir() else [path]:
+            try:
+                report.findings += lint(read_script(file), str(file), hints=hints)
+            except (RecursionError, SyntaxError, ValueError) as error:
+                if file is path:
+                    raise
+                report.skipped.append((str(file), str(error)))
+            else:
+                report.files += 1
     return report
+
+
+def _in_folder(path: Path) -> list[Path]:
+    files = [file for ending in ("*.py", "*.ipynb") for file in path.rglob(ending)]
+    return sorted(file for file in files if ".ipynb_checkpoints" not in file.parts)
 
 
 def _is_ignored(script: Script, line: int, rule: str) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainfast.notebook import LINES, is_notebook
 from trainfast.probe.findings import (
     LEAST,
     Finding,
@@ -126,6 +127,8 @@ def conclude(
     found.sort(key=lambda finding: -finding.gain)
     facts = facts_of(results)
     notes = notes_of(results, facts, bool(found))
+    if found and is_notebook(script):
+        notes.append(LINES)
     return Diagnosis(script, found, tried, facts, not_tried, notes, seconds)
 
 

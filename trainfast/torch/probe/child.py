@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainfast.notebook import is_notebook, read_script
 from trainfast.probe.headline import headline
 from trainfast.torch.probe import forward, hooks, loaders, training
 from trainfast.torch.probe.loop import Loop, clock
@@ -78,8 +79,7 @@ class Child:
         self.runs: list[tuple[int, int, bool]] = []  # first step, last step, whole
         self.flops: int | None = None  # of one optimizer step
         self.counter: FlopCounterMode | None = None
-        with open(self.script, "rb") as file:
-            self.tree = ast.parse(file.read(), self.script)
+        self.tree = ast.parse(read_script(self.script), self.script)
         self.statements: Statements | None = None
         if job.get("stack"):
             self.statements = Statements(self.loop, job["stack"], set(job["work"]))
@@ -141,9 +141,9 @@ class Child:
     def run_once(self) -> str | None:
         """Runs the script to its end; returns its traceback if it raised."""
         main = types.ModuleType("__main__")
-        main.__dict__.update(
-            __file__=self.script, __builtins__=builtins, **{NAME: self.statements}
-        )
+        main.__dict__.update(__builtins__=builtins, **{NAME: self.statements})
+        if not is_notebook(self.script):
+            main.__file__ = self.script
         sys.modules["__main__"], sys.argv = main, [self.script, *self.job["arguments"]]
         try:
             exec(self.code, main.__dict__)

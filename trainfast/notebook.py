@@ -1,0 +1,92 @@
+"""Notebooks as scripts: what reads or runs a script takes a notebook, too."""
+
+import ast
+import json
+import linecache
+import os
+import re
+import tokenize
+from typing import Any
+
+# Of the k-th code cell line i is line 1000 k + i of the script.
+CELL_LINES = 1000
+LINES = "In a notebook, line 3004 is the fourth line of the third code cell."
+
+_FIRST = "display = print  # which IPython defines\n"
+# Of IPython's own lines: those that run Python, with what they run.
+_TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
+_FOLDER = re.compile(r"(\s*)%cd\s+(?:-q\s+)?(.*\S)")
+_OTHERS = re.compile(r"(\s*)(?:[%!?]|[\w.]+\?\??\s*$)")
+_TIMED_CELLS = re.compile(r"%%(?:time|capture)\b")
+
+
+def is_notebook(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).endswith(".ipynb")
+
+
+def read_script(path: str | os.PathLike[str]) -> str:
+    """The source of a script, or of a notebook's code cells, one after the other.
+
+    Line 3004 of a notebook is the fourth line of its third code cell. (A cell of 1000
+    lines moves those behind it.) Of the lines that only IPython understands, `%time`
+    and `%cd` are kept; the other magics, shell commands, and cells in other languages
+    are left out. Tracebacks then show a notebook's lines, too.
+
+    Raises:
+        OSError: the file cannot be read.
+        SyntaxError: its encoding is unknown.
+        ValueError: it is not text, or is no Python notebook of format 4.
+    """
+    if not is_notebook(path):
+        with tokenize.open(path) as file:
+            return file.read()
+    text = _FIRST
+    for number, cell in enumerate(_cells(path), 1):
+        text += "\n" * (number * CELL_LINES - text.count("\n"))
+        text += _without_magics(cell).rstrip("\n") + "\n"
+    name = os.fspath(path)
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    return text
+
+
+def _cells(path: str | os.PathLike[str]) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            notebook: Any = json.load(file)
+        cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells]
+        language = notebook["metadata"].get("language_info", {}).get("name", "python")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{os.fspath(path)} is no notebook of format 4"
+        raise ValueError(f"{what}: {error}") from error
+    if language != "python":
+        raise ValueError(f"{os.fspath(path)} is a notebook in {language}, not Python")
+    return sources
+
+
+def _without_magics(cell: str) -> str:
+    """The cell as Python, with as many lines."""
+    lines = cell.split("\n")
+    if _TIMED_CELLS.match(cell):
+        lines[0] = ""
+    elif cell.startswith("%%"):
+        return ""
+    try:
+        ast.parse("\n".join(lines))
+        return "\n".join(lines)
+    except (SyntaxError, ValueError):
+        pass
+    goes_on = False  # a line that is left out, behind a backslash
+    for i, line in enumerate(lines):
+        folder, other = _FOLDER.match(line), _OTHERS.match(line)
+        if goes_on:
+            lines[i] = ""
+        elif _TIMED.match(line):
+            lines[i] = _TIMED.sub(r"\1", line)
+            continue
+        elif folder:
+            lines[i] = f"{folder[1]}__import__('os').chdir({folder[2]!r})"
+        elif other:
+            lines[i] = f"{other[1]}pass"
+        goes_on = (goes_on or other is not None) and line.endswith("\\")
+    return "\n".join(lines)
