@@ -19,7 +19,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORKERS ?= auto
 # pytest-xdist may be missing where no package index is reached: one process, then.
-PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(WORKERS)")
+PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && echo "-n $(WORKERS) --dist worksteal")
 INSTALLED := .venv/.installed
 C_FILES := find csrc cuda tests benchmarks -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
     -o -name '*.cpp' | grep -v /vec_

@@ -161,3 +161,18 @@ def test_notebook_is_probed(tmp_path, capsys):
     assert main(["diagnose", "--probe", str(path)]) == 1
     said = capsys.readouterr().err
     assert "line 2001, in <module>\n    for x in y:" in said and "NameError" in said
+
+
+def test_deprecated_calls_are_found_in_cells(tmp_path, capsys):
+    path = notebook(tmp_path / "a.ipynb", "!ls", "from torch.cuda.amp import autocast")
+    main(["diagnose", "--json", "--source", str(path)])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert any(f"{path}:2001" in json.dumps(finding) for finding in found)
+
+
+@pytest.mark.slow
+def test_memory_of_a_notebook_is_estimated(tmp_path, capsys):
+    pytest.importorskip("torch")
+    path = notebook(tmp_path / "a.ipynb", SETUP, LOOP.format(steps=3))
+    assert main(["estimate-memory", "--json", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] > 0

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run the script in N processes, as torchrun --nproc-per-node does",
     )
-    parser.add_argument("script", nargs="?", help="the training script")
+    parser.add_argument("script", nargs="?", help="the training script, or a notebook")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )

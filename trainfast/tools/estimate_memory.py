@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expandable-segments", action="store_true")
     parser.add_argument("--plot", metavar="PNG", help="draw the memory over the steps")
     parser.add_argument(
-        "target", nargs="?", help="a script, or a function as module:name"
+        "target", nargs="?", help="a script, a notebook, or a function as module:name"
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"

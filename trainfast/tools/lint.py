@@ -1,4 +1,4 @@
-"""Reads training scripts for faults that cost a run; nothing is run.
+"""Reads scripts and notebooks for faults that cost a run; nothing is run.
 
 Eight faults, such as losses that are kept with their graph, or checkpoints outside the
 epoch loop. `# trainfast: ignore=ID` on a line keeps it out.
@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="scripts, or folders")
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="scripts, notebooks, or folders"
+    )
     parser.add_argument(
         "--hints", action="store_true", help="also tell what only slows the loop"
     )

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--plot", metavar="PNG", help="draw the losses with and without the settings"
     )
-    measured.add_argument("script", nargs="?", help="the training script")
+    measured.add_argument(
+        "script", nargs="?", help="the training script, or a notebook"
+    )
     measured.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", action="store_true", help="the script is a module's name"
     )
-    parser.add_argument("script", nargs="?", help="the training script")
+    parser.add_argument("script", nargs="?", help="the training script, or a notebook")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
