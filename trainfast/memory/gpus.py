@@ -6,8 +6,11 @@ lazy loading after a training step of torch, rounded up, and no more than a guid
 differ by some 100 MiB between drivers, torch versions and models.
 """
 
+import os
 import re
 from typing import NamedTuple
+
+from trainfast.machine import gpus
 
 MIB = 1 << 20
 
@@ -51,14 +54,17 @@ _GPUS = {
 _CAUTIOUS = 75  # for a number of bytes: torch's flash attention is not used there
 
 
-def gpu_of(named: str | int | Gpu) -> Gpu:
-    """The GPU of a name ("T4", "rtx4090"), or one with this many bytes ("16GB", int).
+def gpu_of(named: str | int | Gpu | None) -> Gpu:
+    """The GPU of a name ("T4", "rtx4090"), or one with this many bytes ("16GB", int);
+    None: this machine's, or a T4 if it has none.
 
     Raises:
         ValueError: the name is unknown.
     """
     if isinstance(named, Gpu):
         return named
+    if named is None:
+        return _own_gpu() or gpu_of("T4")
     if isinstance(named, int) and not isinstance(named, bool):
         if named <= 0:
             raise ValueError(f"`gpu` must be a positive number of bytes, got {named}")
@@ -78,6 +84,36 @@ def gpu_of(named: str | int | Gpu) -> Gpu:
         f"`gpu` must be a number of bytes, a size such as '16GB', or one of "
         f"{', '.join(_GPUS)}; got {named!r}"
     )
+
+
+def _own_gpu() -> Gpu | None:
+    """The first GPU of this machine that the process may use."""
+    found = gpus()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if not found or first in ("", "-1"):
+        return None
+    index = int(first) if first.isdecimal() else 0  # by a UUID: any, mostly all are one
+    name, capability, memory = (
+        found[min(index, len(found) - 1)][key]
+        for key in ("name", "capability", "memory")
+    )
+    try:
+        own = gpu_of(int(memory.split()[0]) * MIB)._replace(
+            name=name, capability=int(capability.replace(".", ""))
+        )
+    except ValueError:  # "[N/A]", where the processor's memory is the GPU's
+        return None
+    # Most names are a known one with what follows: "NVIDIA A100-SXM4-40GB".
+    chips = {each: re.sub(r" \d+GB$", "", each) for each in _GPUS}
+    known = [gpu_of(each) for each, chip in chips.items() if _key(chip) in _key(name)]
+    alike = [
+        each
+        for each in known
+        if each.capability == own.capability
+        and abs(each.memory - own.memory) < 0.1 * own.memory
+    ]
+    best = max(alike, key=lambda each: len(each.name), default=own)
+    return best._replace(memory=own.memory)
 
 
 def _key(name: str) -> str:

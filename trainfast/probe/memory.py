@@ -13,7 +13,7 @@ from trainfast.probe.run import ProbeError, estimated
 _BASE = 400 * MIB  # of a process that has imported torch
 _TWO_LINES = """pass the model and a batch instead:
     import trainfast
-    print(trainfast.estimate_memory(model, batch, loss_fn=loss_fn, gpu={gpu!r}))"""
+    print(trainfast.estimate_memory(model, batch, loss_fn=loss_fn{gpu}))"""
 
 
 def estimate_script(
@@ -21,7 +21,7 @@ def estimate_script(
     arguments: Sequence[str] = (),
     *,
     device: str = "cuda",
-    gpu: str | int = "T4",
+    gpu: str | int | None = None,
     steps: int = 2,
     expandable_segments: bool = False,
 ) -> Estimate:
@@ -37,7 +37,7 @@ def estimate_script(
     """
     started, card = time.monotonic(), gpu_of(gpu) if device == "cuda" else None
     job = {
-        "gpu": gpu if card else None,
+        "gpu": card,
         "steps": steps,
         "expandable": expandable_segments,
     }
@@ -49,7 +49,8 @@ def estimate_script(
         try:
             found = estimated(script, arguments, job | {"fake": False})
         except ProbeError as second:
-            raise ProbeError(f"{second}\n{_TWO_LINES.format(gpu=gpu)}") from None
+            known = "" if gpu is None else f", gpu={gpu!r}"
+            raise ProbeError(f"{second}\n{_TWO_LINES.format(gpu=known)}") from None
         method = "the script on the CPU, really"
         notes.append(f"fake tensors cannot run this script ({reason})")
         if card:

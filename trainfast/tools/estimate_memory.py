@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loss", help="a function of the output and the target, as module:name"
     )
     parser.add_argument(
-        "--gpu", default="T4", help="a GPU's name, or its memory such as 16GB"
+        "--gpu",
+        help="a GPU's name, or its memory such as 16GB; default: this machine's, or T4",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--amp", choices=("fp16", "bf16"), help="with autocast")

@@ -61,7 +61,7 @@ def estimate_memory(
     optimizer: Optimizer = "adamw",
     amp: str | None = None,
     device: str = "cuda",
-    gpu: str | int | Gpu = "T4",
+    gpu: str | int | Gpu | None = None,
     steps: int = 2,
     validation: Any = None,
     checkpointing: bool = False,
@@ -88,7 +88,8 @@ def estimate_memory(
             name and its arguments, or a function of the parameters.
         amp: "bf16" or "fp16" for autocast.
         device: "cuda" or "cpu".
-        gpu: a GPU's name such as "T4" or "RTX 4090", or its memory: bytes or "16GB".
+        gpu: a GPU's name such as "T4" or "RTX 4090", or its memory: bytes or "16GB";
+            None: this machine's, or a T4 if it has none.
         steps: optimizer steps. The second one has the optimizer's state from its start.
         validation: a batch that runs at the end without gradients in eval mode.
         checkpointing: with `trainfast.enable_checkpointing`.

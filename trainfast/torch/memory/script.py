@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainfast.memory.gpus import Gpu, gpu_of
+from trainfast.memory.gpus import Gpu
 from trainfast.memory.trace import BACKWARD, FORWARD, STEP
 from trainfast.torch.memory.batches import batch_size
 from trainfast.torch.memory.cuda_rules import cuda_rules
@@ -220,7 +220,7 @@ class Script(Child):
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__({**job, "switches": [], "rounds": 0, "seconds": 0, "seed": 0})
-        self.gpu = gpu_of(job["gpu"]) if job["gpu"] is not None else None
+        self.gpu = Gpu(*job["gpu"]) if job["gpu"] is not None else None
         self.on_fakes = OnFakes(self.loop, self.gpu, job["fake"], self.fake_step_ended)
         self.loop.switch = self.on_fakes
 
