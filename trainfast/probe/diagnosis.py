@@ -6,8 +6,8 @@ from typing import Any
 
 from trainfast.probe import run
 from trainfast.probe.findings import LEAST, findings, rows
-from trainfast.probe.gains import Process, Result
-from trainfast.probe.report import Diagnosis, conclude
+from trainfast.probe.gains import Process, Result, noise
+from trainfast.probe.report import NOISY, Diagnosis, conclude
 
 _LADDER = ("workers 0", "workers 1", "workers 2", "workers 4")
 # None of these changes which collectives a step enters.
@@ -73,6 +73,9 @@ def diagnose(
         more(list(_LADDER), "numbers of workers")
     if first.get("dtype") == "float64":
         more(["dtype"], "float32")
+    unsteady = noise([Process.of(result) for result in results]) > NOISY
+    if first.get("device", "cpu") == "cpu" and (deep or unsteady):
+        more(["one thread"], "one thread")  # others may wait for a core
     if deep or not findings(rows(results), results, script):
         more(["data", "batch"], "a doubled batch", flops=True)
     if deep or first.get("device", "cpu") != "cpu":

@@ -19,8 +19,10 @@ class Setting(Switch):
         read: Callable[[], Any],
         write: Callable[[Any], Any],
         wanted: Callable[[Any], Any],
+        by_name: bool = False,
     ) -> None:
         self.name = name
+        self.by_name = by_name
         self.read = read
         self.write = write
         self.wanted = wanted
@@ -56,6 +58,7 @@ def settings() -> list[Setting]:
             torch.get_num_threads,
             torch.set_num_threads,
             lambda now: now if torch.cuda.is_available() else 1,
+            by_name=True,  # threads that start anew slow the steps behind it
         ),
         Setting(
             "deterministic",
