@@ -266,7 +266,7 @@ def test_errors_of_the_step_are_its_own():
     [
         ({"gpu": "T5"}, "`gpu` must be a number of bytes, a size such as '16GB'"),
         ({"gpu": -1}, "positive number of bytes"),
-        ({"gpu": None}, "a name or a number of bytes"),
+        ({"gpu": 1.5}, "a name or a number of bytes"),
         ({"device": "tpu"}, '"cuda" or "cpu"'),
         ({"amp": "fp8"}, 'None, "bf16" or "fp16"'),
         ({"steps": 0}, "positive integer"),
