@@ -6,8 +6,8 @@ from typing import Any
 
 from trainfast.probe import run
 from trainfast.probe.findings import LEAST, findings, rows
-from trainfast.probe.gains import Process, Result, noise
-from trainfast.probe.report import NOISY, Diagnosis, conclude
+from trainfast.probe.gains import Process, Result
+from trainfast.probe.report import Diagnosis, conclude
 
 _LADDER = ("workers 0", "workers 1", "workers 2", "workers 4")
 # None of these changes which collectives a step enters.
@@ -58,7 +58,7 @@ def diagnose(
         names: list[str], stage: str, statements: bool = False, **extra: Any
     ) -> None:
         progress(stage)
-        extra |= {"switches": names, "seconds": run.SECONDS / 2}
+        extra = {"switches": names, "seconds": run.SECONDS / 2} | extra
         if statements:
             extra |= places
         try:
@@ -73,9 +73,8 @@ def diagnose(
         more(list(_LADDER), "numbers of workers")
     if first.get("dtype") == "float64":
         more(["dtype"], "float32")
-    unsteady = noise([Process.of(result) for result in results]) > NOISY
-    if first.get("device", "cpu") == "cpu" and (deep or unsteady):
-        more(["one thread"], "one thread")  # others may wait for a core
+    if first.get("device", "cpu") == "cpu":
+        more(["one thread"], "one thread", seconds=run.SECONDS)
     if deep or not findings(rows(results), results, script):
         more(["data", "batch"], "a doubled batch", flops=True)
     if deep or first.get("device", "cpu") != "cpu":
