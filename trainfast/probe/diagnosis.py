@@ -58,7 +58,8 @@ def diagnose(
         names: list[str], stage: str, statements: bool = False, **extra: Any
     ) -> None:
         progress(stage)
-        extra = {"switches": names, "seconds": run.SECONDS / 2} | extra
+        extra["switches"] = names
+        extra.setdefault("seconds", run.SECONDS / 2)
         if statements:
             extra |= places
         try:
