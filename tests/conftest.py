@@ -116,9 +116,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What the tests' modules hold stays, so garbage is not looked for while they are
-    imported, and a collection that a test asks for goes only through what came since:
-    it takes a tenth of a second instead of one."""
+    """Freezes the objects of the collected modules, which stay alive.
+
+    `gc.collect()` in a test then visits newer objects only, in a tenth of the time.
+    """
     gc.disable()
     try:
         return (yield)

@@ -1,8 +1,7 @@
-"""Scripts in interpreters of their own that need not import what takes seconds: each is
-a fork of one that has done it.
+"""Runs each script in a fork of an interpreter that has imported large packages.
 
-Run by itself, this file is that one: it reads lists of runs, one a line of stdin, and
-prints the exit statuses of each list.
+This file, run as a script, is that interpreter: it reads one list of runs from each
+line of stdin, and prints the exit statuses of each list.
 """
 
 import gc
@@ -16,22 +15,22 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    folder: str  # where it runs
-    output: str  # the file that gets its stdout and stderr
-    code: (
-        str  # what it runs as `__main__`; at its end it finalizes like any interpreter
-    )
-    file: str = "<run>"  # as which a traceback names the code,
-    lines: int = 0  # after so many lines of it
-    arguments: tuple[str, ...] = ("",)  # its sys.argv
-    environment: tuple[tuple[str, str], ...] = ()  # in addition to the forks' own
-    seconds: int = 240  # before SIGALRM ends it
+    folder: str  # the working directory
+    output: str  # the file for stdout and stderr
+    code: str  # runs as `__main__`; the fork then exits as an interpreter does
+    file: str = "<run>"  # the code's file name in tracebacks
+    lines: int = 0  # lines of that file before the code
+    arguments: tuple[str, ...] = ("",)  # sys.argv
+    environment: tuple[tuple[str, str], ...] = ()  # variables to add
+    seconds: int = 240  # SIGALRM ends the run after that time
 
 
 class Forks(subprocess.Popen):
-    """Args:
-    imports: statements that import what the runs share.
-    options: of the interpreter: `cwd` and `env`.
+    """The interpreter that forks.
+
+    Args:
+        imports: import statements, executed once.
+        options: `cwd` and `env` of the interpreter.
     """
 
     def __init__(self, imports, **options):
@@ -41,14 +40,14 @@ class Forks(subprocess.Popen):
         super().__init__([*command, imports], **pipes, **options)
 
     def run(self, *runs):
-        """Runs them at the same time; returns their exit statuses, minus the signal's
-        number where a signal ended one."""
+        """Starts all runs at once, waits, and returns their exit statuses; -N: signal N
+        ended the run."""
         print(json.dumps(runs), file=self.stdin, flush=True)
         return json.loads(self.stdout.readline())
 
 
 def next_run():
-    """Returns in each fork; does not return in the interpreter that makes them."""
+    """Returns a run in each fork. Never returns in the interpreter that forks."""
     for line in sys.stdin:
         children = []
         for run in json.loads(line):
@@ -74,7 +73,7 @@ def prepare(run):
 
 if __name__ == "__main__":
     exec(sys.argv[1], {})
-    gc.freeze()  # what the forks share
+    gc.freeze()  # or a fork's first collection would copy every page
     run = next_run()
     prepare(run)
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -1,4 +1,4 @@
-"""Notebooks as scripts: what reads or runs a script takes a notebook, too."""
+"""Reads a notebook as a script, for the commands that read or run scripts."""
 
 import ast
 import json
@@ -17,6 +17,7 @@ _FIRST = "display = print  # which IPython defines\n"
 _TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
 _FOLDER = re.compile(r"(\s*)%cd\s+(?:-q\s+)?(.*\S)")
 _OTHERS = re.compile(r"(\s*)(?:[%!?]|[\w.]+\?\??\s*$)")
+_CHDIR = "__import__('os').chdir({!r})"
 _TIMED_CELLS = re.compile(r"%%(?:time|capture)\b")
 
 
@@ -27,10 +28,10 @@ def is_notebook(path: str | os.PathLike[str]) -> bool:
 def read_script(path: str | os.PathLike[str]) -> str:
     """The source of a script, or of a notebook's code cells, one after the other.
 
-    Line 3004 of a notebook is the fourth line of its third code cell. (A cell of 1000
-    lines moves those behind it.) Of the lines that only IPython understands, `%time`
-    and `%cd` are kept; the other magics, shell commands, and cells in other languages
-    are left out. Tracebacks then show a notebook's lines, too.
+    Line 3004 of a notebook is the fourth line of its third code cell; a cell of 1000
+    lines moves the cells after it. `%time` and `%cd` are translated. Other magics,
+    shell commands and cells in other languages become `pass` or empty lines. The lines
+    are also put into `linecache`, which tracebacks read.
 
     Raises:
         OSError: the file cannot be read.
@@ -85,7 +86,7 @@ def _without_magics(cell: str) -> str:
             lines[i] = _TIMED.sub(r"\1", line)
             continue
         elif folder:
-            lines[i] = f"{folder[1]}__import__('os').chdir({folder[2]!r})"
+            lines[i] = folder[1] + _CHDIR.format(os.path.expanduser(folder[2]))
         elif other:
             lines[i] = f"{other[1]}pass"
         goes_on = (goes_on or other is not None) and line.endswith("\\")

@@ -150,14 +150,18 @@ def test_plot(nvml, tmp_path):  # noqa: F811
         assert f"<!-- {name} -->" in text
 
 
-def test_thread_takes_little_of_a_run():
+def seconds_of_a_look():
     monitor = trainfast.SystemMonitor(0.05).start()
     time.sleep(2)
     looks = len(monitor.samples())
     monitor.stop()
     assert looks > 15
-    # 1 % at one look a second. On a quiet machine it is 0.25 %.
-    assert monitor.thread_seconds / looks < 0.01
+    return monitor.thread_seconds / looks
+
+
+def test_thread_takes_little_of_a_run():
+    # 0.5 % at one look a second, in one of three runs: other programs slow some down.
+    assert any(seconds_of_a_look() < 0.005 for _ in range(3))
 
 
 def test_thread_ends_with_the_monitor():

@@ -129,7 +129,7 @@ def environment_of(client):
 
 
 def command(client, folder, mode, *arguments):
-    """Runs the client in its new folder."""
+    """The runner's words for one run; creates the run's folder."""
     folder.mkdir(exist_ok=True)
     runner = [str(HERE / "client_runner.py"), mode, str(folder / "notes.json")]
     return [*runner, str(CLIENTS / client.name), *arguments]
@@ -175,8 +175,8 @@ def result(folder, status):
 
 @pytest.fixture
 def run_all(client, tmp_path):
-    """run_all(folders) runs the client in all of them at the same time; returns what
-    result() does for each folder's name."""
+    """run_all(folders) runs the client in all folders at once, and returns a dict that
+    maps a folder's name to its result()."""
     if client.name in SMOKE or client.processes > 1 or client.name.endswith(".ipynb"):
         yield lambda folders: run_anew(client, folders)
         return
@@ -210,7 +210,7 @@ def imports_of(script):
 
 
 def run_anew(client, folders):
-    """In interpreters that import everything themselves, after patch()."""
+    """Runs the client in new interpreters, in which patch() precedes every import."""
     commands = {at: command(client, at, *how) for at, how in folders.items()}
     running = {at: start(client, at, commands[at]) for at in folders}
     finished = {}

@@ -92,7 +92,7 @@ def _own_gpu() -> Gpu | None:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if not found or first in ("", "-1"):
         return None
-    index = int(first) if first.isdecimal() else 0  # by a UUID: any, mostly all are one
+    index = int(first) if first.isdecimal() else 0  # a UUID: mostly all GPUs are alike
     name, capability, memory = (
         found[min(index, len(found) - 1)][key]
         for key in ("name", "capability", "memory")
