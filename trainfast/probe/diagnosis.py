@@ -75,7 +75,7 @@ def diagnose(
     if first.get("dtype") == "float64":
         more(["dtype"], "float32")
     if first.get("device", "cpu") == "cpu":
-        more(["one thread"], "one thread", seconds=run.SECONDS)
+        more(["one thread"], "one thread", seconds=run.SECONDS, flops=True)
     if deep or not findings(rows(results), results, script):
         more(["data", "batch"], "a doubled batch", flops=True)
     if deep or first.get("device", "cpu") != "cpu":
