@@ -169,6 +169,8 @@ def run(entry, wheel, tree, commit):
             os.environ.get("WORKERS", "auto"),
             "-q",
             "--maxfail=500",
+            "--timeout=600",  # one that hangs fails, in a new process for the others
+            "--timeout-method=thread",
             f"--junitxml={report}",
         ]
         env_vars = {k: v for k, v in os.environ.items() if k[:9] != "TRAINFAST"}
@@ -219,7 +221,7 @@ def main(versions):
     tree = make_tree()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     for version in versions or VERSIONS:
-        result = run(version, wheels[-1], tree, commit)
+        result = run(version, f"{wheels[-1]}[tools]", tree, commit)
         key = (result["torch"], result["python"])
         results = [r for r in results if (r["torch"], r["python"]) != key]
         results.append(result)
