@@ -233,7 +233,6 @@ def test_product_of_large_matrices_is_compute_bound(tmp_path, monkeypatch):
     reason="needs two cores, and a step on the CPU",
 )
 def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "SECONDS", 6.0)
     for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):  # conftest.py sets the former
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "train.py"
