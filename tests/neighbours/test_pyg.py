@@ -373,3 +373,28 @@ def test_same_count_as_pyg_where_the_cap_binds():
     assert torch.bincount(got[1]).tolist() == torch.bincount(want[1]).tolist()
     full = reference.radius_graph(pos.numpy(), 1.0, boundary="<")
     assert edge_set(got) <= edge_set(torch.from_numpy(np.ascontiguousarray(full)))
+
+
+@needs_library
+def test_random_calls_find_the_sets_of_pyg():
+    """Among them graphs without points, and more neighbours than a graph has."""
+    rng = np.random.default_rng(0)
+    for case in range(300):
+        dim, graphs, k = (int(rng.integers(1, most)) for most in (9, 7, 40))
+        n, m = int(rng.integers(400)), int(rng.integers(200))
+        x, y = (torch.from_numpy(rng.standard_normal((rows, dim))) for rows in (n, m))
+        batch, batch_y = (
+            torch.from_numpy(np.sort(rng.integers(0, graphs, rows))) for rows in (n, m)
+        )
+        r, loop = float(rng.uniform(0.05, 3)), bool(rng.integers(2))
+        flow = ("source_to_target", "target_to_source")[rng.integers(2)]
+        assert reference.is_clear_of(x.numpy(), x.numpy(), r)
+        assert reference.is_clear_of(x.numpy(), y.numpy(), r)
+        for name, arguments in {
+            "radius_graph": (x, r, batch, loop, 1000, flow, 1, graphs),
+            "knn_graph": (x, k, batch, loop, flow, False, 1, graphs),
+            "radius": (x, y, r, batch, batch_y, 1000, 1, graphs),
+            "knn": (x, y, k, batch, batch_y, False, 1, graphs),
+        }.items():
+            got, want = getattr(pyg, name)(*arguments), THEIRS[name](*arguments)
+            assert edge_set(got) == edge_set(want), (case, name)
