@@ -300,9 +300,10 @@ def test_forked_child_writes_nothing_and_ends(is_started, file):
 def test_forked_child_that_exits_by_itself_ends(file):
     """With the handlers of the interpreter's exit, as os.fork leaves them."""
     code = f"""
-import os, sys, trainfast
+import os, sys, trainfast, warnings
 logger = trainfast.Logger(jsonl={str(file)!r})
 logger.log({{"a": 0}}, 0)
+warnings.filterwarnings("ignore", ".*fork")  # Python 3.13's, beside any thread
 child = os.fork()
 if child == 0:
     sys.exit(0)
