@@ -221,7 +221,9 @@ def run_anew(client, folders):
             except subprocess.TimeoutExpired:
                 if client.processes == 1:
                     raise
-                # Once more: now and then gloo never connects its processes.
+                status = None
+            if status is None or (status != 0 and not is_connected(at)):
+                # Once more: now and then gloo does not connect its processes.
                 end(running[at])
                 running[at] = start(client, at, commands[at])
                 status = running[at].wait(SECONDS)
@@ -230,6 +232,12 @@ def run_anew(client, folders):
     finally:
         for process in running.values():
             end(process)
+
+
+def is_connected(folder):
+    """Whether gloo did not say that it could not connect the processes."""
+    output = (folder / "output").read_text(encoding="utf-8", errors="replace")
+    return "Gloo connectFullMesh failed" not in output
 
 
 def end(process):
