@@ -303,7 +303,7 @@ def test_forked_child_that_exits_by_itself_ends(file):
 import os, sys, trainfast, warnings
 logger = trainfast.Logger(jsonl={str(file)!r})
 logger.log({{"a": 0}}, 0)
-warnings.filterwarnings("ignore", ".*fork")  # Python 3.13's, beside any thread
+warnings.filterwarnings("ignore", ".*fork")  # Python 3.13: other threads run
 child = os.fork()
 if child == 0:
     sys.exit(0)

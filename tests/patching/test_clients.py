@@ -166,7 +166,7 @@ def free_port():
 
 def result(folder, status):
     """What the client saved and what was noted of its run."""
-    output = (folder / "output").read_text(encoding="utf-8", errors="replace")
+    output = output_of(folder)
     assert status == 0, f"{folder.name} run of the client failed:\n{output[-6000:]}"
     notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     final = torch.load(folder / "final.pt", map_location="cpu", weights_only=False)
@@ -222,8 +222,8 @@ def run_anew(client, folders):
                 if client.processes == 1:
                     raise
                 status = None
-            if status is None or (status != 0 and not is_connected(at)):
-                # Once more: now and then gloo does not connect its processes.
+            if status is None or (status != 0 and could_not_connect(at)):
+                # Once more: now and then gloo does not connect its processes, or hangs.
                 end(running[at])
                 running[at] = start(client, at, commands[at])
                 status = running[at].wait(SECONDS)
@@ -234,10 +234,13 @@ def run_anew(client, folders):
             end(process)
 
 
-def is_connected(folder):
-    """Whether gloo did not say that it could not connect the processes."""
-    output = (folder / "output").read_text(encoding="utf-8", errors="replace")
-    return "Gloo connectFullMesh failed" not in output
+def could_not_connect(folder):
+    """Whether gloo failed to connect the processes of a run."""
+    return "Gloo connectFullMesh failed" in output_of(folder)
+
+
+def output_of(folder):
+    return (folder / "output").read_text(encoding="utf-8", errors="replace")
 
 
 def end(process):

@@ -147,7 +147,7 @@ def test_published_estimates_are_still_what_they_were(name):
 def test_estimate_is_what_torchs_allocator_counted_on_an_h200(name):
     if name == "sage":
         pytest.importorskip("torch_geometric")
-    if name == "t5":  # other allocations in the code of transformers 4
+    if name == "t5":  # transformers 4 allocates other tensors
         pytest.importorskip("transformers", minversion="5")
     counted = json.loads(gpu.PATH.read_text())["models"][name]["trained"]
     found = gpu.estimated(name)
