@@ -113,6 +113,7 @@ class Plan:
         folders = [f"tests/torch/{name}" for name in ("optim", "amp", "attention")]
         everything = ["tests/core", "tests/numpy", *folders]
         everything += ["tests/torch/test_gpu.py", "tests/torch/memory/test_gpu.py"]
+        everything += ["tests/neighbours/test_gpu.py"]
         everything += ["tests/simt/test_ptx.py"]
         again = ["tests/core/attention", "tests/torch/attention"]
         return [

@@ -5,6 +5,7 @@
 
 #include "half.h"
 #include "neighbour_find.h"
+#include "threads.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -438,15 +439,6 @@ fill(tfast_neighbours_plan *plan, const tfast_neighbours_args *args)
     return job.failed ? no_memory() : TFAST_OK;
 }
 
-/* The largest square that counts as within the radius. */
-static double
-find_limit(const tfast_neighbours_args *args)
-{
-    const double square = args->radius * args->radius;
-
-    return args->below ? nextafter(square, -INFINITY) : square;
-}
-
 static search *
 new_search(const tfast_neighbours_args *args, const tfast_neighbour_kernels *kernels)
 {
@@ -459,7 +451,7 @@ new_search(const tfast_neighbours_args *args, const tfast_neighbour_kernels *ker
     s->plan.fill = fill;
     s->plan.end = end;
     s->kernels = kernels;
-    s->limit = find_limit(args);
+    s->limit = tfast_neighbours_limit(args);
     s->itself = args->centres.data == NULL;
     s->offsets = calloc((size_t)(s->itself ? args->points.n : args->centres.n) + 1,
                         sizeof *s->offsets);
@@ -494,14 +486,6 @@ find_bad_centre(const tfast_neighbours_args *args)
     return args->centres.n;
 }
 
-static tfast_status
-not_finite(const char *what, int64_t row)
-{
-    return tfast_fail(TFAST_EINVAL,
-                      "%s must be finite, got NaN or infinity in row %lld", what,
-                      (long long)row);
-}
-
 tfast_status
 tfast_neighbours_plan_cpu(tfast_neighbours_plan **plan, tfast_neighbours_args *args,
                           const tfast_neighbour_kernels *kernels)
@@ -519,9 +503,9 @@ tfast_neighbours_plan_cpu(tfast_neighbours_plan **plan, tfast_neighbours_args *a
     bad = s->itself ? n : find_bad_centre(args);
     tfast_parallel(parts, prepare_part, &job);
     if (job.bad < args->points.n) {
-        status = not_finite("points", job.bad);
+        status = tfast_neighbours_not_finite(tfast_fail, "points", job.bad);
     } else if (bad < n) {
-        status = not_finite("centres", bad);
+        status = tfast_neighbours_not_finite(tfast_fail, "centres", bad);
     } else if (!job.failed) {
         job.next = 0;
         tfast_parallel(parts, search_part, &job);

@@ -1,5 +1,6 @@
 /* The search for neighbours on the CPU: neighbour_search.c has the plan, grid and
- * threads, kernels/neighbours.h the loops of each instruction set. */
+ * threads, kernels/neighbours.h the loops of each instruction set. And what a search on
+ * a GPU shares with it. */
 #ifndef NEIGHBOUR_SEARCH_H
 #define NEIGHBOUR_SEARCH_H
 
@@ -34,6 +35,22 @@ struct tfast_neighbours_plan {
                          const tfast_neighbours_args *args);
     void (*end)(tfast_neighbours_plan *plan);
 };
+
+/* The largest square of a distance that counts as within the radius. */
+static inline double
+tfast_neighbours_limit(const tfast_neighbours_args *args)
+{
+    const double square = args->radius * args->radius;
+
+    return args->below ? nextafter(square, -INFINITY) : square;
+}
+
+static inline tfast_status
+tfast_neighbours_not_finite(tfast_fail_function fail, const char *what, int64_t row)
+{
+    return fail(TFAST_EINVAL, "%s must be finite, got NaN or infinity in row %lld",
+                what, (long long)row);
+}
 
 /* See tfast_neighbours_count(). */
 tfast_status tfast_neighbours_plan_cpu(tfast_neighbours_plan **plan,

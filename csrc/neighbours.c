@@ -33,20 +33,15 @@ check_ptr(const char *name, const tfast_points *points, int64_t n_graphs)
     return TFAST_OK;
 }
 
-tfast_status
-tfast_neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args)
+/* Sets *backend for valid arguments. */
+static tfast_status
+check(const tfast_backend **backend, const tfast_neighbours_args *args)
 {
-    const tfast_backend *backend = tfast_backend_for(args->device.type);
     tfast_status status;
 
-    *plan = NULL;
-    if (backend == NULL) {
+    *backend = tfast_backend_for(args->device.type);
+    if (*backend == NULL) {
         return TFAST_EUNSUPPORTED;
-    }
-    if (backend->neighbours_count == NULL) {
-        return tfast_fail(TFAST_EUNSUPPORTED,
-                          "neighbours need arrays on the CPU, got backend %s",
-                          backend->name);
     }
     if (args->dim < 1 || args->dim > TFAST_MAX_POINT_DIM) {
         return tfast_fail(TFAST_EINVAL, "points must have 1 to %d dimensions, got %lld",
@@ -58,6 +53,47 @@ tfast_neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args
     status = check_ptr("ptr", &args->points, args->n_graphs);
     if (status == TFAST_OK && args->centres.data != NULL) {
         status = check_ptr("ptr of the centres", &args->centres, args->n_graphs);
+    }
+    return status;
+}
+
+/* Of valid arguments. */
+static tfast_status
+find_scratch(int64_t *bytes, const tfast_backend *backend,
+             const tfast_neighbours_args *args)
+{
+    *bytes = 0;
+    return backend->neighbours_scratch == NULL
+               ? TFAST_OK
+               : backend->neighbours_scratch(bytes, args);
+}
+
+tfast_status
+tfast_neighbours_scratch(int64_t *bytes, const tfast_neighbours_args *args)
+{
+    const tfast_backend *backend;
+    const tfast_status status = check(&backend, args);
+
+    return status == TFAST_OK ? find_scratch(bytes, backend, args) : status;
+}
+
+tfast_status
+tfast_neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args)
+{
+    const tfast_backend *backend;
+    tfast_status status = check(&backend, args);
+    int64_t bytes = 0;
+
+    *plan = NULL;
+    if (status == TFAST_OK) {
+        status = find_scratch(&bytes, backend, args);
+    }
+    if (status == TFAST_OK && args->scratch_bytes < bytes) {
+        status =
+            tfast_fail(TFAST_EINVAL,
+                       "scratch must have the %lld bytes that backend %s needs, "
+                       "got %lld",
+                       (long long)bytes, backend->name, (long long)args->scratch_bytes);
     }
     return status == TFAST_OK ? backend->neighbours_count(plan, args) : status;
 }

@@ -12,6 +12,7 @@
 
 #include "parallel.h"
 #include "tfast.h"
+#include "threads.h"
 
 #include <pthread.h>
 #include <signal.h>

@@ -433,10 +433,12 @@ typedef struct {
     bool unit;     /* points are divided by their norms first: order by angle */
     bool short_indices;
     uint8_t dtype;
-    tfast_device device;
+    void *scratch; /* as tfast_attention_args has it, kept until the search has ended */
+    int64_t scratch_bytes;
+    tfast_device device; /* of the points, but every ptr is on the CPU */
+    void *stream;
 } tfast_neighbours_args;
 
-/* What a search keeps between its two functions; opaque. */
 typedef struct tfast_neighbours_plan tfast_neighbours_plan;
 
 /* The squared distance is the sum, in the order of dimensions, of squared differences
@@ -444,12 +446,16 @@ typedef struct tfast_neighbours_plan tfast_neighbours_plan;
  * the same input gives the same edges on every backend and for any number of threads.
  *
  * TFAST_EINVAL for coordinates that are not finite. On success the caller ends the plan
- * with tfast_neighbours_end(), whether it fills or not. */
+ * with tfast_neighbours_end(), whether it fills or not. Counting waits for a GPU, on a
+ * stream that does not capture. */
+tfast_status tfast_neighbours_scratch(int64_t *bytes,
+                                      const tfast_neighbours_args *args);
 tfast_status tfast_neighbours_count(tfast_neighbours_plan **plan,
                                     tfast_neighbours_args *args);
 tfast_status tfast_neighbours_fill(tfast_neighbours_plan *plan,
                                    const tfast_neighbours_args *args);
 void tfast_neighbours_end(tfast_neighbours_plan *plan); /* NULL is allowed */
+
 /* ---- Trajectory metrics ---------------------------------------------------------- */
 
 /* What the metrics mean; see tfast_trajectory(). */
@@ -523,7 +529,7 @@ tfast_status tfast_trajectory(const tfast_trajectory_args *args);
 
 /* Raise it whenever a struct in this file changes: a backend library that was built
  * with another value is refused. */
-#define TFAST_ABI 11
+#define TFAST_ABI 12
 
 /* A backend: one function for each operation, NULL if it lacks the operation. The
  * tfast_ functions validate the arguments before they call a backend. */
@@ -542,6 +548,8 @@ typedef struct tfast_backend {
     tfast_status (*attention_scratch)(int64_t *bytes, const tfast_attention_args *args,
                                       bool backward); /* NULL: none is needed */
     tfast_status (*gemm)(const tfast_gemm_args *args);
+    tfast_status (*neighbours_scratch)(
+        int64_t *bytes, const tfast_neighbours_args *args); /* the same */
     tfast_status (*neighbours_count)(tfast_neighbours_plan **plan,
                                      tfast_neighbours_args *args);
     tfast_status (*trajectory)(const tfast_trajectory_args *args);
@@ -576,23 +584,6 @@ tfast_status tfast_backend_use(const char *name);
  * backend's library if it has one. */
 bool tfast_backend_describe(int i, const char **name, const char **unusable,
                             bool *in_use);
-
-/* ---- Threads --------------------------------------------------------------------- */
-
-/* Runs body(context, part, parts) once for each part in 0 .. parts - 1, on up to
- * `parts` threads, and returns when all parts are done. Uses the OpenMP runtime that
- * the process (torch) has loaded, otherwise, and in a forked child, a pool of our own.
- */
-void tfast_parallel(int parts, void (*body)(void *context, int part, int parts),
-                    void *context);
-
-/* How many threads a call from this thread may use: torch.set_num_threads or
- * OMP_NUM_THREADS where there is an OpenMP runtime, otherwise OMP_NUM_THREADS, the
- * affinity mask and the cgroup quota. */
-int tfast_num_threads(void);
-
-/* "openmp (path)" or "own", for reports. */
-const char *tfast_thread_runtime(void);
 
 #ifdef __cplusplus
 }

@@ -201,4 +201,31 @@ typedef struct {
     float2 *numbers;
 } decode_call;
 
+/* ---- Neighbours ------------------------------------------------------------------ */
+
+enum { NEIGHBOUR_THREADS = 128, NEIGHBOUR_WARPS = NEIGHBOUR_THREADS / 32 };
+enum { SCAN_THREADS = 1024 };
+
+/* What the host reads when edges are counted. */
+typedef struct {
+    unsigned long long bad_point, bad_centre; /* n minus the first row that is not
+                                                 finite; 0: all are */
+    int64_t n_edges;
+} neighbours_found;
+
+/* The pointers are to scratch. */
+typedef struct {
+    tfast_neighbours_args args;
+    double limit; /* of squares of distances, inclusive */
+    int64_t n_centres;
+    neighbours_found *found;
+    const int64_t *ptr, *centres_ptr; /* copies of those in args */
+    int64_t *offsets;                 /* [n_centres + 1]: each centre's first edge */
+    void *points;   /* [n, 4 or 8] float; double for float64 points and for angles */
+    void *centres;  /* [n_centres, 4 or 8]: the points, or like them */
+    uint64_t *keys; /* these two [warps, room], for the nearest only */
+    uint32_t *numbers;
+    uint32_t room;
+} neighbours_call;
+
 #endif

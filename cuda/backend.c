@@ -25,7 +25,8 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_attention_backward,
     tfast_cuda_attention_scratch,
     tfast_cuda_gemm,
-    NULL, /* neighbours_count: points on a GPU are searched on the CPU */
+    tfast_cuda_neighbours_scratch,
+    tfast_cuda_neighbours_count,
     NULL, /* trajectory: on the CPU only */
 };
 

@@ -81,6 +81,8 @@ enum { /* CUstreamCaptureMode */
     CALL(cuMemFreeHost, cuMemFreeHost, (void *pointer))                                \
     CALL(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2,                                      \
          (CUdeviceptr to, const void *from, size_t bytes, CUstream stream))            \
+    CALL(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2,                                      \
+         (void *to, CUdeviceptr from, size_t bytes, CUstream stream))                  \
     CALL(cuEventCreate, cuEventCreate, (CUevent * event, unsigned flags))              \
     CALL(cuEventDestroy, cuEventDestroy_v2, (CUevent event))                           \
     CALL(cuEventRecord, cuEventRecord, (CUevent event, CUstream stream))               \

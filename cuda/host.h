@@ -77,5 +77,9 @@ tfast_status tfast_cuda_attention_scratch(int64_t *bytes,
                                           const tfast_attention_args *args,
                                           bool backward);
 tfast_status tfast_cuda_gemm(const tfast_gemm_args *args);
+tfast_status tfast_cuda_neighbours_scratch(int64_t *bytes,
+                                           const tfast_neighbours_args *args);
+tfast_status tfast_cuda_neighbours_count(tfast_neighbours_plan **plan,
+                                         tfast_neighbours_args *args);
 
 #endif

@@ -229,6 +229,18 @@
     DECODE_SHAPES(DECODE_KERNEL, K)                                                    \
     K(0, decode_combine, decode_call, 1, COMBINE_THREADS, 0, attention_decode_combine)
 
+#define NEIGHBOUR_KERNELS(K, what)                                                     \
+    K(0, neighbours_##what, neighbours_call, 1, NEIGHBOUR_THREADS, 0,                  \
+      neighbours_##what<float>)                                                        \
+    K(0, neighbours_##what##_wide, neighbours_call, 1, NEIGHBOUR_THREADS, 0,           \
+      neighbours_##what<double>)
+#define KERNELS_OF_neighbours(K)                                                       \
+    NEIGHBOUR_KERNELS(K, prepare)                                                      \
+    NEIGHBOUR_KERNELS(K, count)                                                        \
+    K(0, neighbours_scan, neighbours_call, 1, SCAN_THREADS, 0, neighbours_scan)        \
+    NEIGHBOUR_KERNELS(K, fill)                                                         \
+    NEIGHBOUR_KERNELS(K, nearest)
+
 /* ---- All files, all kernels ------------------------------------------------------ */
 
 #define TFAST_DEVICE_FILES(FILE)                                                       \
@@ -241,14 +253,15 @@
     FILE(attention_backward_128)                                                       \
     FILE(attention_backward_256)                                                       \
     FILE(attention_terms)                                                              \
-    FILE(attention_decode)
+    FILE(attention_decode)                                                             \
+    FILE(neighbours)
 
 #define TFAST_KERNELS(K)                                                               \
     KERNELS_OF_adamw(K) KERNELS_OF_amp(K) KERNELS_OF_attention_plain(K)                \
         KERNELS_OF_attention_rows(K) KERNELS_OF_attention_forward(K)                   \
             KERNELS_OF_attention_backward_64(K) KERNELS_OF_attention_backward_128(K)   \
                 KERNELS_OF_attention_backward_256(K) KERNELS_OF_attention_terms(K)     \
-                    KERNELS_OF_attention_decode(K)
+                    KERNELS_OF_attention_decode(K) KERNELS_OF_neighbours(K)
 
 #define TFAST_FILE_ID(file) FILE_##file,
 enum { TFAST_DEVICE_FILES(TFAST_FILE_ID) N_FILES };

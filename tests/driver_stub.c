@@ -320,6 +320,17 @@ cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream st
 }
 
 CUresult
+cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    const void *data;
+
+    (void)stream;
+    memcpy(&data, &from, sizeof data);
+    memcpy(to, data, bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult
 cuEventCreate(CUevent *event, unsigned flags)
 {
     (void)flags;

@@ -336,6 +336,8 @@ def neighbours(
     loop: bool = False,
     unit: bool = False,
     short_indices: bool = False,
+    scratch: Callable[[int], object] | None = None,
+    stream: int = 0,
 ) -> tuple[Any, ...]: ...
 def trajectory(
     pred: _Array,

@@ -2,6 +2,8 @@
  * records copies the values, widens narrowed integers and adds index offsets. */
 #include "plan.h"
 
+#include "../threads.h"
+
 #include <string.h>
 
 /* Software prefetch runs AHEAD bytes before the copy: the hardware prefetcher stops at

@@ -1,4 +1,5 @@
 /* Full verification of an open cache: checksums, values, padding, commit frames. */
+#include "../threads.h"
 #include "cache.h"
 #include "frames.h"
 #include "seal.h"

@@ -3,6 +3,7 @@
 #define ATTENTION_PARTS_H
 
 #include "../scratch.h"
+#include "../threads.h"
 #include "attention_tile.h"
 
 #include <math.h>

@@ -5,6 +5,7 @@
 #define PARTS_H
 
 #include "../tfast.h"
+#include "../threads.h"
 
 /* The number of ranges: one for each thread, but none of them shorter than `least`. */
 static inline int

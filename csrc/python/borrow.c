@@ -334,6 +334,28 @@ py_check_scalar(const py_array *array, py_argument argument, int dtype)
         py_dtype_name(dtype), (long long)array->numel, py_dtype_name(array->dtype));
 }
 
+/* The first array that may lie anywhere sets the place of the others. */
+static int
+check_place(py_call *call, const py_parameter *parameter, const py_array *array,
+            py_argument argument)
+{
+    char got[24];
+
+    if (parameter->on_cpu) {
+        return array->device.type == TFAST_CPU
+                   ? 0
+                   : py_argument_error(PyExc_ValueError, argument,
+                                       "must be on cpu, got %s",
+                                       device_text(array->device, got, sizeof got));
+    }
+    if (call->place.device.type == 0) {
+        call->place = (py_place){array->device, argument};
+    }
+    return py_is_at(array, &call->place)
+               ? 0
+               : py_place_error(array, argument, &call->place);
+}
+
 /* The dtype that a rule requires; -1: py_borrow() has already checked the dtype. */
 static int
 wanted_dtype(const py_call *call, int rule)
@@ -389,15 +411,12 @@ borrow_next(py_call *call, const py_parameter *parameter, bool written,
     }
     call->of[call->n].argument = argument;
     call->of[call->n].written = written;
-    if (call->place.device.type == 0) {
-        call->place = (py_place){array->device, argument};
-    }
     call->n++;
-    if (!py_is_at(array, &call->place)) {
-        py_place_error(array, argument, &call->place);
+    if (check_place(call, parameter, array, argument) < 0 ||
+        check_dtype(call, parameter, array, argument) < 0) {
         return NULL;
     }
-    return check_dtype(call, parameter, array, argument) < 0 ? NULL : array;
+    return array;
 }
 
 const py_array *

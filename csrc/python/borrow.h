@@ -83,6 +83,7 @@ typedef struct {
     bool required;      /* must not be None */
     bool or_none;       /* of a number: None is allowed, and stores nothing */
     bool written;       /* the array must be writable and overlap no other */
+    bool on_cpu;        /* the array must lie there, wherever the others do */
     uint16_t at;        /* PY_AT() of the number, or of a PY_SCALAR's address */
     uint16_t scalar_at; /* of a number that may also be passed as an array of one
                            element of `dtype`: PY_AT() of the array's address */

@@ -1,5 +1,6 @@
 /* The module trainfast._core: its methods and its state. */
 #include "../graph_cache/python/binding.h"
+#include "../threads.h"
 
 #include <string.h>
 

@@ -15,6 +15,8 @@ enum {
     LOOP,
     UNIT,
     SHORT,
+    SCRATCH,
+    STREAM,
     /* What `make` returns, in this order: */
     NEIGHBOUR,
     CENTRE,
@@ -33,8 +35,8 @@ enum {
 static const py_parameter parameters[N_PARAMETERS] = {
     [POINTS] = {IN("points", PY_FLOATS), .required = true},
     [CENTRES] = {IN("centres", PY_FIRSTS)},
-    [PTR] = {IN("ptr", PY_EXACTLY(PY_INT64)), .required = true},
-    [CENTRES_PTR] = {IN("centres_ptr", PY_EXACTLY(PY_INT64))},
+    [PTR] = {IN("ptr", PY_EXACTLY(PY_INT64)), .required = true, .on_cpu = true},
+    [CENTRES_PTR] = {IN("centres_ptr", PY_EXACTLY(PY_INT64)), .on_cpu = true},
     [MAKE] = {.name = "make", .kind = PY_OBJECT, .required = true},
     [RADIUS] = {.name = "r", .kind = PY_REAL, .at = AT(radius)},
     [MOST] = {.name = "most", .kind = PY_INTEGER, .at = AT(most)},
@@ -43,6 +45,8 @@ static const py_parameter parameters[N_PARAMETERS] = {
     [SHORT] = {.name = "short_indices", .kind = PY_FLAG, .at = AT(short_indices)},
     [LOOP] = {.name = "loop", .kind = PY_FLAG, .at = AT(loop)},
     [UNIT] = {.name = "unit", .kind = PY_FLAG, .at = AT(unit)},
+    [SCRATCH] = {.name = "scratch", .kind = PY_OBJECT},
+    [STREAM] = {.name = "stream", .kind = PY_STREAM, .at = AT(stream)},
     [NEIGHBOUR] = {MADE("make's neighbour", PY_EXACTLY(PY_INT64))},
     [CENTRE] = {MADE("make's centre", PY_EXACTLY(PY_INT64))},
     [DISTANCE] = {MADE("make's distance", PY_FIRSTS)},
@@ -172,6 +176,29 @@ fail:
     return NULL;
 }
 
+static int
+take_scratch(py_call *call, tfast_neighbours_args *args)
+{
+    const py_array *array;
+    int64_t bytes;
+    const tfast_status status = tfast_neighbours_scratch(&bytes, args);
+
+    if (status != TFAST_OK) {
+        Py_XDECREF(py_result(status));
+        return -1;
+    }
+    if (bytes == 0) {
+        return 0;
+    }
+    array = py_take_scratch(call, call->given[SCRATCH], bytes, TFAST_SCRATCH_ALIGNMENT);
+    if (array == NULL) {
+        return -1;
+    }
+    args->scratch = array->data;
+    args->scratch_bytes = 4 * array->numel;
+    return 0;
+}
+
 PyObject *
 py_neighbours(PyObject *module, PyObject *const *arguments, Py_ssize_t n,
               PyObject *names)
@@ -186,7 +213,8 @@ py_neighbours(PyObject *module, PyObject *const *arguments, Py_ssize_t n,
     if (py_parse(&call, &operation, &args, arguments, n, names) < 0) {
         return NULL;
     }
-    if (py_borrow_arrays(&call, &args) < 0 || take_arrays(&call, &args) < 0) {
+    if (py_borrow_arrays(&call, &args) < 0 || take_arrays(&call, &args) < 0 ||
+        take_scratch(&call, &args) < 0) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS

@@ -83,6 +83,16 @@ def attend(dtype, dim, n_q=3, n_k=5, heads=2, backward=True, **options):
     if backward:
         args = dout, q, k, v, out, lse, None, dq, dk, dv, *gradients
         _core.attention_backward(*args, **options)
+
+
+def search(dtype, **options):
+    points, ptr = on_gpu(70, 3, dtype=dtype), torch.tensor([0, 70])
+
+    def make(n):
+        rows = [OnGpu(torch.zeros(n, dtype=torch.int64)) for _ in range(2)]
+        return (*rows, None, None, None)
+
+    _core.neighbours(points, None, ptr, None, make, scratch=scratch, **options)
 """
 
 ALL = """
@@ -96,6 +106,8 @@ for dtype in (f16, bf16):
         attend(dtype, dim), attend(dtype, dim, all_options=True)
         attend(dtype, dim, n_q=1, n_k=600, heads=4, backward=False)
     attend(dtype, 64, n_q=300, n_k=300, all_options=True)
+for dtype in (f32, f64):
+    search(dtype, r=1.0), search(dtype, r=1.0, most=5)
 """
 
 

@@ -3,6 +3,7 @@
 #include "cpus.c"
 
 #include "tfast.h"
+#include "threads.h"
 #include <sched.h>
 #include <stdatomic.h>
 #include <time.h>

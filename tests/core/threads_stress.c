@@ -1,6 +1,7 @@
 /* A program for test_threads.py: regions from many threads, nested ones in them, and
  * workers that fall asleep in between. Ends with 0 when every part ran once. */
 #include "tfast.h"
+#include "threads.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>

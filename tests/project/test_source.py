@@ -49,7 +49,7 @@ FORBIDDEN_CALLS = (
     r"\b(_?exit|_Exit|quick_exit|abort|v?f?printf|puts|fputs|putchar|perror)\s*\("
 )
 ONLY_CUDA = {"gemm"}  # what has no kernels for the CPU
-ONLY_CPU = {"neighbours", "trajectory"}  # what has none for GPUs
+ONLY_CPU = {"trajectory"}  # what has none for GPUs
 MAY_IMPORT_TORCH_LAZILY = ("bench/", "roof.py", "patching/", "stats.py", "tools/")
 
 

@@ -441,6 +441,22 @@ cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream strea
     return CUDA_SUCCESS;
 }
 
+/* To pageable memory, so that it waits. */
+static CUresult
+cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    const std::lock_guard<std::recursive_mutex> guard(simt::work_lock);
+    const CUresult error = need_stream(stream);
+
+    if (error != CUDA_SUCCESS) {
+        return error;
+    }
+    simt::synchronising_call("cuMemcpyDtoHAsync");
+    simt::finish_work();
+    memcpy(to, host_pointer(from), bytes);
+    return CUDA_SUCCESS;
+}
+
 /* ---- Events and captures --------------------------------------------------------- */
 
 static CUresult

@@ -252,6 +252,22 @@ __uint_as_float(uint32_t bits)
     return value;
 }
 
+inline int64_t
+__double_as_longlong(double value)
+{
+    int64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline double
+__longlong_as_double(int64_t bits)
+{
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* Relaxed, as on the device: ordering is __threadfence's. Fibers do not interrupt each
  * other, so load and store are one step where the host has no such operation. */
 template <typename T>

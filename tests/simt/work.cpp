@@ -153,10 +153,14 @@ issue_copy(void *to, const void *from, size_t bytes)
 {
     const std::lock_guard<std::recursive_mutex> guard(work_lock);
 
-    require(inside(DEVICE_MEMORY, to, bytes), "a copy to what is no device memory");
-    require(inside(PINNED_MEMORY, from, bytes),
-            "a copy from pageable memory, which synchronises");
     n_copies++;
+    if (!inside(PINNED_MEMORY, from, bytes)) { /* the driver waits, and then reads it */
+        synchronising_call("a copy from pageable memory");
+        finish_work();
+        memcpy(to, from, bytes);
+        return;
+    }
+    require(inside(DEVICE_MEMORY, to, bytes), "a copy to what is no device memory");
     issue({{to, from, bytes}, {}, {}, 0, 0, nullptr});
 }
 

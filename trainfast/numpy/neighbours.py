@@ -6,7 +6,8 @@ therefore give the same edges on every processor and for any number of threads.
 """
 
 import math
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import numpy as np
@@ -22,6 +23,10 @@ Feature = Literal["distance", "relative_position", "unit_vector"]
 Boundary = Literal["<", "<="]
 Selection = Literal["nearest", "first"]
 Flow = Literal["source_to_target", "target_to_source"]
+
+# On a GPU every pair is compared, on the CPU only those of near cells: from about so
+# many on a CPU is faster than a small GPU, by the instructions that each pair takes.
+_MOST_PAIRS = 2**30
 
 _FEATURES = ("distance", "relative_position", "unit_vector")
 _FLOWS = ("source_to_target", "target_to_source")
@@ -370,40 +375,64 @@ def _edges(
     given = [points] if centres is None else [points, centres]
     if features and any(getattr(array, "requires_grad", False) for array in given):
         raise ValueError(_NO_GRADIENT)
-    given = [_on_cpu(array) for array in given]
 
-    def make(edges: int) -> tuple[Array | None, ...]:
-        if edges >= 2**31 and index == "int32":
-            raise ValueError(f"index_dtype must be int64 for {edges} edges")
-        rows = arrays.empty(given[0], (2, edges), index)
-        made: dict[str, Array] = {"edge_index": rows}
-        for name in features:
-            shape = (edges,) if name == "distance" else (edges, points.shape[1])
-            made[name] = arrays.empty(given[0], shape)
-        result.update(made)
-        centre, neighbour = rows if centres_first else (rows[1], rows[0])
-        return (neighbour, centre, *(made.get(name) for name in _FEATURES))
+    def search(given: list[Array], **where: Any) -> dict[str, Array]:
+        made: dict[str, Array] = {}
 
-    result: dict[str, Array] = {}
-    _core.neighbours(
-        given[0],
-        None if centres is None else given[1],
-        ptr,
-        centres_ptr,
-        make,
-        short_indices=index == "int32",
-        **options,
-    )
-    device = getattr(points, "device", "cpu")
-    if given[0] is not points:
-        result = {name: array.to(device) for name, array in result.items()}
+        def make(edges: int) -> tuple[Array | None, ...]:
+            if edges >= 2**31 and index == "int32":
+                raise ValueError(f"index_dtype must be int64 for {edges} edges")
+            rows = made["edge_index"] = arrays.empty(given[0], (2, edges), index)
+            for name in features:
+                shape = (edges,) if name == "distance" else (edges, points.shape[1])
+                made[name] = arrays.empty(given[0], shape)
+            centre, neighbour = rows if centres_first else (rows[1], rows[0])
+            return (neighbour, centre, *(made.get(name) for name in _FEATURES))
+
+        _core.neighbours(
+            given[0],
+            None if centres is None else given[1],
+            ptr,
+            centres_ptr,
+            make,
+            short_indices=index == "int32",
+            scratch=lambda n: arrays.empty(given[0], (n,), "float32"),
+            **where,
+            **options,
+        )
+        return made
+
+    if _kind_of_device(points) == "cpu":
+        result = search(given)
+    else:
+        pairs = np.diff(ptr).astype(float) @ np.diff(
+            ptr if centres_ptr is None else centres_ptr
+        )
+        result = _search_on_gpu(search, given, pairs)
     edge_index = result.pop("edge_index")
     return (edge_index, result) if features else edge_index
 
 
-def _on_cpu(array: Array) -> Array:
-    """The same array, or a copy of a tensor on another device."""
-    if getattr(getattr(array, "device", None), "type", "cpu") == "cpu":
-        return array
-    count_fallback("neighbours", "points on a GPU were searched on the CPU")
-    return array.detach().cpu()
+def _kind_of_device(array: Array) -> str:
+    """A tensor's; other arrays are taken as they are."""
+    return str(getattr(getattr(array, "device", None), "type", "cpu"))
+
+
+def _search_on_gpu(
+    search: Callable[..., dict[str, Array]], given: list[Array], pairs: float
+) -> dict[str, Array]:
+    """A search for tensors that are not on the CPU: it runs where they are, or on the
+    CPU, which `stats()` counts."""
+    device = given[0].device
+    reason = f"points on {device.type}"
+    if device.type == "cuda" and pairs > _MOST_PAIRS:
+        reason = "graphs so large that a GPU, which compares all pairs, is slower"
+    elif device.type == "cuda":
+        stream = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        try:
+            return search([array.detach() for array in given], stream=stream)
+        except NotImplementedError as error:
+            reason = str(error)
+    count_fallback("neighbours", f"searched on the CPU: {reason}")
+    made = search([array.detach().cpu() for array in given])
+    return {name: array.to(device) for name, array in made.items()}

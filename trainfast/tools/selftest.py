@@ -20,6 +20,7 @@ from trainfast.tools._selftest_attention import (
     check_attention,
     check_attention_backward,
 )
+from trainfast.tools._selftest_neighbours import NEIGHBOUR_DTYPES, check_neighbours
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
 class Row(NamedTuple):
     """One comparison. `error` is the largest one, in the unit of `allowed`: relative to
     the result (AMP), to the sum of an element's magnitudes before and after (AdamW), or
-    to that of the magnitudes of all that was added up (attention). `ok` is None if it
+    to that of the magnitudes of all that was added up (attention), to the distance
+    (neighbours, where it is also the number of wrong edges). `ok` is None if it
     was skipped, for the reason in `note`."""
 
     kernel: str
@@ -162,4 +164,5 @@ KERNELS: dict[str, tuple[list[tuple[str, ...]], Check]] = {
     "amp_update": ([("float32",)], check_amp_update),
     "attention": (ATTENTION_DTYPES, check_attention),
     "attention_backward": (ATTENTION_DTYPES, check_attention_backward),
+    "neighbours": (NEIGHBOUR_DTYPES, check_neighbours),
 }

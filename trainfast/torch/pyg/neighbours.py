@@ -203,7 +203,7 @@ def knn(
 
 def _for_gpu(name: str, x: Tensor) -> Any:
     """PyG's own function for tensors on a GPU, if it has the library that it needs.
-    Without it the tensors are searched on the CPU, which `neighbours` counts."""
+    Without it the search is trainfast's."""
     if x.device.type != "cpu" and _has_library():
         count_fallback("pyg", f"{name} on a GPU is left to PyG")
         return _theirs[name]

@@ -1,0 +1,69 @@
+"""Faults planted in the search for neighbours, beside its barriers."""
+
+from tests.simt.fault import BOUNDS, DIFFERS, Fault
+
+KERNELS, HOST = "neighbours.cu", "neighbours.c"
+
+FAULTS = {
+    "centre found as its own neighbour": Fault(
+        KERNELS,
+        "return within && i < q.n && @i != q.own@;",
+        "true",
+        "plain",
+        DIFFERS,
+    ),
+    "centre that keeps itself counted among the others": Fault(
+        KERNELS,
+        "(most >= 0 && n > most ? most : n) + @q.keeps_own@;",
+        "0",
+        "plain",
+        DIFFERS,
+    ),
+    "first of the next graph taken for the last": Fault(
+        KERNELS, "if (@ptr[middle] <= row@) {", "ptr[middle] < row", "plain", DIFFERS
+    ),
+    "rounded square taken for the exact one": Fault(
+        KERNELS,
+        "return {(float)(limit * (@1 - 0x1p-19@) - 0x1p-140),",
+        "1 + 0x1p-19",
+        "plain",
+        DIFFERS,
+    ),
+    "one of equally near ones too many": Fault(
+        KERNELS,
+        "const bool tie = own == key && @before < ties@;",
+        "before <= ties",
+        "plain",
+        DIFFERS,
+    ),
+    "equally near ones of each 32 kept": Fault(
+        KERNELS,
+        "ties -= @equals < ties ? equals : ties@;",
+        "0",
+        "plain",
+        DIFFERS,
+    ),
+    "as many equally near ones as all that are wanted": Fault(
+        KERNELS, "ties = @most - below@;", "most", "plain", DIFFERS
+    ),
+    "list filled past its room": Fault(
+        KERNELS,
+        "if (list->n > @call.room - 32@) {",
+        "call.room + 64",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "edges of earlier tiles of centres forgotten": Fault(
+        KERNELS, "int64_t add = @before@;", "0", "plain", f"{BOUNDS}|{DIFFERS}|SEGV"
+    ),
+    "graphs of the points for those of the centres": Fault(
+        HOST,
+        "memcpy(table + l->centres_ptr, @args->centres.ptr@, ptr_bytes);",
+        "args->points.ptr",
+        "plain",
+        DIFFERS,
+    ),
+    "angles in float": Fault(
+        HOST, "args->dtype == TFAST_F64 || @args->unit@;", "false", "plain", DIFFERS
+    ),
+}
