@@ -1,6 +1,6 @@
 /* The public functions of attention: validate sizes, scalars and lengths, then call the
  * backend. The binding has validated the arrays. */
-#include "tfast.h"
+#include "scratch.h"
 
 #include <math.h>
 
@@ -256,8 +256,6 @@ tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool b
                               : status;
 }
 
-/* Fails if the backend needs scratch and got none: after tfast_attention_scratch()
- * another thread may have forced another backend. */
 static tfast_status
 check_scratch(const tfast_backend *backend, const tfast_attention_args *args,
               bool backward)
@@ -268,13 +266,8 @@ check_scratch(const tfast_backend *backend, const tfast_attention_args *args,
     if (args->scratch == NULL && backend->attention_scratch != NULL) {
         status = backend->attention_scratch(&bytes, args, backward);
     }
-    if (status != TFAST_OK || bytes == 0) {
-        return status;
-    }
-    return tfast_fail(TFAST_EUNSUPPORTED,
-                      "scratch must have the %lld bytes that backend %s needs, got "
-                      "NULL",
-                      (long long)bytes, backend->name);
+    return status == TFAST_OK ? tfast_scratch_check(backend, bytes, args->scratch_bytes)
+                              : status;
 }
 
 tfast_status

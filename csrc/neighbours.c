@@ -1,6 +1,7 @@
 /* The public functions of the search for neighbours: they validate, then call the
  * backend. */
 #include "neighbour_search.h"
+#include "scratch.h"
 
 /* Checks that `ptr` divides n rows into n_graphs graphs. It is on the CPU. */
 static tfast_status
@@ -33,12 +34,13 @@ check_ptr(const char *name, const tfast_points *points, int64_t n_graphs)
     return TFAST_OK;
 }
 
-/* Sets *backend for valid arguments. */
+/* Sets *backend, and *bytes to the scratch that it needs, for valid arguments. */
 static tfast_status
-check(const tfast_backend **backend, const tfast_neighbours_args *args)
+check(const tfast_backend **backend, int64_t *bytes, const tfast_neighbours_args *args)
 {
     tfast_status status;
 
+    *bytes = 0;
     *backend = tfast_backend_for(args->device.type);
     if (*backend == NULL) {
         return TFAST_EUNSUPPORTED;
@@ -54,46 +56,29 @@ check(const tfast_backend **backend, const tfast_neighbours_args *args)
     if (status == TFAST_OK && args->centres.data != NULL) {
         status = check_ptr("ptr of the centres", &args->centres, args->n_graphs);
     }
-    return status;
-}
-
-/* Of valid arguments. */
-static tfast_status
-find_scratch(int64_t *bytes, const tfast_backend *backend,
-             const tfast_neighbours_args *args)
-{
-    *bytes = 0;
-    return backend->neighbours_scratch == NULL
-               ? TFAST_OK
-               : backend->neighbours_scratch(bytes, args);
+    return status != TFAST_OK || (*backend)->neighbours_scratch == NULL
+               ? status
+               : (*backend)->neighbours_scratch(bytes, args);
 }
 
 tfast_status
 tfast_neighbours_scratch(int64_t *bytes, const tfast_neighbours_args *args)
 {
     const tfast_backend *backend;
-    const tfast_status status = check(&backend, args);
 
-    return status == TFAST_OK ? find_scratch(bytes, backend, args) : status;
+    return check(&backend, bytes, args);
 }
 
 tfast_status
 tfast_neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args)
 {
     const tfast_backend *backend;
-    tfast_status status = check(&backend, args);
-    int64_t bytes = 0;
+    int64_t bytes;
+    tfast_status status = check(&backend, &bytes, args);
 
     *plan = NULL;
     if (status == TFAST_OK) {
-        status = find_scratch(&bytes, backend, args);
-    }
-    if (status == TFAST_OK && args->scratch_bytes < bytes) {
-        status =
-            tfast_fail(TFAST_EINVAL,
-                       "scratch must have the %lld bytes that backend %s needs, "
-                       "got %lld",
-                       (long long)bytes, backend->name, (long long)args->scratch_bytes);
+        status = tfast_scratch_check(backend, bytes, args->scratch_bytes);
     }
     return status == TFAST_OK ? backend->neighbours_count(plan, args) : status;
 }

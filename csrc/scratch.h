@@ -1,15 +1,20 @@
-/* Temporary memory of a call, kept for the next call, because the page faults of fresh
- * memory would take longer than a small problem. */
+/* Temporary memory of a call. The CPU's is kept for the next call, because the page
+ * faults of fresh memory would take longer than a small problem. */
 #ifndef TFAST_SCRATCH_H
 #define TFAST_SCRATCH_H
 
-#include <stddef.h>
+#include "tfast.h"
 
 /* Returns at least `bytes` of uninitialised memory, aligned to 64, or NULL. */
 void *tfast_scratch_take(size_t bytes);
 
 /* Returns memory from tfast_scratch_take(); NULL is allowed. */
 void tfast_scratch_give(void *scratch);
+
+/* Fails if a call needs more memory of its caller than it got: after asking how much, a
+ * caller may meet another backend, which another thread has forced. */
+tfast_status tfast_scratch_check(const tfast_backend *backend, int64_t needed,
+                                 int64_t got);
 
 /* Requests large pages (MADV_HUGEPAGE) for an array that is about to be written for the
  * first time, because page faults of 4 KB each are slow. Does nothing for less than 4

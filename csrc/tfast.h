@@ -476,6 +476,7 @@ enum {
     TFAST_BRIER_MIN_FDE,
     TFAST_TRAJECTORY_METRICS
 };
+enum { TFAST_TRAJECTORY_BLOCK = 64 }; /* agents that are added up before blocks are */
 
 /* Predicted trajectories of `n` agents and what happened. Strides are in elements and
  * may have any sign. */
@@ -498,7 +499,10 @@ typedef struct {
     bool strict_final; /* the final step is the last one, and agents for which it does
                           not count have no FDE; else the last step that counts */
     uint8_t pred_dtype, target_dtype, probability_dtype; /* tfast_dtype */
+    void *scratch; /* as tfast_attention_args has it */
+    int64_t scratch_bytes;
     tfast_device device;
+    void *stream;
 } tfast_trajectory_args;
 
 /* Of one agent, with d the distance between prediction and target at a step, ade the
@@ -522,14 +526,17 @@ typedef struct {
  * Distances are float32, or float64 if pred or target is, with a relative error below
  * 2^-22 (2^-51) while squares neither overflow nor underflow. Sums are float64, in an
  * order that depends on n and steps alone: the same inputs give the same bits for any
- * number of threads and on every CPU backend. */
+ * number of threads and on every backend. On a GPU a probability outside of [0, 1] is
+ * as NaN; on the CPU it is TFAST_EINVAL. */
+tfast_status tfast_trajectory_scratch(int64_t *bytes,
+                                      const tfast_trajectory_args *args);
 tfast_status tfast_trajectory(const tfast_trajectory_args *args);
 
 /* ---- Backends -------------------------------------------------------------------- */
 
 /* Raise it whenever a struct in this file changes: a backend library that was built
  * with another value is refused. */
-#define TFAST_ABI 12
+#define TFAST_ABI 13
 
 /* A backend: one function for each operation, NULL if it lacks the operation. The
  * tfast_ functions validate the arguments before they call a backend. */
@@ -552,6 +559,8 @@ typedef struct tfast_backend {
         int64_t *bytes, const tfast_neighbours_args *args); /* the same */
     tfast_status (*neighbours_count)(tfast_neighbours_plan **plan,
                                      tfast_neighbours_args *args);
+    tfast_status (*trajectory_scratch)(
+        int64_t *bytes, const tfast_trajectory_args *args); /* the same */
     tfast_status (*trajectory)(const tfast_trajectory_args *args);
 } tfast_backend;
 

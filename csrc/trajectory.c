@@ -1,6 +1,8 @@
 /* The public function of trajectory metrics: validates, then calls the backend. */
 #include "trajectory.h"
 
+#include "scratch.h"
+
 /* NaN passes: padding agents often have it. On a GPU nothing is read. */
 static tfast_status
 check_probabilities(const tfast_trajectory_args *args)
@@ -50,12 +52,14 @@ check_sizes(const tfast_trajectory_args *args)
     return TFAST_OK;
 }
 
-tfast_status
-tfast_trajectory(const tfast_trajectory_args *args)
+/* Sets *backend, and *bytes to the scratch that it needs, for valid arguments. */
+static tfast_status
+check(const tfast_backend **backend, int64_t *bytes, const tfast_trajectory_args *args)
 {
-    const tfast_backend *backend = tfast_backend_for(args->device.type);
-    tfast_status status = check_sizes(args);
+    const tfast_status status = check_sizes(args);
 
+    *bytes = 0;
+    *backend = tfast_backend_for(args->device.type);
     if (status != TFAST_OK) {
         return status;
     }
@@ -63,15 +67,34 @@ tfast_trajectory(const tfast_trajectory_args *args)
         return tfast_fail(TFAST_EINVAL, "miss_threshold must be >= 0, got %g",
                           args->miss_threshold);
     }
-    if (backend == NULL) {
+    if (*backend == NULL) {
         return TFAST_EUNSUPPORTED;
     }
-    if (backend->trajectory == NULL) {
-        return tfast_fail(TFAST_EUNSUPPORTED,
-                          "trajectory_metrics has no kernel on backend %s; pass arrays "
-                          "on the CPU (.cpu())",
-                          backend->name);
+    return (*backend)->trajectory_scratch == NULL
+               ? TFAST_OK
+               : (*backend)->trajectory_scratch(bytes, args);
+}
+
+tfast_status
+tfast_trajectory_scratch(int64_t *bytes, const tfast_trajectory_args *args)
+{
+    const tfast_backend *backend;
+
+    return check(&backend, bytes, args);
+}
+
+tfast_status
+tfast_trajectory(const tfast_trajectory_args *args)
+{
+    const tfast_backend *backend;
+    int64_t bytes;
+    tfast_status status = check(&backend, &bytes, args);
+
+    if (status == TFAST_OK) {
+        status = tfast_scratch_check(backend, bytes, args->scratch_bytes);
     }
-    status = check_probabilities(args);
+    if (status == TFAST_OK) {
+        status = check_probabilities(args);
+    }
     return status == TFAST_OK ? backend->trajectory(args) : status;
 }

@@ -228,4 +228,19 @@ typedef struct {
     uint32_t room;
 } neighbours_call;
 
+/* ---- Trajectory metrics ---------------------------------------------------------- */
+
+enum { TRAJECTORY_THREADS = 256, TRAJECTORY_WARPS = TRAJECTORY_THREADS / 32 };
+
+/* Of TFAST_TRAJECTORY_BLOCK agents, as the totals: how many agents each sum has. */
+typedef struct {
+    double sum[TFAST_TRAJECTORY_METRICS], count[TFAST_TRAJECTORY_METRICS];
+} trajectory_sums;
+
+typedef struct {
+    tfast_trajectory_args args;
+    trajectory_sums *blocks; /* [n_blocks] in scratch */
+    int64_t n_blocks;
+} trajectory_call;
+
 #endif

@@ -27,7 +27,8 @@ const tfast_backend tfast_cuda_backend = {
     tfast_cuda_gemm,
     tfast_cuda_neighbours_scratch,
     tfast_cuda_neighbours_count,
-    NULL, /* trajectory: on the CPU only */
+    tfast_cuda_trajectory_scratch,
+    tfast_cuda_trajectory,
 };
 
 __attribute__((visibility("default"))) const tfast_backend *

@@ -81,5 +81,8 @@ tfast_status tfast_cuda_neighbours_scratch(int64_t *bytes,
                                            const tfast_neighbours_args *args);
 tfast_status tfast_cuda_neighbours_count(tfast_neighbours_plan **plan,
                                          tfast_neighbours_args *args);
+tfast_status tfast_cuda_trajectory_scratch(int64_t *bytes,
+                                           const tfast_trajectory_args *args);
+tfast_status tfast_cuda_trajectory(const tfast_trajectory_args *args);
 
 #endif

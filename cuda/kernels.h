@@ -241,6 +241,13 @@
     NEIGHBOUR_KERNELS(K, fill)                                                         \
     NEIGHBOUR_KERNELS(K, nearest)
 
+#define KERNELS_OF_trajectory(K)                                                       \
+    K(0, trajectory_agents, trajectory_call, 1, TRAJECTORY_THREADS, 0,                 \
+      trajectory_agents<float>)                                                        \
+    K(0, trajectory_agents_wide, trajectory_call, 1, TRAJECTORY_THREADS, 0,            \
+      trajectory_agents<double>)                                                       \
+    K(0, trajectory_total, trajectory_call, 1, 32, 0, trajectory_total)
+
 /* ---- All files, all kernels ------------------------------------------------------ */
 
 #define TFAST_DEVICE_FILES(FILE)                                                       \
@@ -254,14 +261,16 @@
     FILE(attention_backward_256)                                                       \
     FILE(attention_terms)                                                              \
     FILE(attention_decode)                                                             \
-    FILE(neighbours)
+    FILE(neighbours)                                                                   \
+    FILE(trajectory)
 
 #define TFAST_KERNELS(K)                                                               \
     KERNELS_OF_adamw(K) KERNELS_OF_amp(K) KERNELS_OF_attention_plain(K)                \
         KERNELS_OF_attention_rows(K) KERNELS_OF_attention_forward(K)                   \
             KERNELS_OF_attention_backward_64(K) KERNELS_OF_attention_backward_128(K)   \
                 KERNELS_OF_attention_backward_256(K) KERNELS_OF_attention_terms(K)     \
-                    KERNELS_OF_attention_decode(K) KERNELS_OF_neighbours(K)
+                    KERNELS_OF_attention_decode(K) KERNELS_OF_neighbours(K)            \
+                        KERNELS_OF_trajectory(K)
 
 #define TFAST_FILE_ID(file) FILE_##file,
 enum { TFAST_DEVICE_FILES(TFAST_FILE_ID) N_FILES };

@@ -33,7 +33,7 @@ NAME = "nvidia-cuda-nvdisasm"
 IMAGES = Path("build/objects/images.json")
 BOUNDS = Path("cuda/sass.json")
 # These files have no tensor-core products, and no count that is bounded.
-LEFT_OUT = ("amp", "attention_plain", "neighbours")
+LEFT_OUT = ("amp", "attention_plain", "neighbours", "trajectory")
 # What grows when code gets worse, and what shrinks.
 COSTS, GAINS = ("issued", "before", "conversions", "spilled"), ("share", "wide")
 

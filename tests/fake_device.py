@@ -70,3 +70,38 @@ def run(code, library=None, **environment):
         timeout=240,
     )
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+# For the beginning of such code: what tensors on a GPU are to functions that do not ask
+# for torch's own type.
+TENSORS = """
+import torch
+
+class Tensor(OnDevice):
+    requires_grad = False
+
+    def __init__(self, array, index=0):
+        super().__init__(array, index)
+        self.device = torch.device("cuda", index)
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, i):
+        return Tensor(self.array[i])
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return torch.from_numpy(self.array)
+
+    def new_empty(self, shape, dtype=None):
+        return Tensor(torch.empty(shape, dtype=dtype or torch.float32).numpy())
+
+class Stream:
+    cuda_stream = 0
+
+torch.cuda.current_stream = lambda device: Stream()
+torch.Tensor.to = lambda self, device: Tensor(self.numpy()) # it never was elsewhere
+"""

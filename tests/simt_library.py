@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.arrays import DTYPES
 
-ABI = 12  # TFAST_ABI
+ABI = 13  # TFAST_ABI
 F32, F64, F16, BF16 = range(4)  # tfast_dtype
 NUMBERS = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
@@ -168,6 +168,7 @@ class Backend(ctypes.Structure):
         ("gemm", POINTER),
         ("neighbours_scratch", POINTER),
         ("neighbours_count", POINTER),
+        ("trajectory_scratch", POINTER),
         ("trajectory", POINTER),
     ]
 

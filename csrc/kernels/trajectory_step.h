@@ -14,7 +14,7 @@
 static const tfast_type_kernels *kernels_for(bool is_float64);
 
 enum {
-    TRAJECTORY_BLOCK = 64,       /* agents */
+    TRAJECTORY_BLOCK = TFAST_TRAJECTORY_BLOCK,
     TRAJECTORY_PART_COST = 65536 /* coordinates worth waking another thread */
 };
 

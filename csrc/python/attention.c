@@ -97,25 +97,11 @@ check_given(py_attention_call *a)
 static int
 take_scratch(py_attention_call *a)
 {
-    const py_array *array;
     int64_t bytes;
     const tfast_status status = tfast_attention_scratch(&bytes, &a->args, a->backward);
 
-    if (status != TFAST_OK) {
-        Py_XDECREF(py_result(status));
-        return -1;
-    }
-    if (bytes == 0) {
-        return 0;
-    }
-    array = py_take_scratch(&a->call, a->call.given[SCRATCH], bytes,
-                            TFAST_SCRATCH_ALIGNMENT);
-    if (array == NULL) {
-        return -1;
-    }
-    a->args.scratch = array->data;
-    a->args.scratch_bytes = 4 * array->numel;
-    return 0;
+    return py_take_scratch(&a->call, a->call.given[SCRATCH], status, bytes,
+                           &a->args.scratch, &a->args.scratch_bytes);
 }
 
 /* Borrows and checks the arrays of a parsed call, and runs it. */

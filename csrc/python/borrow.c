@@ -1,4 +1,4 @@
-#include "borrow.h"
+#include "core.h"
 
 #include "producers.h"
 
@@ -468,12 +468,12 @@ py_check_overlap(const py_call *call)
     return py_check_spans(call->state->placement_error, spans, n);
 }
 
-const py_array *
-py_take_scratch(py_call *call, PyObject *function, int64_t bytes, int alignment)
+/* The array of n float32 that `function` returns. */
+static const py_array *
+borrow_scratch(py_call *call, PyObject *function, int64_t n)
 {
     static const py_parameter scratch = {"scratch's array", PY_ARRAY,
                                          PY_EXACTLY(TFAST_F32), .written = true};
-    const int64_t n = (bytes + 3) / 4;
     const py_array *array;
 
     if (function == NULL) {
@@ -494,12 +494,35 @@ py_take_scratch(py_call *call, PyObject *function, int64_t bytes, int alignment)
         return NULL;
     }
     if ((n > 1 && array->strides[0] != 1) ||
-        (uintptr_t)array->data % (uintptr_t)alignment != 0) {
+        (uintptr_t)array->data % TFAST_SCRATCH_ALIGNMENT != 0) {
         py_shape_error(PyExc_ValueError, scratch.name, array,
-                       "must be dense and aligned to %d bytes", alignment);
+                       "must be dense and aligned to %d bytes",
+                       (int)TFAST_SCRATCH_ALIGNMENT);
         return NULL;
     }
     return py_check_overlap(call) < 0 ? NULL : array;
+}
+
+int
+py_take_scratch(py_call *call, PyObject *function, tfast_status status, int64_t bytes,
+                void **data, int64_t *got)
+{
+    const py_array *array;
+
+    if (status != TFAST_OK) {
+        Py_XDECREF(py_result(status));
+        return -1;
+    }
+    if (bytes == 0) {
+        return 0;
+    }
+    array = borrow_scratch(call, function, (bytes + 3) / 4);
+    if (array == NULL) {
+        return -1;
+    }
+    *data = array->data;
+    *got = 4 * array->numel;
+    return 0;
 }
 
 void

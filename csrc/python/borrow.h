@@ -151,11 +151,12 @@ const py_array *py_borrow_argument(py_call *call, int parameter, PyObject *objec
  * array or, by its strides, with itself. */
 int py_check_overlap(const py_call *call);
 
-/* Calls function(n), n being the number of float32 that hold `bytes`, and borrows the
- * array that it returns, which must be aligned to `alignment` bytes and overlap no
- * other array. Returns NULL with an exception. */
-const py_array *py_take_scratch(py_call *call, PyObject *function, int64_t bytes,
-                                int alignment);
+/* After a backend was asked for the bytes of scratch that it needs, with that `status`:
+ * calls function(n), n being the number of float32 that hold them, and stores where
+ * they are and how many it got. The array must be aligned to TFAST_SCRATCH_ALIGNMENT
+ * and overlap no other. Returns 0, also for 0 bytes, or -1 with an exception. */
+int py_take_scratch(py_call *call, PyObject *function, tfast_status status,
+                    int64_t bytes, void **data, int64_t *got);
 
 /* Gives back all arrays, also after a failure. */
 void py_release_arrays(py_call *call);

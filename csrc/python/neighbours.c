@@ -179,24 +179,11 @@ fail:
 static int
 take_scratch(py_call *call, tfast_neighbours_args *args)
 {
-    const py_array *array;
     int64_t bytes;
     const tfast_status status = tfast_neighbours_scratch(&bytes, args);
 
-    if (status != TFAST_OK) {
-        Py_XDECREF(py_result(status));
-        return -1;
-    }
-    if (bytes == 0) {
-        return 0;
-    }
-    array = py_take_scratch(call, call->given[SCRATCH], bytes, TFAST_SCRATCH_ALIGNMENT);
-    if (array == NULL) {
-        return -1;
-    }
-    args->scratch = array->data;
-    args->scratch_bytes = 4 * array->numel;
-    return 0;
+    return py_take_scratch(call, call->given[SCRATCH], status, bytes, &args->scratch,
+                           &args->scratch_bytes);
 }
 
 PyObject *

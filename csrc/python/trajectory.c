@@ -14,6 +14,8 @@ enum {
     TOP_K,
     MISS_THRESHOLD,
     STRICT_FINAL,
+    SCRATCH,
+    STREAM,
     N_PARAMETERS
 };
 
@@ -35,6 +37,8 @@ static const py_parameter parameters[N_PARAMETERS] = {
                         .kind = PY_REAL,
                         .at = AT(miss_threshold)},
     [STRICT_FINAL] = {.name = "strict_final", .kind = PY_FLAG, .at = AT(strict_final)},
+    [SCRATCH] = {.name = "scratch", .kind = PY_OBJECT},
+    [STREAM] = {.name = "stream", .kind = PY_STREAM, .at = AT(stream)},
 };
 
 static const uint8_t order[] = {PRED, TARGET, TOTALS, AGENTS, MASK, PROBABILITIES};
@@ -161,6 +165,16 @@ take_arrays(const py_call *call, tfast_trajectory_args *args)
     return 0;
 }
 
+static int
+take_scratch(py_call *call, tfast_trajectory_args *args)
+{
+    int64_t bytes;
+    const tfast_status status = tfast_trajectory_scratch(&bytes, args);
+
+    return py_take_scratch(call, call->given[SCRATCH], status, bytes, &args->scratch,
+                           &args->scratch_bytes);
+}
+
 PyObject *
 py_trajectory(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
@@ -175,7 +189,7 @@ py_trajectory(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *n
         return NULL;
     }
     ready = py_borrow_arrays(&call, &fields) == 0 && take_arrays(&call, &fields) == 0 &&
-            py_check_overlap(&call) == 0;
+            py_check_overlap(&call) == 0 && take_scratch(&call, &fields) == 0;
     if (ready) {
         Py_BEGIN_ALLOW_THREADS
         status = tfast_trajectory(&fields);

@@ -93,6 +93,11 @@ def search(dtype, **options):
         return (*rows, None, None, None)
 
     _core.neighbours(points, None, ptr, None, make, scratch=scratch, **options)
+
+
+def measure(dtype):
+    pred, target = on_gpu(70, 3, 20, 2, dtype=dtype), on_gpu(70, 20, 2)
+    _core.trajectory(pred, target, on_gpu(2, 7, dtype=torch.float64), scratch=scratch)
 """
 
 ALL = """
@@ -107,7 +112,7 @@ for dtype in (f16, bf16):
         attend(dtype, dim, n_q=1, n_k=600, heads=4, backward=False)
     attend(dtype, 64, n_q=300, n_k=300, all_options=True)
 for dtype in (f32, f64):
-    search(dtype, r=1.0), search(dtype, r=1.0, most=5)
+    search(dtype, r=1.0), search(dtype, r=1.0, most=5), measure(dtype)
 """
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trainfast
-from tests.fake_device import run
+from tests.fake_device import TENSORS, run
 from tests.neighbours.clouds import FEATURES, lattice
 from trainfast.numpy import knn_graph, radius, radius_graph
 
@@ -133,38 +133,6 @@ _core.neighbours(OnDevice(np.ones((3000, 2))), OnDevice(bad), two, two, make,
 
 # ---- Tensors -------------------------------------------------------------------------
 
-TENSORS = """
-import torch
-
-class Tensor(OnDevice):
-    "What a tensor on a GPU is to the search."
-    requires_grad = False
-
-    def __init__(self, array, index=0):
-        super().__init__(array, index)
-        self.device = torch.device("cuda", index)
-
-    def __len__(self):
-        return len(self.array)
-
-    def __getitem__(self, i):
-        return Tensor(self.array[i])
-
-    def detach(self):
-        return self
-
-    def cpu(self):
-        return torch.from_numpy(self.array)
-
-    def new_empty(self, shape, dtype=None):
-        return Tensor(torch.empty(shape, dtype=dtype or torch.float32).numpy())
-
-class Stream:
-    cuda_stream = 0
-
-torch.cuda.current_stream = lambda device: Stream()
-"""
-
 
 @on_fake
 def test_tensors_on_a_gpu_stay_there():
@@ -199,8 +167,6 @@ def test_what_a_gpu_leaves_is_searched_on_the_cpu_and_counted(what, reason):
         + f"""
 from trainfast.numpy import neighbours
 {what}
-Tensor.to = lambda self, device: self
-torch.Tensor.to = lambda self, device: Tensor(self.numpy()) # it never was elsewhere
 edges = trainfast.numpy.radius_graph(Tensor(points), r=1.0, ptr=ptr)
 want = trainfast.numpy.radius_graph(points, r=1.0, ptr=ptr)
 assert edges.array.tolist() == want.tolist()

@@ -49,7 +49,6 @@ FORBIDDEN_CALLS = (
     r"\b(_?exit|_Exit|quick_exit|abort|v?f?printf|puts|fputs|putchar|perror)\s*\("
 )
 ONLY_CUDA = {"gemm"}  # what has no kernels for the CPU
-ONLY_CPU = {"trajectory"}  # what has none for GPUs
 MAY_IMPORT_TORCH_LAZILY = ("bench/", "roof.py", "patching/", "stats.py", "tools/")
 
 
@@ -266,7 +265,6 @@ def missing_layers(root):
         for layer in (*layers, *proofs)
         if not list(root.glob(layer.format(word)))
         and not (word in ONLY_CUDA and "kernels" in layer)
-        and not (word in ONLY_CPU and "cuda" in layer)
     ]
 
 

@@ -7,7 +7,7 @@ others are written down below."""
 
 import re
 
-from tests.simt import faults_neighbours
+from tests.simt import faults_positions
 from tests.simt.fault import BOUNDS, CUDA, DIFFERS, MISALIGNED, RACE, Fault, barriers
 
 # Changes that are always on: blocks get several works.
@@ -594,4 +594,4 @@ FAULTS = {
         "host",
     ),
 }
-FAULTS |= faults_neighbours.FAULTS | barriers()
+FAULTS |= faults_positions.FAULTS | barriers()

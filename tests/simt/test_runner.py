@@ -185,21 +185,12 @@ def test_memory_that_is_not_there_yet_reads_as_nan(case, mode):
 # ---- The library's kernels under the sanitizers --------------------------------------
 
 # The largest tensor's elements, or attention's problems: as many as take seconds.
-AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 30, "neighbours": 40, "host": 0}
-FEW = {  # under ThreadSanitizer
-    "adamw": 5000,
-    "amp": 600,
-    "attention": 8,
-    "neighbours": 16,
-    "host": 0,
-}
-FAULTS_NEED = {
-    "adamw": 5000,
-    "amp": 9000,
-    "attention": 240,
-    "neighbours": 60,
-    "host": 0,
-}
+AMOUNTS = {"adamw": 70001, "amp": 70001, "attention": 30, "host": 0}
+AMOUNTS |= {"neighbours": 40, "trajectory": 60}
+FEW = {"adamw": 5000, "amp": 600, "attention": 8, "host": 0}  # under ThreadSanitizer
+FEW |= {"neighbours": 16, "trajectory": 12}
+FAULTS_NEED = {"adamw": 5000, "amp": 9000, "attention": 240, "host": 0}
+FAULTS_NEED |= {"neighbours": 60, "trajectory": 60}
 
 
 def runs(names_and_runs):

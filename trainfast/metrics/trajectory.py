@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 
 from trainfast import _core
-from trainfast.numpy.arrays import Array, as_array, empty
+from trainfast.numpy.arrays import (
+    Array,
+    as_array,
+    current_stream,
+    empty,
+    is_on_cpu,
+    to_numpy,
+)
 from trainfast.report import Report, Table
-from trainfast.stats import count_call
+from trainfast.stats import count_call, count_fallback
 
 # In the order of the core's columns (csrc/tfast.h).
 METRICS = (
@@ -115,15 +122,16 @@ def trajectory_metrics(
     NaN in a step that counts makes all metrics of the agent, and so the mean, NaN; in
     other steps it has no effect. Distances are computed in float32, or float64 if pred
     or target is float64: their relative error is below 2.4e-7, or 5e-16. They are added
-    in float64, with the same bits for any number of threads and instruction set.
+    in float64, with the same bits for any number of threads, instruction set and GPU.
 
     Args:
         pred: [agents, modes, steps, D] or, of one mode, [agents, steps, D]; D is 2 or
-            3. float32, float64, float16 or bfloat16, with any strides, on the CPU.
+            3. float32, float64, float16 or bfloat16, with any strides.
         target: [agents, steps, D] of any of these dtypes.
         mask: bool [agents, steps]: True: the step counts. An agent without such a step
             leaves the means.
-        probabilities: [agents, modes], in [0, 1] (not logits); NaN makes the agent NaN.
+        probabilities: [agents, modes], in [0, 1] (not logits); NaN makes the agent NaN,
+            and so does one outside of [0, 1] on a GPU, where no value is checked.
         definition: "seed", "av2" or "nuscenes".
         miss_threshold: in the unit of the coordinates.
         final: what FDE is measured at. "last": the last step that counts; "strict": the
@@ -137,26 +145,23 @@ def trajectory_metrics(
     Raises:
         ValueError: shapes that do not fit together, probabilities outside of [0, 1], an
             unknown option.
-        NotImplementedError: arrays of another dtype, or on a GPU.
+        NotImplementedError: arrays of another dtype.
     """
     if reduce not in ("mean", "none"):
         raise ValueError(f"reduce must be 'mean' or 'none', got {reduce!r}")
     pred = _input("pred", pred)
-    agents = None
-    if reduce == "none":
-        rows = pred.shape[0] if len(pred.shape) else 0
-        agents = empty(pred, (rows, len(METRICS)), "float64")
-    totals = measure(
+    totals, agents = measure(
         pred,
         target,
-        agents=agents,
         mask=mask,
         probabilities=probabilities,
+        per_agent=reduce == "none",
         definition=definition,
         miss_threshold=miss_threshold,
         final=final,
         top_k=top_k,
     )
+    totals = to_numpy(totals)
     note = mode_note(pred, probabilities)
     has_brier = probabilities is not None
     if agents is None:
@@ -173,32 +178,58 @@ def measure(
     pred: Array,
     target: Array,
     *,
-    agents: Array | None = None,
     mask: Array | None = None,
     probabilities: Array | None = None,
+    per_agent: bool = False,
     final: str = "last",
     top_k: int | None = None,
     **options: Any,
-) -> np.ndarray:
-    """The core's totals: sums over agents, then how many agents each sum has."""
+) -> tuple[Array, Array | None]:
+    """The core's totals, which are sums over agents and then how many agents each sum
+    has, and if asked for [agents, metrics]. They are where the kernel ran, totals of
+    the CPU as NumPy's.
+
+    Tensors on a GPU that has no kernel are measured on the CPU, which `stats()` counts.
+    """
     if final not in ("last", "strict"):
         raise ValueError(f"final must be 'last' or 'strict', got {final!r}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
-    totals = np.empty((2, len(METRICS)))
+    options |= {"strict_final": final == "strict", "top_k": top_k}
+    given = {"pred": pred, "target": target, "mask": mask}
+    given["probabilities"] = probabilities
+    inputs = {name: _input(name, x) for name, x in given.items() if x is not None}
+    try:
+        made = _run(inputs, per_agent, options)
+    except NotImplementedError as error:
+        if is_on_cpu(inputs["pred"]) or not hasattr(pred, "cpu"):
+            raise
+        count_fallback("trajectory", f"measured on the CPU: {error}")
+        inputs = {name: array.cpu() for name, array in inputs.items()}
+        totals, agents = _run(inputs, per_agent, options)
+        made = totals, None if agents is None else agents.to(pred.device)
+    count_call("trajectory", _core.backend_in_use())
+    return made
+
+
+def _run(
+    inputs: dict[str, Array], per_agent: bool, options: dict[str, Any]
+) -> tuple[Array, Array | None]:
+    pred = inputs["pred"]
+    shape = len(METRICS)
+    on_cpu = is_on_cpu(pred)
+    totals = np.empty((2, shape)) if on_cpu else empty(pred, (2, shape), "float64")
+    rows = pred.shape[0] if len(pred.shape) else 0
+    agents = empty(pred, (rows, shape), "float64") if per_agent else None
     _core.trajectory(
-        _input("pred", pred),
-        _input("target", target),
-        totals,
-        agents,
-        None if mask is None else _input("mask", mask),
-        None if probabilities is None else _input("probabilities", probabilities),
-        strict_final=final == "strict",
-        top_k=top_k,
+        totals=totals,
+        agents=agents,
+        scratch=lambda n: empty(pred, (n,), "float32"),
+        stream=current_stream(pred),
+        **inputs,
         **options,
     )
-    count_call("trajectory", _core.backend_in_use())
-    return totals
+    return totals, agents
 
 
 def make_result(
@@ -225,13 +256,6 @@ def mode_note(pred: Array, probabilities: Array | None) -> str:
 
 
 def _input(name: str, array: Array) -> Array:
-    """The array without its gradient; refuses arrays on a GPU."""
+    """The array without its gradient."""
     array = as_array(name, array)
-    if getattr(array, "requires_grad", False):
-        array = array.detach()
-    device = getattr(array, "__dlpack_device__", None)
-    if device is not None and device()[0] not in (1, 3):  # 3: pinned host memory
-        raise NotImplementedError(
-            f"{name} must be on the CPU, got an array on a GPU; pass {name}.cpu()"
-        )
-    return array
+    return array.detach() if getattr(array, "requires_grad", False) else array

@@ -63,6 +63,29 @@ def scalar(like: Array, value: Any, dtype: str = "float32") -> Array:
     return space.full(1, value, dtype=getattr(space, dtype), device=like.device)
 
 
+def current_stream(array: Array) -> int:
+    """The stream of torch on which work for a tensor on a GPU is enqueued; 0, which is
+    the default stream, for arrays of other libraries."""
+    device = getattr(array, "device", None)
+    if getattr(device, "type", None) != "cuda":
+        return 0
+    stream: int = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    return stream
+
+
+def is_on_cpu(array: Array) -> bool:
+    """Whether an array's data lie in the host's memory."""
+    device = getattr(array, "__dlpack_device__", None)
+    return device is None or device()[0] in (1, 3)  # 3: pinned memory
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """The same values as NumPy's array; waits for the device."""
+    if isinstance(array, np.ndarray):
+        return array
+    return np.asarray(array.get() if hasattr(array, "get") else array.cpu())
+
+
 def number(array: Array) -> float:
     """The element of an array of one; waits for the device."""
     return float(array if isinstance(array, (int, float)) else array.reshape(()))

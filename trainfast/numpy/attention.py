@@ -16,6 +16,7 @@ from trainfast.numpy.arrays import (
     cast,
     dtype_name,
     empty,
+    is_on_cpu,
     row_major,
     unit_stride,
 )
@@ -331,7 +332,7 @@ def _options(
         "stream": stream,
         "scratch": lambda n: empty(q, (n,), "float32"),
     }
-    if options["cu_seqlens_q"] is not None and _on_gpu(q):
+    if options["cu_seqlens_q"] is not None and not is_on_cpu(q):
         terms = [options[name] for name in ("mask", "bias")]
         options["max_seqlen_q"] = _longest(q, -2, *terms)
         options["max_seqlen_k"] = _longest(k, -1, *terms)
@@ -418,7 +419,7 @@ def _few_numbers(name: str, array: Array) -> Array:
         except ValueError:
             raise ValueError(f"{name} must hold numbers, got {array!r}") from None
     array = as_array(name, array)
-    if isinstance(array, np.ndarray) or hasattr(array, "to") or _on_gpu(array):
+    if isinstance(array, np.ndarray) or hasattr(array, "to") or not is_on_cpu(array):
         return array
     return np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
 
@@ -429,11 +430,6 @@ def _few_numbers(name: str, array: Array) -> Array:
 def _wide(q: Array) -> str:
     """What lse, slopes, sinks and the gradients of options have."""
     return "float64" if dtype_name(q) == "float64" else "float32"
-
-
-def _on_gpu(array: Array) -> bool:
-    device = getattr(array, "__dlpack_device__", None)
-    return device is not None and device()[0] not in (1, 3)  # 3: pinned host memory
 
 
 def _check_shapes(options: dict[str, Any], **arrays: Array) -> None:
@@ -457,7 +453,7 @@ def _check_lengths(options: dict[str, Any], q: Array, k: Array) -> None:
     """Of lengths that lie on a GPU; the core looks at others."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "kv_lens")
     lengths = {name: options[name] for name in names}
-    if any(x is not None and _on_gpu(x) for x in lengths.values()):
+    if any(x is not None and not is_on_cpu(x) for x in lengths.values()):
         others = {name: options.get(name, 0) for name in _LONGEST}
         sequence_lengths.check_lengths(
             q.shape, k.shape, **lengths, **others, bnhd=options["bnhd"]
@@ -502,5 +498,5 @@ def _run(
             raise
         core(*copies, *outputs, **options)
         count_fallback("attention", "an array without stride 1 was copied")
-    on_gpu = _on_gpu(inputs[0])
+    on_gpu = not is_on_cpu(inputs[0])
     count_call("attention", "cuda" if on_gpu else _core.backend_in_use())

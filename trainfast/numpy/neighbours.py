@@ -6,7 +6,6 @@ therefore give the same edges on every processor and for any number of threads.
 """
 
 import math
-import sys
 from collections.abc import Callable, Collection
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
@@ -428,7 +427,7 @@ def _search_on_gpu(
     if device.type == "cuda" and pairs > _MOST_PAIRS:
         reason = "graphs so large that a GPU, which compares all pairs, is slower"
     elif device.type == "cuda":
-        stream = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        stream = arrays.current_stream(given[0])
         try:
             return search([array.detach() for array in given], stream=stream)
         except NotImplementedError as error:

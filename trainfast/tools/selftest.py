@@ -21,6 +21,7 @@ from trainfast.tools._selftest_attention import (
     check_attention_backward,
 )
 from trainfast.tools._selftest_neighbours import NEIGHBOUR_DTYPES, check_neighbours
+from trainfast.tools._selftest_trajectory import TRAJECTORY_DTYPES, check_trajectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 class Row(NamedTuple):
     """One comparison. `error` is the largest one, in the unit of `allowed`: relative to
-    the result (AMP), to the sum of an element's magnitudes before and after (AdamW), or
-    to that of the magnitudes of all that was added up (attention), to the distance
-    (neighbours, where it is also the number of wrong edges). `ok` is None if it
+    the result (AMP, trajectory), to the sum of an element's magnitudes before and after
+    (AdamW), to that of the magnitudes of all that was added up (attention), or to the
+    distance (neighbours, where wrong edges are counted, too). `ok` is None if it
     was skipped, for the reason in `note`."""
 
     kernel: str
@@ -165,4 +166,5 @@ KERNELS: dict[str, tuple[list[tuple[str, ...]], Check]] = {
     "attention": (ATTENTION_DTYPES, check_attention),
     "attention_backward": (ATTENTION_DTYPES, check_attention_backward),
     "neighbours": (NEIGHBOUR_DTYPES, check_neighbours),
+    "trajectory": (TRAJECTORY_DTYPES, check_trajectory),
 }

@@ -68,7 +68,7 @@ class TrajectoryMetrics(Metric):
         mask: Tensor | None = None,
         probabilities: Tensor | None = None,
     ) -> None:
-        """Adds a batch. Tensors on a GPU are copied to the CPU.
+        """Adds a batch, where its tensors are; nothing waits for a GPU.
 
         Args:
             pred: [agents, modes, steps, D] or [agents, steps, D].
@@ -76,20 +76,18 @@ class TrajectoryMetrics(Metric):
             mask: bool [agents, steps]: True: the step counts.
             probabilities: [agents, modes].
         """
-        totals = measure(
-            pred.detach().cpu(),
-            target.detach().cpu(),
-            mask=None if mask is None else mask.cpu(),
-            probabilities=(
-                None if probabilities is None else probabilities.detach().cpu()
-            ),
+        totals, _ = measure(
+            pred,
+            target,
+            mask=mask,
+            probabilities=probabilities,
             definition=self.definition,
             miss_threshold=self.miss_threshold,
             final=self.final,
             top_k=self.top_k,
         )
         self._note = mode_note(pred, probabilities)
-        sums, counts = torch.from_numpy(totals)
+        sums, counts = torch.as_tensor(totals)
         self.sums += sums.to(self.sums.device)
         self.counts += counts.to(self.counts.device)
 

@@ -524,7 +524,7 @@ def test_items_on_a_gpu_are_no_longer_than_the_terms_or_all_rows():
 
 def test_item_that_is_longer_than_the_terms_is_found_by_a_check(monkeypatch):
     functions = importlib.import_module("trainfast.numpy.attention")
-    monkeypatch.setattr(functions, "_on_gpu", lambda array: True)
+    monkeypatch.setattr(functions, "is_on_cpu", lambda array: False)
     packed, ends = np.zeros((38, 2, 4)), np.array([0, 34, 38])
     options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "kv_lens": None}
     options |= {"bnhd": False, "max_seqlen_q": 33, "max_seqlen_k": 38}

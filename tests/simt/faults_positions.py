@@ -1,8 +1,9 @@
-"""Faults planted in the search for neighbours, beside its barriers."""
+"""Faults planted in what works on positions, the search for neighbours and the metrics
+of trajectories, beside their barriers."""
 
 from tests.simt.fault import BOUNDS, DIFFERS, Fault
 
-KERNELS, HOST = "neighbours.cu", "neighbours.c"
+KERNELS, HOST, METRICS = "neighbours.cu", "neighbours.c", "trajectory.cu"
 
 FAULTS = {
     "centre found as its own neighbour": Fault(
@@ -65,5 +66,46 @@ FAULTS = {
     ),
     "angles in float": Fault(
         HOST, "args->dtype == TFAST_F64 || @args->unit@;", "false", "plain", DIFFERS
+    ),
+    "step past the last one measured": Fault(
+        METRICS,
+        "for (int64_t t = l; is_there && t < @a.end@; t += HALF) {",
+        "a.end + HALF",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "mode past the last one measured": Fault(
+        METRICS,
+        "const bool own = @mode < args.modes@ &&",
+        "true",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
+    ),
+    "steps that do not count measured": Fault(
+        METRICS,
+        "if (@masked && !counts(args, a.number, t)@) {",
+        "false",
+        "plain",
+        DIFFERS,
+    ),
+    "final step of the other half taken": Fault(
+        METRICS,
+        "fde = @t == a.final@ ? d : fde;",
+        "t + 1 == a.end - 1",
+        "plain",
+        DIFFERS,
+    ),
+    "mode of the upper half forgotten": Fault(
+        METRICS, "const int64_t mode = first + @half@;", "0", "plain", DIFFERS
+    ),
+    "later one of equally probable modes preferred": Fault(
+        METRICS, "(@q == p && other < mode@);", "false", "plain", DIFFERS
+    ),
+    "agents of another block added up": Fault(
+        METRICS,
+        "const int n = @left < BLOCK ? (int)left : BLOCK@;",
+        "BLOCK",
+        "address",
+        f"{BOUNDS}|{DIFFERS}",
     ),
 }
