@@ -208,6 +208,21 @@ trajectory_tile(trajectory_agent *a, int64_t mode, trajectory_lanes *lanes,
     }
 }
 
+/* Halves that are added to each other. Loops of fixed lengths stay in registers. */
+static double
+trajectory_sum(const double *sum)
+{
+    double eight[8], four[4];
+
+    for (int l = 0; l < 8; l++) {
+        eight[l] = sum[l] + sum[l + 8];
+    }
+    for (int l = 0; l < 4; l++) {
+        four[l] = eight[l] + eight[l + 4];
+    }
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
 static trajectory_errors
 trajectory_measure(trajectory_agent *a, int64_t mode)
 {
@@ -223,16 +238,14 @@ trajectory_measure(trajectory_agent *a, int64_t mode)
             errors.fde = distances[a->final - at];
         }
     }
-    for (int half = TRAJECTORY_ROW / 2; half > 0; half /= 2) {
-        for (int l = 0; l < half; l++) {
-            lanes.sum[l] += lanes.sum[l + half];
-            lanes.largest[l] = lanes.largest[l + half] > lanes.largest[l]
-                                   ? lanes.largest[l + half]
-                                   : lanes.largest[l];
+    errors.ade = trajectory_sum(lanes.sum) / (double)a->counted;
+    if (a->args->definition == TFAST_TRAJECTORY_NUSCENES) {
+        for (int l = 0; l < TRAJECTORY_ROW; l++) {
+            const double largest = lanes.largest[l];
+
+            errors.largest = largest > errors.largest ? largest : errors.largest;
         }
     }
-    errors.ade = lanes.sum[0] / (double)a->counted;
-    errors.largest = lanes.largest[0];
     return errors;
 }
 
