@@ -88,6 +88,7 @@ enum { /* CUstreamCaptureMode */
     CALL(cuEventRecord, cuEventRecord, (CUevent event, CUstream stream))               \
     CALL(cuEventQuery, cuEventQuery, (CUevent event))                                  \
     CALL(cuEventSynchronize, cuEventSynchronize, (CUevent event))                      \
+    CALL(cuStreamSynchronize, cuStreamSynchronize, (CUstream stream))                  \
     CALL(cuStreamIsCapturing, cuStreamIsCapturing, (CUstream stream, int *status))     \
     CALL(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode,         \
          (int *mode))

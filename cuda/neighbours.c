@@ -18,9 +18,9 @@ typedef struct {
  * room for twice the neighbours that are wanted, so that it is rarely full. */
 enum { MOST_LISTS = 4096, SPARE = 128, MOST_LIST_BYTES = 64 << 20 };
 
+/* Where the parts of the scratch begin, and how large it is. */
 typedef struct {
-    size_t found, ptr, centres_ptr, offsets, points, centres, keys, numbers; /* where
-                                                                    they begin */
+    size_t found, ptr, centres_ptr, offsets, points, centres, keys, numbers;
     size_t bytes;
     int64_t room, lists;
 } layout;
@@ -149,29 +149,20 @@ launch_for_centres(int kernel, const search *s)
                               : status;
 }
 
-/* Zeros for what is found, and where the graphs begin. The host's memory is pageable:
- * the driver has read it when the call returns. */
-static tfast_status
-upload(const search *s, const layout *l)
+/* What the scratch begins with: zeros for what is found, and where the graphs begin. */
+static char *
+make_table(const layout *l, const tfast_neighbours_args *args)
 {
-    const tfast_neighbours_args *args = &s->call.args;
     const size_t ptr_bytes = sizeof(int64_t) * ((size_t)args->n_graphs + 1);
     char *table = calloc(1, l->offsets);
-    tfast_status status;
 
-    if (table == NULL) {
-        return tfast_cuda_fail(TFAST_ENOMEM, "out of memory for a table");
+    if (table != NULL) {
+        memcpy(table + l->ptr, args->points.ptr, ptr_bytes);
+        if (args->centres.data != NULL) {
+            memcpy(table + l->centres_ptr, args->centres.ptr, ptr_bytes);
+        }
     }
-    memcpy(table + l->ptr, args->points.ptr, ptr_bytes);
-    if (args->centres.data != NULL) {
-        memcpy(table + l->centres_ptr, args->centres.ptr, ptr_bytes);
-    }
-    status = tfast_cuda_status(
-        tfast_cuda_driver.cuMemcpyHtoDAsync((CUdeviceptr)(uintptr_t)s->call.found,
-                                            table, l->offsets, args->stream),
-        "cuMemcpyHtoDAsync");
-    free(table);
-    return status;
+    return table;
 }
 
 static tfast_status
@@ -189,13 +180,36 @@ check_found(const neighbours_found *found, const search *s)
                  : args->centres.n - (int64_t)found->bad_centre);
 }
 
-/* Waits for the device, as a copy to pageable memory does. */
+/* Enqueues the count, from the upload of the table, which is `bytes` long, to the copy
+ * of what is found. */
+static tfast_status
+enqueue_count(neighbours_found *found, const search *s, const char *table, size_t bytes)
+{
+    const CUdeviceptr scratch = (CUdeviceptr)(uintptr_t)s->call.args.scratch;
+    const CUstream stream = s->call.args.stream;
+    tfast_status status;
+
+    CU_TRY(cuMemcpyHtoDAsync, (scratch, table, bytes, stream));
+    status = launch_for_centres(KERNEL_neighbours_prepare, s);
+    if (status == TFAST_OK) {
+        status = launch_for_centres(KERNEL_neighbours_count, s);
+    }
+    if (status == TFAST_OK) {
+        status = LAUNCH(KERNEL_neighbours_scan, 1, stream, s->call);
+    }
+    if (status == TFAST_OK) {
+        CU_TRY(cuMemcpyDtoHAsync, (found, scratch, sizeof *found, stream));
+    }
+    return status;
+}
+
 static tfast_status
 count(search *s, const layout *l, int64_t *n_edges)
 {
     const CUstream stream = s->call.args.stream;
     neighbours_found found = {0};
-    tfast_status status;
+    tfast_status status, waited;
+    char *table;
     int capture;
 
     CU_TRY(cuStreamIsCapturing, (stream, &capture));
@@ -204,23 +218,20 @@ count(search *s, const layout *l, int64_t *n_edges)
                                "stream must not capture during a search for "
                                "neighbours: the host reads how many edges there are");
     }
-    status = upload(s, l);
+    table = make_table(l, &s->call.args);
+    if (table == NULL) {
+        return tfast_cuda_fail(TFAST_ENOMEM, "out of memory for a table");
+    }
+    status = enqueue_count(&found, s, table, l->offsets);
+    /* Also after a failure: copies of `table` or to `found` may be under way. */
+    waited = tfast_cuda_status(tfast_cuda_driver.cuStreamSynchronize(stream),
+                               "cuStreamSynchronize");
+    free(table);
     if (status == TFAST_OK) {
-        status = launch_for_centres(KERNEL_neighbours_prepare, s);
+        status = waited;
     }
-    if (status == TFAST_OK) {
-        status = launch_for_centres(KERNEL_neighbours_count, s);
-    }
-    if (status == TFAST_OK) {
-        status = LAUNCH(KERNEL_neighbours_scan, 1, stream, s->call);
-    }
-    if (status != TFAST_OK) {
-        return status;
-    }
-    CU_TRY(cuMemcpyDtoHAsync,
-           (&found, (CUdeviceptr)(uintptr_t)s->call.found, sizeof found, stream));
     *n_edges = found.n_edges;
-    return check_found(&found, s);
+    return status == TFAST_OK ? check_found(&found, s) : status;
 }
 
 /* ---- The plan -------------------------------------------------------------------- */

@@ -310,7 +310,7 @@ def test_pyg_computes_on_a_gpu_where_it_can(monkeypatch, name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_tensors_are_copied_where_pyg_lacks_its_library(monkeypatch):
+def test_a_gpus_tensors_are_searched_where_pyg_lacks_its_library(monkeypatch):
     monkeypatch.setattr(neighbours, "_has_library", lambda: False)
     pos = positions(30)
     edges = pyg.radius_graph(pos.cuda(), 1.0, torch.zeros(30, dtype=int).cuda())

@@ -6,12 +6,10 @@
 
 #include <array>
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include <unistd.h>
@@ -367,16 +365,12 @@ cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned g
 {
     const std::lock_guard<std::recursive_mutex> guard(simt::work_lock);
     const simt::kernel *kernel = function->kernel;
-    CUresult error = launch_error;
 
-    if (error == CUDA_SUCCESS) {
-        error = need_own(function->context);
-    }
-    if (error == CUDA_SUCCESS) {
-        error = need_stream(stream);
-    }
-    if (error != CUDA_SUCCESS) {
-        return error;
+    for (CUresult error :
+         {launch_error.load(), need_own(function->context), need_stream(stream)}) {
+        if (error != CUDA_SUCCESS) {
+            return error;
+        }
     }
     if (grid_x == 0 || grid_x > INT32_MAX) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -431,30 +425,37 @@ cuMemFreeHost(void *pointer)
 static CUresult
 cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
 {
-    const std::lock_guard<std::recursive_mutex> guard(simt::work_lock);
     const CUresult error = need_stream(stream);
 
-    if (error != CUDA_SUCCESS) {
-        return error;
+    if (error == CUDA_SUCCESS) {
+        simt::issue_copy(host_pointer(to), from, bytes);
     }
-    simt::issue_copy(host_pointer(to), from, bytes);
-    return CUDA_SUCCESS;
+    return error;
+}
+
+/* The end of a call that waits for all work, unless it has failed. */
+static CUresult
+wait(CUresult error, const char *name)
+{
+    const std::lock_guard<std::recursive_mutex> guard(simt::work_lock);
+
+    if (error == CUDA_SUCCESS) {
+        simt::synchronising_call(name);
+        simt::finish_work();
+    }
+    return error;
 }
 
 /* To pageable memory, so that it waits. */
 static CUresult
 cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
-    const std::lock_guard<std::recursive_mutex> guard(simt::work_lock);
-    const CUresult error = need_stream(stream);
+    const CUresult error = wait(need_stream(stream), "cuMemcpyDtoHAsync");
 
-    if (error != CUDA_SUCCESS) {
-        return error;
+    if (error == CUDA_SUCCESS) {
+        memcpy(to, host_pointer(from), bytes);
     }
-    simt::synchronising_call("cuMemcpyDtoHAsync");
-    simt::finish_work();
-    memcpy(to, host_pointer(from), bytes);
-    return CUDA_SUCCESS;
+    return error;
 }
 
 /* ---- Events and captures --------------------------------------------------------- */
@@ -507,11 +508,13 @@ cuEventQuery(CUevent event)
 static CUresult
 cuEventSynchronize(CUevent)
 {
-    const std::lock_guard<std::recursive_mutex> guard(simt::work_lock);
+    return wait(need_driver(), "cuEventSynchronize");
+}
 
-    simt::synchronising_call("cuEventSynchronize");
-    simt::finish_work();
-    return need_driver();
+static CUresult
+cuStreamSynchronize(CUstream stream)
+{
+    return wait(need_stream(stream), "cuStreamSynchronize");
 }
 
 static CUresult
@@ -550,12 +553,6 @@ simt_driver_call(const char *symbol)
 const int simt_fault = variable("TRAINFAST_SIMT_FAULT", 0);
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-
-EXPORTED void
-tfast_simt_seed(uint64_t seed)
-{
-    simt::set_seed(seed);
-}
 
 EXPORTED void
 tfast_simt_fail_launches(int error)

@@ -214,6 +214,12 @@ finish_work()
 using namespace simt;
 
 EXPORTED void
+tfast_simt_seed(uint64_t seed)
+{
+    set_seed(seed);
+}
+
+EXPORTED void
 tfast_simt_counts(int64_t counts[3])
 {
     counts[0] = n_syncs;

@@ -200,27 +200,25 @@ def measure(
     given["probabilities"] = probabilities
     inputs = {name: _input(name, x) for name, x in given.items() if x is not None}
     try:
-        made = _run(inputs, per_agent, options)
+        return _run(inputs, per_agent, options)
     except NotImplementedError as error:
         if is_on_cpu(inputs["pred"]) or not hasattr(pred, "cpu"):
             raise
         count_fallback("trajectory", f"measured on the CPU: {error}")
-        inputs = {name: array.cpu() for name, array in inputs.items()}
-        totals, agents = _run(inputs, per_agent, options)
-        made = totals, None if agents is None else agents.to(pred.device)
-    count_call("trajectory", _core.backend_in_use())
-    return made
+    inputs = {name: array.cpu() for name, array in inputs.items()}
+    totals, agents = _run(inputs, per_agent, options)
+    return totals, None if agents is None else agents.to(pred.device)
 
 
 def _run(
     inputs: dict[str, Array], per_agent: bool, options: dict[str, Any]
 ) -> tuple[Array, Array | None]:
     pred = inputs["pred"]
-    shape = len(METRICS)
+    shape = 2, len(METRICS)
     on_cpu = is_on_cpu(pred)
-    totals = np.empty((2, shape)) if on_cpu else empty(pred, (2, shape), "float64")
+    totals = np.empty(shape) if on_cpu else empty(pred, shape, "float64")
     rows = pred.shape[0] if len(pred.shape) else 0
-    agents = empty(pred, (rows, shape), "float64") if per_agent else None
+    agents = empty(pred, (rows, len(METRICS)), "float64") if per_agent else None
     _core.trajectory(
         totals=totals,
         agents=agents,
@@ -229,6 +227,7 @@ def _run(
         **inputs,
         **options,
     )
+    count_call("trajectory", _core.backend_in_use() if on_cpu else "cuda")
     return totals, agents
 
 
