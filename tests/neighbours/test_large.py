@@ -68,8 +68,10 @@ def check_against_tree(pos, r, got):
 @pytest.mark.parametrize("dim", [1, 2, 3])
 @pytest.mark.parametrize("make", CLOUDS)
 def test_radius_graph_of_large_clouds(backend, rng, make, dim, n):
-    if backend in ("scalar", "simt", "wide"):
+    if backend in ("scalar", "wide"):
         n //= 5
+    if backend == "simt":  # which has no cells, and compares all pairs
+        n //= 20
     pos = make(rng, n, dim)
     r = radius_of(pos, 12)
     check_against_tree(pos, r, radius_graph(pos, r=r))
