@@ -71,7 +71,8 @@ take_lists(layout *l, const tfast_neighbours_args *args)
     l->lists = MOST_LIST_BYTES / ((int64_t)entry * l->room);
     l->lists = l->lists < MOST_LISTS ? l->lists : MOST_LISTS;
     l->lists = l->lists < centres ? l->lists : centres;
-    l->lists = (l->lists + warps) / warps * warps; /* whole blocks, at least one */
+    l->lists = l->lists < 1 ? 1 : l->lists;
+    l->lists = (l->lists + warps - 1) / warps * warps; /* whole blocks */
     l->keys = take(l, sizeof(uint64_t) * (size_t)(l->lists * l->room));
     l->numbers = take(l, sizeof(uint32_t) * (size_t)(l->lists * l->room));
 }
@@ -137,16 +138,22 @@ launch(int kernel, const search *s, int64_t blocks)
                   s->call.args.stream, s->call);
 }
 
-/* As many blocks as have centres, or as fill the device. */
+/* As many blocks as `rows` fill, or as fill the device. */
 static tfast_status
-launch_for_centres(int kernel, const search *s)
+launch_for_rows(int kernel, const search *s, int64_t rows, int rows_of_block)
 {
-    const int64_t wanted = (s->call.n_centres + NEIGHBOUR_WARPS - 1) / NEIGHBOUR_WARPS;
+    const int64_t wanted = (rows + rows_of_block - 1) / rows_of_block;
     int full;
     const tfast_status status = tfast_full_grid(&full, kernel + is_wide(&s->call.args));
 
     return status == TFAST_OK ? launch(kernel, s, wanted < full ? wanted : full)
                               : status;
+}
+
+static tfast_status
+launch_for_centres(int kernel, const search *s)
+{
+    return launch_for_rows(kernel, s, s->call.n_centres, NEIGHBOUR_WARPS);
 }
 
 /* What the scratch begins with: zeros for what is found, and where the graphs begin. */
@@ -187,10 +194,12 @@ enqueue_count(neighbours_found *found, const search *s, const char *table, size_
 {
     const CUdeviceptr scratch = (CUdeviceptr)(uintptr_t)s->call.args.scratch;
     const CUstream stream = s->call.args.stream;
+    const int64_t points = s->call.args.points.n, centres = s->call.n_centres;
     tfast_status status;
 
     CU_TRY(cuMemcpyHtoDAsync, (scratch, table, bytes, stream));
-    status = launch_for_centres(KERNEL_neighbours_prepare, s);
+    status = launch_for_rows(KERNEL_neighbours_prepare, s,
+                             points > centres ? points : centres, NEIGHBOUR_THREADS);
     if (status == TFAST_OK) {
         status = launch_for_centres(KERNEL_neighbours_count, s);
     }

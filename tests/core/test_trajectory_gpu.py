@@ -127,7 +127,21 @@ assert "sm_75 or newer, got sm_60" in counted, counted
 
 
 @on_fake
-def test_arrays_on_different_devices_are_an_error():
+def test_tensors_go_where_pred_is():
+    good(
+        """
+want = on_gpu()
+target, p = torch.from_numpy(target), torch.from_numpy(p)
+Tensor.to = lambda self, device: self
+mine = trainfast.trajectory_metrics(
+    Tensor(pred), target, mask=Tensor(mask), probabilities=p)
+assert mine == want
+"""
+    )
+
+
+@on_fake
+def test_numpy_beside_a_gpu_is_an_error():
     code = "trainfast.trajectory_metrics(Tensor(pred), target)"
     done = run(CALLS + code)
     assert done.code == 1 and "target must be on cuda:0" in done.err, done.err

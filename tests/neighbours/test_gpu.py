@@ -155,6 +155,42 @@ assert not trainfast.stats().fallbacks, trainfast.stats()
 
 
 @on_fake
+def test_centres_go_where_the_points_are():
+    good(
+        TENSORS
+        + """
+Tensor.to = lambda self, device: self
+centres = torch.from_numpy(points[:9] + 0.1)
+mine = trainfast.numpy.radius(Tensor(points), centres, r=1.0)
+want = trainfast.numpy.radius(points, points[:9] + 0.1, r=1.0)
+assert isinstance(mine, Tensor) and mine.array.tolist() == want.tolist()
+"""
+    )
+
+
+@on_fake
+def test_arrays_of_cupy_are_searched_on_its_stream():
+    good(
+        """
+import sys
+stream = SimpleNamespace(ptr=0)
+sys.modules["cupy"] = SimpleNamespace(
+    cuda=SimpleNamespace(get_current_stream=lambda: asked.append(1) or stream))
+asked = []
+OnDevice.__module__ = "cupy"
+OnDevice.__len__ = lambda self: len(self.array)
+OnDevice.__getitem__ = lambda self, i: OnDevice(self.array[i])
+space = OnDevice.__array_namespace__
+OnDevice.__array_namespace__ = lambda self: SimpleNamespace(
+    **vars(space(self)), int64=np.int64)
+mine = trainfast.numpy.radius_graph(OnDevice(points), r=1.0, ptr=ptr)
+want = trainfast.numpy.radius_graph(points, r=1.0, ptr=ptr)
+assert asked and mine.array.tolist() == want.tolist()
+"""
+    )
+
+
+@on_fake
 @pytest.mark.parametrize(
     ("what", "reason"),
     [

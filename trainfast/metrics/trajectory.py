@@ -10,6 +10,7 @@ from trainfast import _core
 from trainfast.numpy.arrays import (
     Array,
     as_array,
+    beside,
     current_stream,
     empty,
     is_on_cpu,
@@ -145,7 +146,8 @@ def trajectory_metrics(
     Raises:
         ValueError: shapes that do not fit together, probabilities outside of [0, 1], an
             unknown option.
-        NotImplementedError: arrays of another dtype.
+        NotImplementedError: arrays of another dtype, or of a library other than torch
+            on a GPU without a kernel.
     """
     if reduce not in ("mean", "none"):
         raise ValueError(f"reduce must be 'mean' or 'none', got {reduce!r}")
@@ -198,15 +200,23 @@ def measure(
     options |= {"strict_final": final == "strict", "top_k": top_k}
     given = {"pred": pred, "target": target, "mask": mask}
     given["probabilities"] = probabilities
-    inputs = {name: _input(name, x) for name, x in given.items() if x is not None}
+    inputs = {
+        name: beside(pred, _input(name, array))
+        for name, array in given.items()
+        if array is not None
+    }
     try:
         return _run(inputs, per_agent, options)
     except NotImplementedError as error:
         if is_on_cpu(inputs["pred"]) or not hasattr(pred, "cpu"):
             raise
-        count_fallback("trajectory", f"measured on the CPU: {error}")
-    inputs = {name: array.cpu() for name, array in inputs.items()}
+        reason = f"measured on the CPU: {error}"
+    inputs = {
+        name: array.cpu() if hasattr(array, "cpu") else array
+        for name, array in inputs.items()
+    }
     totals, agents = _run(inputs, per_agent, options)
+    count_fallback("trajectory", reason)
     return totals, None if agents is None else agents.to(pred.device)
 
 

@@ -64,13 +64,22 @@ def scalar(like: Array, value: Any, dtype: str = "float32") -> Array:
 
 
 def current_stream(array: Array) -> int:
-    """The stream of torch on which work for a tensor on a GPU is enqueued; 0, which is
-    the default stream, for arrays of other libraries."""
+    """The stream on which torch, or CuPy, enqueues work for an array on a GPU; 0, which
+    is the default stream, for arrays of other libraries."""
     device = getattr(array, "device", None)
-    if getattr(device, "type", None) != "cuda":
-        return 0
-    stream: int = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    stream = 0
+    if getattr(device, "type", None) == "cuda":
+        stream = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    elif type(array).__module__.partition(".")[0] == "cupy":
+        stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     return stream
+
+
+def beside(like: Array, array: Array) -> Array:
+    """A tensor where the tensor `like` is; other arrays as they are."""
+    if not (hasattr(like, "to") and hasattr(array, "to")):
+        return array
+    return array if array.device == like.device else array.to(like.device)
 
 
 def is_on_cpu(array: Array) -> bool:

@@ -23,8 +23,8 @@ Boundary = Literal["<", "<="]
 Selection = Literal["nearest", "first"]
 Flow = Literal["source_to_target", "target_to_source"]
 
-# On a GPU every pair is compared, on the CPU only those of near cells: from about so
-# many on a CPU is faster than a small GPU, by the instructions that each pair takes.
+# On a GPU every pair is compared, on the CPU only those of near cells. From about this
+# many pairs on a CPU is faster than a small GPU, by the instructions that a pair takes.
 _MOST_PAIRS = 2**30
 
 _FEATURES = ("distance", "relative_position", "unit_vector")
@@ -371,7 +371,8 @@ def _edges(
         _one_of("features", feature, _FEATURES)
     index = str(getattr(index_dtype, "__name__", index_dtype)).rpartition(".")[2]
     _one_of("index_dtype", index, ("int64", "int32"))
-    given = [points] if centres is None else [points, centres]
+    given = [points]
+    given += [] if centres is None else [arrays.beside(points, centres)]
     if features and any(getattr(array, "requires_grad", False) for array in given):
         raise ValueError(_NO_GRADIENT)
 
@@ -402,7 +403,7 @@ def _edges(
         return made
 
     if _kind_of_device(points) == "cpu":
-        result = search(given)
+        result = search(given, stream=arrays.current_stream(points))
     else:
         pairs = np.diff(ptr).astype(float) @ np.diff(
             ptr if centres_ptr is None else centres_ptr
@@ -432,6 +433,6 @@ def _search_on_gpu(
             return search([array.detach() for array in given], stream=stream)
         except NotImplementedError as error:
             reason = str(error)
-    count_fallback("neighbours", f"searched on the CPU: {reason}")
     made = search([array.detach().cpu() for array in given])
+    count_fallback("neighbours", f"searched on the CPU: {reason}")
     return {name: array.to(device) for name, array in made.items()}

@@ -68,7 +68,8 @@ class TrajectoryMetrics(Metric):
         mask: Tensor | None = None,
         probabilities: Tensor | None = None,
     ) -> None:
-        """Adds a batch, where its tensors are; nothing waits for a GPU.
+        """Adds a batch, which is measured where `pred` is. If the metric is on the same
+        GPU (`metric.to(device)`), nothing waits for it.
 
         Args:
             pred: [agents, modes, steps, D] or [agents, steps, D].
