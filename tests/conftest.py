@@ -196,7 +196,9 @@ def simt():
 
     if REASONS["simt"]:
         pytest.skip(REASONS["simt"])
-    return Simt(os.environ["TRAINFAST_SIMT_LIBRARY"])
+    library = Simt(os.environ["TRAINFAST_SIMT_LIBRARY"])
+    yield library
+    library.close()
 
 
 TENSOR_CORES = [(75, "float16"), (75, "bfloat16"), (80, "float16"), (80, "bfloat16")]

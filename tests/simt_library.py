@@ -181,9 +181,19 @@ class Simt:
         self.library.tfast_simt_copies.restype = ctypes.c_int64
         self.failures = []
         self.fail = FAIL(self.note_failure)  # must outlive the library's use of it
+        self.exchange_fail = self.library.tfast_simt_exchange_fail
+        self.exchange_fail.restype = POINTER
+        self.exchange_fail.argtypes = [POINTER]
+        self.others_fail = self.exchange_fail(None)  # the core's, if it has opened it
         self.library.tfast_library_open.restype = ctypes.POINTER(Backend)
         self.opened = self.library.tfast_library_open(ABI, self.fail)
         self.backend = self.opened.contents
+
+    def close(self):
+        """The core's errors are its own again."""
+        now = self.exchange_fail(self.others_fail)
+        if now != ctypes.cast(self.fail, POINTER).value:
+            self.exchange_fail(now)  # the core's, which has opened it since
 
     def note_failure(self, status, text):
         self.failures.append((status, text.decode()))

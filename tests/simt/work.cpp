@@ -2,6 +2,7 @@
 #include "work.h"
 #include "driver.h"
 #include "driver_twin.h"
+#include "tfast.h"
 
 #include <atomic>
 #include <cstdio>
@@ -212,6 +213,17 @@ finish_work()
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 using namespace simt;
+
+extern "C" tfast_fail_function tfast_cuda_fail; /* of cuda/driver.c */
+
+EXPORTED void *
+tfast_simt_exchange_fail(void *fail)
+{
+    void *before = reinterpret_cast<void *>(tfast_cuda_fail);
+
+    tfast_cuda_fail = reinterpret_cast<tfast_fail_function>(fail);
+    return before;
+}
 
 EXPORTED void
 tfast_simt_seed(uint64_t seed)
