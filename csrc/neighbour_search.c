@@ -5,6 +5,7 @@
 
 #include "half.h"
 #include "neighbour_find.h"
+#include "neighbour_graph.h"
 #include "threads.h"
 
 #include <math.h>
@@ -316,24 +317,6 @@ take_centre(const phase *job, tfast_query *q, tfast_finding *f, int64_t row)
     return true;
 }
 
-/* The graph that row `row` of the centres belongs to. */
-static int64_t
-graph_of(const int64_t *ptr, int64_t n_graphs, int64_t row)
-{
-    int64_t low = 0, high = n_graphs - 1; /* the last one with ptr[graph] <= row */
-
-    while (low < high) {
-        const int64_t middle = low + (high - low + 1) / 2;
-
-        if (ptr[middle] <= row) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    return low;
-}
-
 /* Takes the centre that is number i in the order of the search. */
 static bool
 take_number(const phase *job, const int64_t *ptr, int64_t i, int64_t g,
@@ -379,7 +362,7 @@ search_part(void *context, int part, int parts)
     for (int64_t i = atomic_fetch_add(&job->next, CHUNK);
          i < centres->n && !job->failed; i = atomic_fetch_add(&job->next, CHUNK)) {
         const int64_t end = centres->n - i < CHUNK ? centres->n : i + CHUNK;
-        int64_t g = graph_of(centres->ptr, args->n_graphs, i);
+        int64_t g = tfast_graph_of(centres->ptr, args->n_graphs, i);
 
         for (int64_t j = i; j < end; j++) {
             while (centres->ptr[g + 1] <= j) {

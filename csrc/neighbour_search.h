@@ -1,6 +1,6 @@
 /* The search for neighbours on the CPU: neighbour_search.c has the plan, grid and
- * threads, kernels/neighbours.h the loops of each instruction set. And what a search on
- * a GPU shares with it. */
+ * threads, kernels/neighbours.h the loops of each instruction set. The search on a GPU
+ * takes its limit and its message from here, too. */
 #ifndef NEIGHBOUR_SEARCH_H
 #define NEIGHBOUR_SEARCH_H
 

@@ -2,6 +2,7 @@
  * with every point of its graph, 32 at a time in the order of their numbers, so that
  * votes give each edge its place and the edges come out sorted. */
 #include "element.cuh"
+#include "neighbour_graph.h"
 
 enum { MAX_DIM = TFAST_MAX_POINT_DIM };
 
@@ -97,31 +98,13 @@ struct query {
 /* No point has that number: a graph has fewer than 2^31 - 1. */
 static const uint32_t NOT_THERE = ~0u;
 
-/* The last graph whose rows do not begin behind `row`. */
-DEVICE int64_t
-graph_of(const int64_t *ptr, int64_t n_graphs, int64_t row)
-{
-    int64_t low = 0, high = n_graphs - 1;
-
-    while (low < high) {
-        const int64_t middle = low + (high - low + 1) / 2;
-
-        if (ptr[middle] <= row) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    return low;
-}
-
 template <typename REAL>
 DEVICE query<REAL>
 query_of(const neighbours_call &call, int64_t row)
 {
     const tfast_neighbours_args &args = call.args;
     const bool itself = args.centres.data == nullptr;
-    const int64_t g = graph_of(call.centres_ptr, args.n_graphs, row);
+    const int64_t g = tfast_graph_of(call.centres_ptr, args.n_graphs, row);
     const int quads = args.dim > 4 ? 2 : 1;
     const quad<REAL> *centre = (const quad<REAL> *)call.centres + row * quads;
     query<REAL> q;

@@ -145,7 +145,6 @@ plain_step(const tfast_adamw_args &args)
 
 /* ---- Cases ----------------------------------------------------------------------- */
 
-const tfast_backend *backend;
 int64_t largest; /* slots are cut to this many elements */
 
 std::vector<tfast_adamw_slot>

@@ -151,7 +151,6 @@ plain_pass(std::vector<array> &list, results *r, const tfast_amp_grads_args &arg
 
 /* ---- Cases ----------------------------------------------------------------------- */
 
-const tfast_backend *backend;
 int64_t largest; /* tensors are cut to this many elements */
 
 /* Any NaN is as good as another. */

@@ -21,7 +21,11 @@ FAULTS = {
         DIFFERS,
     ),
     "first of the next graph taken for the last": Fault(
-        KERNELS, "if (@ptr[middle] <= row@) {", "ptr[middle] < row", "plain", DIFFERS
+        KERNELS,
+        "tfast_graph_of(call.centres_ptr, args.n_graphs, @row@);",
+        "row > 0 ? row - 1 : 0",
+        "plain",
+        DIFFERS,
     ),
     "rounded square taken for the exact one": Fault(
         KERNELS,

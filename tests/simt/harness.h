@@ -91,4 +91,34 @@ fail(tfast_status status, const char *format, ...)
     return status;
 }
 
+/* ---- Programs that solve random problems ----------------------------------------- */
+
+inline const tfast_backend *backend;
+
+inline int
+random_below(int n)
+{
+    return (int)((random_value() + 1) / 2 * (float)n) % n;
+}
+
+/* The program: its arguments are the seed of the order and the number of problems. */
+inline int
+solve_problems(int argc, char **argv, bool (*solve)(int number))
+{
+    bool right = true;
+
+    if (argc != 3) {
+        return 2;
+    }
+    tfast_simt_seed(strtoull(argv[1], nullptr, 0));
+    backend = tfast_library_open(TFAST_ABI, fail);
+    if (backend == nullptr || backend->unusable() != nullptr) {
+        return 2;
+    }
+    for (int i = 0; i < atoi(argv[2]); i++) {
+        right &= solve(i);
+    }
+    return !right;
+}
+
 #endif

@@ -12,7 +12,6 @@ extern "C" tfast_status tfast_launch(int kernel, int64_t blocks, void *stream,
 
 namespace {
 
-const tfast_backend *backend;
 tfast_driver driver;
 
 char message[512]; /* of the last call that failed */

@@ -8,14 +8,6 @@
 
 namespace {
 
-const tfast_backend *backend;
-
-int
-random_below(int n)
-{
-    return (int)((random_value() + 1) / 2 * (float)n) % n;
-}
-
 /* ---- A problem ------------------------------------------------------------------- */
 
 /* vector<bool> has no addresses. */
@@ -232,18 +224,5 @@ run_problem(int number)
 int
 main(int argc, char **argv)
 {
-    bool right = true;
-
-    if (argc != 3) {
-        return 2;
-    }
-    tfast_simt_seed(strtoull(argv[1], nullptr, 0));
-    backend = tfast_library_open(TFAST_ABI, fail);
-    if (backend == nullptr || backend->unusable() != nullptr) {
-        return 2;
-    }
-    for (int i = 0; i < atoi(argv[2]); i++) {
-        right &= run_problem(i);
-    }
-    return !right;
+    return solve_problems(argc, argv, run_problem);
 }
