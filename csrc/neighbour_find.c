@@ -94,26 +94,12 @@ tfast_select_nearest(tfast_finding *f, int64_t most)
     f->n = f->n < most ? f->n : most;
 }
 
-/* Searches places first .. end - 1. f NULL: only counts. False without memory. */
+/* Searches places first .. end - 1. False: no memory. */
 static bool
 search_places(tfast_query *q, tfast_finding *f, int64_t first, int64_t end)
 {
     const tfast_neighbour_kernels *kernels = q->kernels;
 
-    if (q->place >= first && q->place < end) {
-        const int64_t place = q->place;
-        bool ok;
-
-        q->place = -1;
-        ok = search_places(q, f, first, place) && search_places(q, f, place + 1, end);
-        q->place = place;
-        return ok;
-    }
-    if (f == NULL) {
-        q->total += kernels->within(&q->graph->cloud, q->dim, q->centre, q->limit,
-                                    first, end, NULL, NULL);
-        return true;
-    }
     for (; first < end; first += PIECE) {
         const int64_t stop = end - first < PIECE ? end : first + PIECE;
         int64_t n;
@@ -122,7 +108,8 @@ search_places(tfast_query *q, tfast_finding *f, int64_t first, int64_t end)
             return false;
         }
         n = kernels->within(&q->graph->cloud, q->dim, q->centre, q->limit, first, stop,
-                            f->found + f->n, q->most < 0 ? NULL : f->squares + f->n);
+                            q->place, f->found + f->n,
+                            q->most < 0 ? NULL : f->squares + f->n);
         f->n += n;
         q->total += n;
         if (q->most >= 0 && f->n > 2 * q->most + SPARE) {
@@ -186,9 +173,7 @@ tfast_find_neighbours(tfast_query *q, tfast_finding *f)
 
         q->limit = last ? q->bound : fmin(q->bound, reach * reach);
         q->total = 0;
-        if (f != NULL) {
-            f->n = 0;
-        }
+        f->n = 0;
         if (!search_cells(q, f, last ? radius : reach, &all)) {
             return false;
         }

@@ -35,8 +35,7 @@ typedef struct {
     int64_t total; /* found so far, also those that were dropped */
 } tfast_query;
 
-/* Finds the neighbours of a centre; f NULL: only counts them, in q->total. False: no
- * memory. */
+/* Finds the neighbours of a centre. False: no memory. */
 bool tfast_find_neighbours(tfast_query *q, tfast_finding *f);
 
 /* Keeps the `most` nearest of what was found, in any order. */

@@ -1,6 +1,7 @@
-/* Graphs of few points are searched point by point; larger ones get a grid. Both phases
- * of a search share out centres among threads; a centre's edges have a fixed place, so
- * the result does not depend on the threads. */
+/* Graphs of few points are searched point by point; larger ones get a grid. Threads
+ * share out the centres twice: to list each one's neighbours, and, once the caller has
+ * made the arrays, to write the edges. A centre's edges have a fixed place, so the result
+ * does not depend on the threads. */
 #include "neighbour_search.h"
 
 #include "half.h"
@@ -17,18 +18,28 @@ enum {
     GRID_POINTS = 1024, /* from so many points on a graph gets a grid, */
     GRID_CENTRES = 32,  /* and from so many centres on */
     CHUNK = 64,         /* centres that a thread takes at once */
+    BLOCK = 1 << 14,    /* numbers in a block of lists; larger ones would be mapped, and
+                           paged in, at each call */
     SERIAL = 1 << 18,   /* pairs that are not worth another thread */
 };
+
+/* Lists of neighbours. */
+typedef struct block {
+    struct block *next;
+    int32_t numbers[];
+} block;
 
 typedef struct {
     tfast_neighbours_plan plan;
     const tfast_neighbour_kernels *kernels;
-    double limit;     /* of squared distances, inclusive */
-    bool itself;      /* the points are the centres */
-    int64_t *offsets; /* [centres + 1]: each centre's first edge */
-    double *axes;     /* [dim, n + TFAST_CLOUD_SLACK] */
-    int32_t *index;   /* [n + TFAST_CLOUD_SLACK] */
-    int32_t *start;   /* [n + n_graphs]: of the grids */
+    double limit;          /* of squared distances, inclusive */
+    bool itself;           /* the points are the centres */
+    int64_t *offsets;      /* [centres + 1]: each centre's first edge */
+    const int32_t **lists; /* [centres]: numbers of its neighbours, in order */
+    _Atomic(block *) blocks;
+    double *axes;   /* [dim, n + TFAST_CLOUD_SLACK] */
+    int32_t *index; /* [n + TFAST_CLOUD_SLACK] */
+    int32_t *start; /* [n + n_graphs]: of the grids */
     tfast_point_graph *graphs;
 } search;
 
@@ -36,7 +47,6 @@ typedef struct {
 typedef struct {
     search *s;
     const tfast_neighbours_args *args;
-    bool fill;
     _Atomic int64_t next;
     _Atomic int64_t bad; /* the first row that is not finite, or n */
     _Atomic bool failed; /* no memory */
@@ -187,6 +197,142 @@ prepare_part(void *context, int part, int parts)
     }
 }
 
+/* ---- Lists ----------------------------------------------------------------------- */
+
+/* Adds a point to those that were found. */
+static bool
+add_found(tfast_finding *f, int64_t number)
+{
+    if (!tfast_neighbours_reserve(f, f->n + 1)) {
+        return false;
+    }
+    f->found[f->n++] = (int32_t)number;
+    return true;
+}
+
+/* Lists the neighbours of a centre in order. `own`: its number if it is its own
+ * neighbour beside those that are searched for, else -1. */
+static bool
+list_neighbours(const phase *job, tfast_query *q, tfast_finding *f, int64_t own)
+{
+    const int64_t most = job->args->most;
+
+    q->most = job->args->first ? -1 : most;
+    f->n = 0;
+    if (most != 0 && !tfast_find_neighbours(q, f)) {
+        return false;
+    }
+    if (q->most > 0) {
+        tfast_select_nearest(f, most);
+    } else if (most > 0) {
+        job->s->kernels->sort(f->found, f->spare, f->n);
+        f->n = f->n < most ? f->n : most;
+    }
+    if (own >= 0 && !add_found(f, own)) {
+        return false;
+    }
+    if (q->graph->grid.n_axes > 0 || most >= 0) {
+        job->s->kernels->sort(f->found, f->spare, f->n);
+    }
+    return true;
+}
+
+/* A thread's room for lists. */
+typedef struct {
+    int32_t *at;
+    int64_t left;
+} room;
+
+/* Keeps what was found as the list of centre `row`. */
+static bool
+keep_list(search *s, room *r, const tfast_finding *f, int64_t row)
+{
+    if (f->n > r->left) {
+        const int64_t n = f->n > BLOCK ? f->n : BLOCK;
+        block *b = malloc(sizeof *b + (size_t)n * sizeof *b->numbers);
+
+        if (b == NULL) {
+            return false;
+        }
+        b->next = s->blocks;
+        while (!atomic_compare_exchange_weak(&s->blocks, &b->next, b)) {
+        }
+        *r = (room){b->numbers, n};
+    }
+    if (f->n > 0) {
+        memcpy(r->at, f->found, (size_t)f->n * sizeof *r->at);
+    }
+    s->lists[row] = r->at;
+    s->offsets[row + 1] = f->n;
+    r->at += f->n;
+    r->left -= f->n;
+    return true;
+}
+
+/* Lists the neighbours of the centre that is number i in the order of the search. */
+static bool
+take_centre(const phase *job, const int64_t *ptr, int64_t i, int64_t g,
+            tfast_finding *f, room *r)
+{
+    const tfast_neighbours_args *args = job->args;
+    search *s = job->s;
+    double centre[TFAST_MAX_POINT_DIM] = {0};
+    tfast_query q = {.kernels = s->kernels,
+                     .graph = &s->graphs[g],
+                     .dim = (int)args->dim,
+                     .centre = centre,
+                     .radius = args->radius,
+                     .bound = s->limit,
+                     .place = -1};
+    int64_t row = i, own = -1;
+
+    if (s->itself) { /* in the order of the grid, so that near centres follow */
+        const int64_t place = i - ptr[g], number = q.graph->cloud.index[place];
+        const bool loop = args->loop && s->limit >= 0;
+
+        row = ptr[g] + number;
+        for (int d = 0; d < (int)args->dim; d++) {
+            centre[d] = q.graph->cloud.axis[d][place];
+        }
+        own = loop && args->most >= 0 ? number : -1;
+        q.place = loop && args->most < 0 ? -1 : place; /* -1: the search finds it */
+    } else {
+        load_point(centre, args, &args->centres, i);
+    }
+    return list_neighbours(job, &q, f, own) && keep_list(s, r, f, row);
+}
+
+static void
+list_part(void *context, int part, int parts)
+{
+    phase *job = context;
+    const tfast_neighbours_args *args = job->args;
+    const tfast_points *centres = job->s->itself ? &args->points : &args->centres;
+    tfast_finding f = {0};
+    room r = {0};
+
+    (void)part;
+    (void)parts;
+    for (int64_t i = atomic_fetch_add(&job->next, CHUNK);
+         i < centres->n && !job->failed; i = atomic_fetch_add(&job->next, CHUNK)) {
+        const int64_t end = centres->n - i < CHUNK ? centres->n : i + CHUNK;
+        int64_t g = tfast_graph_of(centres->ptr, args->n_graphs, i);
+
+        for (int64_t j = i; j < end; j++) {
+            while (centres->ptr[g + 1] <= j) {
+                g++;
+            }
+            if (!take_centre(job, centres->ptr, j, g, &f, &r)) {
+                job->failed = true;
+                break;
+            }
+        }
+    }
+    free(f.found);
+    free(f.spare);
+    free(f.squares);
+}
+
 /* ---- Edges ----------------------------------------------------------------------- */
 
 static void
@@ -207,28 +353,30 @@ store(const tfast_neighbours_args *args, void *out, int64_t i, double value)
     }
 }
 
-/* Writes the features of edges from the points found[i] of a graph to a centre. */
+/* Writes the features of edges at .. end - 1, from the points first + list[i] to the
+ * centre `row`. */
 static void
-write_features(const tfast_neighbours_args *args, const tfast_query *q,
-               const tfast_finding *f, int64_t at)
+write_features(const tfast_neighbours_args *args, const tfast_points *centres,
+               int64_t row, const int32_t *list, int64_t first, int64_t at, int64_t end)
 {
     const int dim = (int)args->dim;
-    double point[TFAST_MAX_POINT_DIM] = {0};
+    double point[TFAST_MAX_POINT_DIM] = {0}, centre[TFAST_MAX_POINT_DIM] = {0};
 
-    for (int64_t e = 0; e < f->n; e++) {
+    load_point(centre, args, centres, row);
+    for (int64_t e = at; e < end; e++) {
         double square = 0, distance;
 
-        load_point(point, args, &args->points, q->graph->first + f->found[e]);
+        load_point(point, args, &args->points, first + list[e - at]);
         for (int d = 0; d < dim; d++) {
-            point[d] -= q->centre[d];
+            point[d] -= centre[d];
             square += point[d] * point[d];
         }
         distance = sqrt(square);
         if (args->distance != NULL) {
-            store(args, args->distance, at + e, distance);
+            store(args, args->distance, e, distance);
         }
         for (int d = 0; d < dim; d++) {
-            const int64_t i = (at + e) * dim + d;
+            const int64_t i = e * dim + d;
 
             if (args->relative_position != NULL) {
                 store(args, args->relative_position, i, point[d]);
@@ -241,142 +389,36 @@ write_features(const tfast_neighbours_args *args, const tfast_query *q,
     }
 }
 
-/* Adds a point to those that were found. */
-static bool
-add_found(tfast_finding *f, int64_t number)
-{
-    if (!tfast_neighbours_reserve(f, f->n + 1)) {
-        return false;
-    }
-    f->found[f->n++] = (int32_t)number;
-    return true;
-}
-
-/* Finds the edges of a centre, and puts them in order. `own`: its number if it is its
- * own neighbour beside those that are searched for, else -1. */
-static bool
-find_edges(const phase *job, tfast_query *q, tfast_finding *f, int64_t own)
-{
-    const int64_t most = job->args->most;
-
-    q->most = job->args->first ? -1 : most;
-    if (most != 0 && !tfast_find_neighbours(q, f)) {
-        return false;
-    }
-    if (most == 0) {
-        f->n = 0;
-    } else if (q->most > 0) {
-        tfast_select_nearest(f, most);
-    } else if (most > 0) {
-        job->s->kernels->sort(f->found, f->spare, f->n);
-        f->n = f->n < most ? f->n : most;
-    }
-    if (own >= 0 && !add_found(f, own)) {
-        return false;
-    }
-    if (q->graph->grid.n_axes > 0 || most >= 0) {
-        job->s->kernels->sort(f->found, f->spare, f->n);
-    }
-    return true;
-}
-
-/* Finds and writes the edges of centre `row`, or counts them. */
-static bool
-take_centre(const phase *job, tfast_query *q, tfast_finding *f, int64_t row)
-{
-    const tfast_neighbours_args *args = job->args;
-    const bool own = job->s->itself && args->loop && job->s->limit >= 0;
-    int64_t *offsets = job->s->offsets;
-
-    if (own && args->most < 0) {
-        q->place = -1; /* then the search finds it */
-    }
-    if (!job->fill) {
-        q->total = q->graph->n - (q->place >= 0);
-        if (job->s->limit < INFINITY && !tfast_find_neighbours(q, NULL)) {
-            return false;
-        }
-        if (args->most >= 0) {
-            q->total = q->total < args->most ? q->total : args->most;
-            q->total += own;
-        }
-        offsets[row + 1] = q->total;
-        return true;
-    }
-    if (offsets[row + 1] == offsets[row]) {
-        return true;
-    }
-    if (!find_edges(job, q, f, own && args->most >= 0 ? row - q->graph->first : -1)) {
-        return false;
-    }
-    job->s->kernels->emit(args, offsets[row], f->found, f->n, q->graph->first, row);
-    if (args->distance != NULL || args->relative_position != NULL ||
-        args->unit_vector != NULL) {
-        write_features(args, q, f, offsets[row]);
-    }
-    return true;
-}
-
-/* Takes the centre that is number i in the order of the search. */
-static bool
-take_number(const phase *job, const int64_t *ptr, int64_t i, int64_t g,
-            tfast_finding *f)
-{
-    const tfast_neighbours_args *args = job->args;
-    const search *s = job->s;
-    double centre[TFAST_MAX_POINT_DIM] = {0};
-    tfast_query q = {.kernels = s->kernels,
-                     .graph = &s->graphs[g],
-                     .dim = (int)args->dim,
-                     .centre = centre,
-                     .radius = args->radius,
-                     .bound = s->limit,
-                     .place = -1,
-                     .most = -1};
-    int64_t row = i;
-
-    if (s->itself) { /* in the order of the grid, so that near centres follow */
-        const int64_t place = i - ptr[g];
-
-        row = ptr[g] + q.graph->cloud.index[place];
-        for (int d = 0; d < (int)args->dim; d++) {
-            centre[d] = q.graph->cloud.axis[d][place];
-        }
-        q.place = place;
-    } else {
-        load_point(centre, args, &args->centres, i);
-    }
-    return take_centre(job, &q, f, row);
-}
-
 static void
-search_part(void *context, int part, int parts)
+write_part(void *context, int part, int parts)
 {
     phase *job = context;
     const tfast_neighbours_args *args = job->args;
-    const tfast_points *centres = job->s->itself ? &args->points : &args->centres;
-    tfast_finding f = {0};
+    const search *s = job->s;
+    const tfast_points *centres = s->itself ? &args->points : &args->centres;
+    const bool features = args->distance != NULL || args->relative_position != NULL ||
+                          args->unit_vector != NULL;
 
     (void)part;
     (void)parts;
-    for (int64_t i = atomic_fetch_add(&job->next, CHUNK);
-         i < centres->n && !job->failed; i = atomic_fetch_add(&job->next, CHUNK)) {
+    for (int64_t i = atomic_fetch_add(&job->next, CHUNK); i < centres->n;
+         i = atomic_fetch_add(&job->next, CHUNK)) {
         const int64_t end = centres->n - i < CHUNK ? centres->n : i + CHUNK;
         int64_t g = tfast_graph_of(centres->ptr, args->n_graphs, i);
 
-        for (int64_t j = i; j < end; j++) {
-            while (centres->ptr[g + 1] <= j) {
+        for (int64_t row = i; row < end; row++) {
+            const int64_t at = s->offsets[row], n = s->offsets[row + 1] - at;
+
+            while (centres->ptr[g + 1] <= row) {
                 g++;
             }
-            if (!take_number(job, centres->ptr, j, g, &f)) {
-                job->failed = true;
-                break;
+            s->kernels->emit(args, at, s->lists[row], n, args->points.ptr[g], row);
+            if (features) {
+                write_features(args, centres, row, s->lists[row], args->points.ptr[g],
+                               at, at + n);
             }
         }
     }
-    free(f.found);
-    free(f.spare);
-    free(f.squares);
 }
 
 /* ---- The two functions of a plan ------------------------------------------------- */
@@ -386,7 +428,12 @@ end(tfast_neighbours_plan *plan)
 {
     search *s = (search *)plan;
 
+    for (block *b = s->blocks, *next; b != NULL; b = next) {
+        next = b->next;
+        free(b);
+    }
     free(s->offsets);
+    free(s->lists);
     free(s->axes);
     free(s->index);
     free(s->start);
@@ -416,16 +463,18 @@ count_parts(const tfast_neighbours_args *args)
 static tfast_status
 fill(tfast_neighbours_plan *plan, const tfast_neighbours_args *args)
 {
-    phase job = {.s = (search *)plan, .args = args, .fill = true};
+    phase job = {.s = (search *)plan, .args = args};
 
-    tfast_parallel(count_parts(args), search_part, &job);
-    return job.failed ? no_memory() : TFAST_OK;
+    tfast_parallel(count_parts(args), write_part, &job);
+    return TFAST_OK;
 }
 
 static search *
 new_search(const tfast_neighbours_args *args, const tfast_neighbour_kernels *kernels)
 {
     const size_t n = (size_t)args->points.n + TFAST_CLOUD_SLACK;
+    const bool itself = args->centres.data == NULL;
+    const size_t centres = (size_t)(itself ? args->points.n : args->centres.n);
     search *s = calloc(1, sizeof *s);
 
     if (s == NULL) {
@@ -435,15 +484,15 @@ new_search(const tfast_neighbours_args *args, const tfast_neighbour_kernels *ker
     s->plan.end = end;
     s->kernels = kernels;
     s->limit = tfast_neighbours_limit(args);
-    s->itself = args->centres.data == NULL;
-    s->offsets = calloc((size_t)(s->itself ? args->points.n : args->centres.n) + 1,
-                        sizeof *s->offsets);
+    s->itself = itself;
+    s->offsets = calloc(centres + 1, sizeof *s->offsets);
+    s->lists = malloc((centres + 1) * sizeof *s->lists);
     s->axes = malloc(n * (size_t)args->dim * sizeof *s->axes);
     s->index = malloc(n * sizeof *s->index);
     s->start = malloc((n + (size_t)args->n_graphs) * sizeof *s->start);
     s->graphs = malloc(((size_t)args->n_graphs + 1) * sizeof *s->graphs);
-    if (s->offsets == NULL || s->axes == NULL || s->index == NULL || s->start == NULL ||
-        s->graphs == NULL) {
+    if (s->offsets == NULL || s->lists == NULL || s->axes == NULL || s->index == NULL ||
+        s->start == NULL || s->graphs == NULL) {
         end(&s->plan);
         return NULL;
     }
@@ -491,7 +540,7 @@ tfast_neighbours_plan_cpu(tfast_neighbours_plan **plan, tfast_neighbours_args *a
         status = tfast_neighbours_not_finite(tfast_fail, "centres", bad);
     } else if (!job.failed) {
         job.next = 0;
-        tfast_parallel(parts, search_part, &job);
+        tfast_parallel(parts, list_part, &job);
     }
     if (job.failed) {
         status = no_memory();

@@ -15,13 +15,13 @@ typedef struct {
 } tfast_cloud;
 
 typedef struct {
-    /* Stores the numbers of the points at places first .. end - 1 whose squared
-     * distance from `centre` is <= limit, and these squares, in the order of places;
-     * returns how many there are. `found` and `squares` have room for
-     * TFAST_CLOUD_SLACK more; both or `squares` may be NULL. */
+    /* Stores the numbers of the points at places first .. end - 1, but for `skip`,
+     * whose squared distance from `centre` is <= limit, and these squares, in the order
+     * of places; returns how many there are. `found` and `squares` have room for
+     * TFAST_CLOUD_SLACK more; `squares` may be NULL. */
     int64_t (*within)(const tfast_cloud *cloud, int dim, const double *centre,
-                      double limit, int64_t first, int64_t end, int32_t *found,
-                      double *squares);
+                      double limit, int64_t first, int64_t end, int64_t skip,
+                      int32_t *found, double *squares);
     /* Sorts n different numbers below INT32_MAX; `spare` has room for n. */
     void (*sort)(int32_t *values, int32_t *spare, int64_t n);
     /* Writes edges `at` .. at + n - 1: from found[i] + add to centre. */

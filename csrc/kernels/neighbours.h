@@ -12,23 +12,25 @@ _Static_assert(VR_WIDTH <= TFAST_CLOUD_SLACK, "vectors touch places past the end
  * for what is stored. */
 static inline __attribute__((always_inline)) int64_t
 find_within(const tfast_cloud *cloud, const int dim, const double *centre, double limit,
-            int64_t first, int64_t end, int32_t *found, double *squares,
-            const bool store, const bool store_squares)
+            int64_t first, int64_t end, int64_t skip, int32_t *found, double *squares)
 {
     const vr bound = vr_set1(limit);
+    const int32_t *index = cloud->index;
+    const double *axis[TFAST_MAX_POINT_DIM];
     int64_t n = 0;
     vr at[TFAST_MAX_POINT_DIM];
 
     for (int d = 0; d < dim; d++) {
         at[d] = vr_set1(centre[d]);
+        axis[d] = cloud->axis[d];
     }
     for (int64_t place = first; place < end; place += VR_WIDTH) {
-        vr sum = vr_sub(vr_load(cloud->axis[0] + place), at[0]);
+        vr sum = vr_sub(vr_load(axis[0] + place), at[0]);
         uint32_t mask;
 
         sum = vr_mul(sum, sum);
         for (int d = 1; d < dim; d++) {
-            const vr gap = vr_sub(vr_load(cloud->axis[d] + place), at[d]);
+            const vr gap = vr_sub(vr_load(axis[d] + place), at[d]);
 
             sum = vr_add(sum, vr_mul(gap, gap));
         }
@@ -36,10 +38,11 @@ find_within(const tfast_cloud *cloud, const int dim, const double *centre, doubl
         if (end - place < VR_WIDTH) {
             mask &= (1u << (end - place)) - 1;
         }
-        if (store) {
-            vr_compress_indices(found + n, cloud->index + place, mask);
+        if ((uint64_t)(skip - place) < VR_WIDTH) {
+            mask &= ~(1u << (skip - place));
         }
-        if (store_squares) {
+        vr_compress_indices(found + n, index + place, mask);
+        if (squares != NULL) {
             vr_compress(squares + n, sum, mask);
         }
         n += __builtin_popcount(mask);
@@ -49,26 +52,16 @@ find_within(const tfast_cloud *cloud, const int dim, const double *centre, doubl
 
 static int64_t
 within(const tfast_cloud *cloud, int dim, const double *centre, double limit,
-       int64_t first, int64_t end, int32_t *found, double *squares)
+       int64_t first, int64_t end, int64_t skip, int32_t *found, double *squares)
 {
-    if (found == NULL) {
-        return dim == 2   ? find_within(cloud, 2, centre, limit, first, end, NULL, NULL,
-                                        false, false)
-               : dim == 3 ? find_within(cloud, 3, centre, limit, first, end, NULL, NULL,
-                                        false, false)
-                          : find_within(cloud, dim, centre, limit, first, end, NULL,
-                                        NULL, false, false);
+    if (squares != NULL) {
+        return find_within(cloud, dim, centre, limit, first, end, skip, found, squares);
     }
-    if (squares == NULL) {
-        return dim == 2 ? find_within(cloud, 2, centre, limit, first, end, found, NULL,
-                                      true, false)
-               : dim == 3 ? find_within(cloud, 3, centre, limit, first, end, found,
-                                        NULL, true, false)
-                          : find_within(cloud, dim, centre, limit, first, end, found,
-                                        NULL, true, false);
-    }
-    return find_within(cloud, dim, centre, limit, first, end, found, squares, true,
-                       true);
+    return dim == 2
+               ? find_within(cloud, 2, centre, limit, first, end, skip, found, NULL)
+           : dim == 3
+               ? find_within(cloud, 3, centre, limit, first, end, skip, found, NULL)
+               : find_within(cloud, dim, centre, limit, first, end, skip, found, NULL);
 }
 
 enum { RANKED = 32 }; /* numbers that are sorted at once */

@@ -15,6 +15,7 @@ from tests.graph_cache.loading import N, assert_is_batch_of, epoch, flat, rows
 from tests.graph_cache.native_threads import end, native_threads
 from tests.graph_cache.reference import same
 from tests.graph_cache.worlds import molecules
+from tests.resident_memory import needs_honest_free, resident_bytes
 from trainfast import graph_cache as gc
 
 
@@ -346,14 +347,7 @@ def test_threads_read_one_cache_at_once(cache, world):
     assert wrong == []
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="it keeps what is freed"
-)
+@needs_honest_free
 @pytest.mark.parametrize("keywords", [{}, {"threads": 0}])
 def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
     loader = gc.Loader(cache, 2, shuffle=True, **keywords)

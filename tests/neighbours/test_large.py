@@ -8,6 +8,7 @@ import pytest
 
 from tests.neighbours import reference
 from tests.neighbours.clouds import BOUNDARIES, FLOWS, SELECTIONS, lattice, same
+from tests.resident_memory import needs_honest_free, resident_bytes
 from trainfast.numpy import knn, knn_graph, radius, radius_graph
 
 
@@ -145,6 +146,18 @@ def test_lattice_across_the_borders_of_cells(backend, rng):
     for r, boundary in product((0.1, axis[3] - axis[2], 0.2), BOUNDARIES):
         got = radius_graph(pos, r=r, boundary=boundary)
         same(got, reference.radius_graph(pos, r, boundary=boundary))
+
+
+@needs_honest_free
+def test_many_searches_need_no_more_memory_than_a_few(rng):
+    clouds = [rng.random((n, 2)) for n in (1000, 1500)]  # without a grid and with one
+    for _ in range(3):
+        edges = [radius_graph(pos, r=0.5).shape[1] for pos in clouds]
+    before = resident_bytes()
+    for _ in range(20):
+        for pos in clouds:
+            radius_graph(pos, r=0.5)
+    assert resident_bytes() - before < 4 * sum(edges)  # one of 20 searches' lists
 
 
 @pytest.mark.slow
