@@ -60,7 +60,11 @@ _BY_CAUSE = {
 _AFTER = [
     ("validation under torch.no_grad()", "its activations are not kept"),
     ("loss.item() for logs", "a kept loss keeps the graph of its step"),
-    ("trainfast.AdamW", "no temporaries in the optimizer's step"),
+    (
+        "trainfast.AdamW",
+        'no temporaries in its step; with state_dtype="int8" a quarter of the state; '
+        "with release_gradients() never all gradients at once",
+    ),
     ("a smaller model, or shorter inputs", "the last resort"),
 ]
 

@@ -1,6 +1,7 @@
 """What each setting saves, and the largest batch: by estimating again with it."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from trainfast.memory.estimate import Estimate
 from trainfast.report import Table
@@ -37,13 +38,26 @@ def _settings(estimate: Estimate) -> Iterator[tuple[str, dict[str, object]]]:
         yield f"autocast to {amp}", {"amp": amp}
     if not used.get("checkpointing"):
         yield "trainfast.enable_checkpointing(model)", {"checkpointing": True}
-    if used.get("optimizer") in ("adamw", "adam"):
-        yield "trainfast.AdamW", {"optimizer": "trainfast"}
+    yield from _optimizers(used)
     if estimate.batch_size is not None and estimate.batch_size > 1:
         half = estimate.batch_size // 2
         yield f"batch {half}, twice the accumulation", {"batch_size": half}
+    if used.get("capability") and not used.get("attention_patch"):
+        yield 'trainfast.patch("attention")', {"attention_patch": True}
     if used.get("capability") and not used.get("expandable_segments"):
         yield "expandable_segments:True", {"expandable_segments": True}
+
+
+def _optimizers(used: dict[str, Any]) -> Iterator[tuple[str, dict[str, object]]]:
+    if used.get("optimizer") not in ("adamw", "adam", "trainfast"):
+        return
+    if used["optimizer"] != "trainfast":
+        yield "trainfast.AdamW", {"optimizer": "trainfast"}
+    coded = ("trainfast", {"state_dtype": "int8"})
+    yield 'trainfast.AdamW(state_dtype="int8")', {"optimizer": coded}
+    if used.get("amp") != "fp16":  # whose scaler needs all gradients at once
+        released = {"optimizer": "trainfast", "release_gradients": True}
+        yield "trainfast.AdamW with release_gradients()", released
 
 
 def savings_table(estimate: Estimate, found: dict[str, Estimate]) -> Table:

@@ -188,6 +188,10 @@ def test_knobs_and_the_largest_batch():
     found = savings(estimate)
     assert found["autocast to fp16"].total < estimate.total
     assert found["batch 4, twice the accumulation"].batch_size == 4
+    coded = found['trainfast.AdamW(state_dtype="int8")']
+    assert coded.kinds["optimizer state"] < 0.3 * estimate.kinds["optimizer state"]
+    assert "trainfast.AdamW with release_gradients()" in found
+    assert 'trainfast.patch("attention")' not in found  # torch's keeps no scores either
     best = largest_batch(estimate)
     assert estimate.again(batch_size=best).fits
     assert not estimate.again(batch_size=best + 1).fits
@@ -205,6 +209,30 @@ def test_attention_backends_by_gpu_and_dtype():
         return sum(estimate.activations.values())
 
     assert activations("T4") - activations("A100") > scores
+
+
+def test_attention_patch_keeps_no_scores_where_torch_does():
+    model, batch, options = MODELS["gpt"]()
+    scores = 6 * 8 * 8 * 256 * 256 * 2
+    options |= {"gpu": "T4", "amp": "bf16", "optimizer": "sgd"}
+    torchs = trainfast.estimate_memory(model, batch, **options)
+    ours = torchs.again(attention_patch=True)
+    assert ours.exact
+    saved = sum(torchs.activations.values()) - sum(ours.activations.values())
+    assert saved > scores
+
+
+def test_released_gradients_are_never_all_there():
+    """Eight matrices and few samples: gradients are a quarter of the memory."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    options = {"optimizer": "trainfast", "gpu": "T4"}
+    estimate = trainfast.estimate_memory(model, torch.randn(4, 512), **options)
+    released = estimate.again(release_gradients=True)
+    assert estimate.allocated - released.allocated > 6 * 512 * 512 * 4
+    assert released.kinds["optimizer state"] == estimate.kinds["optimizer state"]
+    assert not any(p.grad is not None for p in model.parameters())
+    with pytest.raises(ValueError, match="needs an optimizer of trainfast"):
+        estimate.again(release_gradients=True, optimizer="sgd")
 
 
 def test_validation_is_a_moment_of_its_own():

@@ -88,7 +88,7 @@ def scaled_dot_product_attention(
         refusal = torchs_are_faster(query)
     if refusal is None:
         try:
-            return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            return on_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
         except (NotImplementedError, ValueError) as error:
             refusal = str(error)
     # Forward mode: torch's fused kernels cannot, its plain operations can.
@@ -241,7 +241,7 @@ def _mask_refusal(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> str | 
     return None
 
 
-def _sdpa(
+def on_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -250,6 +250,7 @@ def _sdpa(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
+    """A call that `shape_refusal` does not refuse, on trainfast's kernel."""
     q, k, v = autocast(query, key, value)
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError("dtypes that differ")  # float64 under autocast

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainfast.torch.attention import sdpa
 from trainfast.torch.private import below_autocast, remove_kernels, tree_map
 
 _aten = torch.ops.aten
@@ -29,12 +30,14 @@ _FLOAT32 = (
 
 
 @contextlib.contextmanager
-def cuda_rules(capability: int) -> Iterator[None]:
+def cuda_rules(capability: int, attention_patch: bool = False) -> Iterator[None]:
     """For as long as it lasts the process's CPU kernels behave as CUDA's.
 
     Args:
         capability: the GPU's compute capability times ten, such as 75.
+        attention_patch: as after trainfast.patch("attention").
     """
+    attention = _attention_for(capability, attention_patch)
     library = torch.library.Library("aten", "IMPL")
     # Newer torch asks for the argument; older torch only warns.
     known = "allow_override" in inspect.signature(library.impl).parameters
@@ -47,7 +50,7 @@ def cuda_rules(capability: int) -> Iterator[None]:
 
     try:
         put("dropout", _dropout, "AutogradCPU")
-        put("scaled_dot_product_attention", _attention_for(capability), "AutogradCPU")
+        put("scaled_dot_product_attention", attention, "AutogradCPU")
         put("lstm.input", _recurrent(gates=6), "AutogradCPU")
         put("gru.input", _recurrent(gates=5), "AutogradCPU")
         put("log_softmax.int", _half_softmax("log_softmax"), "AutocastCPU")
@@ -71,8 +74,9 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.native_dropout(x, p, True)[0]
 
 
-def _attention_for(capability: int) -> Callable[..., torch.Tensor]:
-    """Chooses the backend as torch's sdp_utils.cpp does for CUDA."""
+def _attention_for(capability: int, patched: bool) -> Callable[..., torch.Tensor]:
+    """Chooses the backend as torch's sdp_utils.cpp does for CUDA; `patched`: calls that
+    trainfast's kernel takes go there."""
 
     def attention(
         q: torch.Tensor,
@@ -84,6 +88,10 @@ def _attention_for(capability: int) -> Callable[..., torch.Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
+        ours = patched and q.dtype in _HALVES
+        given = (q, k, v, attn_mask, is_causal, enable_gqa)
+        if ours and sdpa.shape_refusal(*given) is None:
+            return sdpa.on_kernel(q, k, v, attn_mask, dropout_p, is_causal, scale)
         groups = enable_gqa and k.shape[1] != q.shape[1]
         half = q.dtype == torch.float16 or (
             q.dtype == torch.bfloat16 and capability >= 80

@@ -66,6 +66,8 @@ def estimate_memory(
     validation: Any = None,
     checkpointing: bool = False,
     expandable_segments: bool = False,
+    release_gradients: bool = False,
+    attention_patch: bool = False,
 ) -> Estimate:
     """Estimates the memory of training, without a GPU and without computing anything.
 
@@ -94,6 +96,9 @@ def estimate_memory(
         validation: a batch that runs at the end without gradients in eval mode.
         checkpointing: with `trainfast.enable_checkpointing`.
         expandable_segments: with torch's allocator setting of this name.
+        release_gradients: each gradient is freed during the backward pass, as by
+            `trainfast.AdamW(...).release_gradients()`; with optimizer="trainfast".
+        attention_patch: with `trainfast.patch("attention")`, on a GPU.
 
     Returns:
         An `Estimate`, which prints as tables and has `fits`, `total`, `capacity`, ...
@@ -119,7 +124,7 @@ def estimate_memory(
     plan = _Plan(
         *(model, _plain(batch), loss_fn, step, optimizer, amp, device),
         *(gpu_of(gpu) if device == "cuda" else None, steps, _plain(validation)),
-        *(checkpointing, expandable_segments),
+        *(checkpointing, expandable_segments, release_gradients, attention_patch),
     )
     return plan.estimate()
 
@@ -140,6 +145,8 @@ class _Plan:
     validation: Any
     checkpointing: bool
     expandable_segments: bool
+    release_gradients: bool
+    attention_patch: bool
 
     def estimate(self) -> Estimate:
         started = time.monotonic()
@@ -211,6 +218,7 @@ class _Plan:
             "checkpointing": self.checkpointing,
             "optimizer": self.optimizer if isinstance(self.optimizer, str) else None,
             "expandable_segments": self.expandable_segments,
+            "attention_patch": self.attention_patch,
             "capability": self.gpu.capability if self.gpu else 0,
         }
 
@@ -245,6 +253,7 @@ class _Plan:
             device=self.device,
             steps=self.steps,
             validation=validation,
+            release_gradients=self.release_gradients,
         )
 
     def _on_fakes(self) -> tuple[Trace, dict[str, int]]:
@@ -270,7 +279,8 @@ class _Plan:
             for one in (mode, values, numbers_of_fakes(values), tracker):
                 stack.enter_context(one)
             if self.gpu is not None:
-                stack.enter_context(cuda_rules(self.gpu.capability))
+                rules = cuda_rules(self.gpu.capability, self.attention_patch)
+                stack.enter_context(rules)
             self._run(tracker, model, batch, validation)
             tracker.close()
         return tracker.trace, values.guesses

@@ -107,6 +107,7 @@ def run_steps(
     device: str,
     steps: int,
     validation: Any,
+    release_gradients: bool,
 ) -> None:
     """Runs training steps and a validation batch, and tells the tracker what is what.
 
@@ -119,6 +120,8 @@ def run_steps(
     for buffer in model.buffers():
         tracker.see(buffer, "buffers")
     made = make_optimizer(optimizer, model, device == "cuda")
+    if release_gradients:
+        _release_gradients(model, made)
 
     variables: dict[str, Any] = {}
     own = batch
@@ -152,6 +155,20 @@ def run_steps(
         model.eval()
         with torch.no_grad(), autocast(device, dtype):
             step(model, own, variables)
+
+
+def _release_gradients(model: torch.nn.Module, optimizer: Any) -> None:
+    """Frees each gradient as optimizer.release_gradients() does, without its step."""
+    if not isinstance(optimizer, FusedStep):
+        raise ValueError("`release_gradients` needs an optimizer of trainfast")
+
+    def release(param: torch.Tensor) -> None:
+        optimizer.make_state()
+        param.grad = None
+
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(release)
 
 
 def fresh(batch: Any) -> Any:
