@@ -1,7 +1,7 @@
 /* Graphs of few points are searched point by point; larger ones get a grid. Threads
  * share out the centres twice: to list each one's neighbours, and, once the caller has
- * made the arrays, to write the edges. A centre's edges have a fixed place, so the result
- * does not depend on the threads. */
+ * made the arrays, to write the edges. A centre's edges have a fixed place, so the
+ * result does not depend on the threads. */
 #include "neighbour_search.h"
 
 #include "half.h"
