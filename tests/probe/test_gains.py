@@ -70,6 +70,20 @@ def test_skewed_noise_gains_nothing():
     assert gains_of(skewed)["threads"].gain == pytest.approx(1, abs=0.01)
 
 
+def test_a_statement_that_runs_very_often_is_drawn_in_runs():
+    """As one of a loop that collects experience for thousands of turns."""
+    times = [1e-5 * (1 + i % 7) for i in range(100_003)]
+    events = [
+        ["statement 0", seconds, 1 + i // 1001] for i, seconds in enumerate(times)
+    ]
+    played = result({}, spread=0, events=events, statements=[STATEMENT])
+    drawn, rate = Process.of(played).costs["statement 0"]
+    assert len(drawn) == 64
+    assert sum(drawn) / 64 == pytest.approx(sum(times) / len(times), rel=1e-3)
+    assert rate == pytest.approx(1000.03)
+    assert Process.of(result({}, events=[])).costs == {}
+
+
 def test_interval_over_processes_is_that_of_student():
     """Gains of 1 and 4: a mean of 2, and a standard error of log 2."""
     pair = [result({"data": r}, spread=0, rounds=3) for r in (1.0, 0.25)]
@@ -163,6 +177,16 @@ def test_doubled_batch_waits_twice_as_long():
     assert found.gain == pytest.approx(20 / 14, rel=0.03)
 
 
+def test_doubled_batch_without_a_loader_waits_for_nothing():
+    assert gains_of(result({"batch": 1.2}))["batch"].gain == pytest.approx(
+        2 / 1.2, rel=0.03
+    )
+    small = {"batch": 1.2, "threads": 0.8}
+    assert [f.id for f in found_in(result(small), result(small, seed=1))] == [
+        *("batch", "threads")
+    ]
+
+
 def test_noise_is_the_spread_of_the_base():
     quiet, loud = result({}, spread=0.01), result({}, spread=0.3, rounds=30)
     assert noise([Process.of(quiet)]) < 1.1
@@ -180,6 +204,17 @@ def test_statistic_of_nothing_is_none():
 
 def found_in(*results):
     return findings(rows(list(results)), list(results), "train.py")
+
+
+def test_bound_of_a_statement_has_its_part_of_the_backward_pass():
+    """A fifth of a step, and as much again in the backward pass."""
+    events = [["statement 0", 0.0025, step] for step in range(1, 100)]
+    loss = {**STATEMENT, "own": 0.0, "backward": 1.0}
+    one = result({}, spread=0.001, events=events, statements=[loss])
+    (found,) = found_in(one)
+    total = 0.01  # the blocks hold the statement
+    assert found.gain == pytest.approx(1 / (1 - 2 * 0.0025 / total), rel=0.03)
+    assert found.low <= found.gain <= found.high and not found.exact
 
 
 def test_nothing_is_found_in_a_loop_that_has_nothing():

@@ -302,6 +302,38 @@ def test_loop_without_a_torch_optimizer_is_probed(tmp_path, monkeypatch):
     assert (found.id, found.line) == ("statement", 7)
 
 
+SMALL_BATCHES = """\
+import torch
+
+torch.set_num_threads(1)
+
+
+class Net(torch.nn.Sequential):
+    def forward(self, x, y):
+        return (super().forward(x) - y).square().mean()
+
+
+model = Net(*(torch.nn.Linear(32, 32) for _ in range(24)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+while True:
+    for _ in range(4):
+        x = torch.randn(1, 32, requires_grad=True)
+        torch.autograd.grad(model[0](x).sum(), x)
+        model(x, torch.ones(1, 32)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_small_batches_without_a_loader_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SECONDS", 2.0)
+    path = tmp_path / "train.py"
+    path.write_text(SMALL_BATCHES)
+    report = diagnose(str(path))
+    assert report.facts["flops"] > 4 * 24 * 6 * 32 * 32
+    assert first(report).id == "batch" and first(report).gain > 1.5
+
+
 def test_neither_bare_except_nor_finally_breaks_the_probe(tmp_path, script):
     head, _, loop = Path(script()).read_text().partition("for epoch")
     lines = "\n".join("        " + line for line in f"for epoch{loop}".splitlines())

@@ -146,6 +146,29 @@ def test_statement_that_changes_parameters_is_an_optimizer():
     assert [statements.kind(n) for n in (0, 1)] == ["optimizer", "statement"]
 
 
+def test_part_of_the_backward_pass_goes_by_nodes():
+    source = "for i in range(3):\n    few()\n    many()\n    none()\n    step()\n"
+    statements, code = instrument(source, [5], [5])
+    x = torch.ones(1, requires_grad=True)
+
+    def nodes(n):
+        time.sleep(0.01)
+        return sum(x * 2 for _ in range(n))
+
+    def step():
+        statements.loop.seconds["backward"] += 0.01
+
+    calls = {"few": lambda: nodes(10), "many": lambda: nodes(30), "none": time.time}
+    exec(code, {**calls, "step": step, NAME: statements})
+    few, many, none = (statements.backward(n) for n in range(3))
+    assert few / statements.seconds[1] < many / statements.seconds[0]
+    whole = few * statements.seconds[0] + many * statements.seconds[1]
+    assert whole == pytest.approx(0.03, rel=0.01)
+    assert none == 0.0
+    statements.loop.seconds["backward"] += 10.0
+    assert statements.backward(1) == 2.0  # no more than that of a usual operation
+
+
 def test_statement_that_logs_is_named_so():
     source = "for i in range(4):\n    step()\n    report()\n"
     statements, code = instrument(source, [2], [2])

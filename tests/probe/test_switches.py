@@ -290,6 +290,19 @@ def test_doubled_batch_holds_each_sample_twice():
     assert x.shape == (8, 4) and torch.equal(x[:4], x[4:]) and torch.equal(y[:4], y[4:])
 
 
+def test_doubled_batch_without_a_loader_is_that_of_the_model():
+    loop = make_loop()
+    loop.loader, loop.batches = None, []
+    switch = training.DoubledBatch()
+    assert switch.possible(loop, always)
+    switch.enter(loop)
+    assert loop.model(torch.ones(3, 4)).shape == (6, 2)
+    switch.leave(loop)
+    assert loop.model(torch.ones(3, 4)).shape == (3, 2)
+    loop.optimizers *= 2  # another model is fed as well
+    assert not switch.possible(loop, always)
+
+
 def test_doubled_batch_of_a_mapping_and_a_graph():
     batch = {"ids": torch.ones(3, 5), "name": "x", "lr": torch.tensor(0.1)}
     doubled = training._twice(batch)

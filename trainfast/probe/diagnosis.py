@@ -76,7 +76,8 @@ def diagnose(
         more(["dtype"], "float32")
     if first.get("device", "cpu") == "cpu":
         more(["one thread"], "one thread", seconds=run.SECONDS, flops=True)
-    if deep or not findings(rows(results), results, script):
+    found = findings(rows(results), results, script)
+    if deep or all(finding.id == "threads" for finding in found):
         more(["data", "batch"], "a doubled batch", flops=True)
     if deep or first.get("device", "cpu") != "cpu":
         more(["bfloat16", "float16"], "half precision")

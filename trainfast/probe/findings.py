@@ -204,6 +204,8 @@ def findings(rows: list[Row], results: list[Result], script: str) -> list[Findin
             continue  # most of a step grows with the batch
         if row.name == "no optimizer step" and not _has_a_cure(results):
             continue
+        if finding.id == "statement" and row.name.startswith("statement "):
+            _add_backward(finding, _statement(row.name, results).get("backward", 0.0))
         made.append(finding)
     return _one_a_cause(made)
 
@@ -292,6 +294,13 @@ def _finding(row: Row, results: list[Result], script: str) -> Finding:
     return Finding(name, file, line, g.gain, g.low, g.high, exact, changes, fix, how)
 
 
+def _add_backward(finding: Finding, backward: float) -> None:
+    """Without the statement its part of the backward pass is not needed, either."""
+    for name in ("gain", "low", "high"):
+        share = (1 - 1 / getattr(finding, name)) * (1 + backward)
+        setattr(finding, name, 1 / (1 - min(0.9, share)))
+
+
 def _payback(gain: Gain, results: list[Result]) -> str:
     """After how many steps the compiler's time has been gained."""
     seconds, step = next(
@@ -344,5 +353,6 @@ def _says_more(finding: Finding, known: Finding) -> bool:
 
 def slope(results: list[Result]) -> float | None:
     """Forward and backward of a doubled batch, over those of a single one."""
-    processes = [Process.of(result, column=3) for result in results]
-    return Sample(processes, None).ratio("batch", "data")
+    sample = Sample([Process.of(result, column=3) for result in results], None)
+    with_loader = sample.ratio("batch", "data")
+    return sample.ratio("batch") if with_loader is None else with_loader

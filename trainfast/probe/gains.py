@@ -12,9 +12,11 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _DRAWS = 600
+_MOST_DRAWN = 64  # times of a kind of event; of more, runs of them are drawn
 _RARE = 0.5  # events a step, below which their distance says how often they happen
 # The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -42,8 +44,9 @@ class Process:
     Attributes:
         rounds: for each round, seconds a step in each block of a switch. The base has
             two blocks in a round.
-        costs: by event, the seconds of each that happened, and how often it happens a
-            step. Timed statements are events here, too.
+        costs: by event, the seconds of each that happened (or, of very many, means of
+            runs of them), and how often it happens a step. Timed statements are events
+            here, too.
         own: by statement, the share of its time without events inside of it.
         block_steps: steps of a block.
     """
@@ -60,17 +63,22 @@ class Process:
             rounds.setdefault(block[0], {}).setdefault(block[1], []).append(
                 block[column]
             )
-        kinds = {event[0] for event in result["events"]}
+        by_kind: dict[str, list[Any]] = {}
+        for event in result["events"]:
+            by_kind.setdefault(event[0], []).append(event)
         own = {
             f"statement {s['number']}": s["own"] for s in result.get("statements", ())
         }
-        costs = {kind: _events(result, kind) for kind in kinds}
+        costs = {}
+        for kind, events in by_kind.items():
+            times, rate = _times(result, kind, events)
+            costs[kind] = in_runs(times), rate
         return cls(list(rounds.values()), costs, own, result["block_steps"])
 
 
-def _events(result: Result, kind: str) -> tuple[list[float], float]:
+def _times(result: Result, kind: str, events: list[Any]) -> tuple[list[float], float]:
     """The seconds of each event of a kind, and how many happen in a step."""
-    events = [e for e in result["events"] if e[0] == kind and e[2] > 0]
+    events = [e for e in events if e[2] > 0]
     times = [seconds for _, seconds, _ in events]
     if kind == "worker-start" and result.get("period"):
         return times, 1 / result["period"]  # none was seen in blocks without a loader
@@ -84,6 +92,16 @@ def _events(result: Result, kind: str) -> tuple[list[float], float]:
         at = [step for _, _, step in events]
         rate = (len(at) - 1) / max(1, at[-1] - at[0]) if at[-1] > at[0] else rate
     return times, rate
+
+
+def in_runs(times: list[float]) -> list[float]:
+    """Means of at most `_MOST_DRAWN` runs of neighbours, nearly of one length.
+
+    A script can run a statement 100,000 times between two steps.
+    """
+    n, runs = len(times), min(len(times), _MOST_DRAWN)
+    edges = [i * n // runs for i in range(runs + 1)] if n else []
+    return [statistics.fmean(times[a:b]) for a, b in pairwise(edges)]
 
 
 class Sample:
@@ -126,8 +144,8 @@ class Sample:
                 continue  # this process has no stopwatch at statements
             times, rate = process.costs.get(kind, ([], 0.0))
             times = list(self._choose(times))
-            costs.append(statistics.mean(times) * rate if times else 0.0)
-        return statistics.mean(costs) if costs else 0.0
+            costs.append(statistics.fmean(times) * rate if times else 0.0)
+        return statistics.fmean(costs) if costs else 0.0
 
     def total(self) -> float:
         """Seconds of a step with its share of all that a typical step does not have."""
@@ -158,12 +176,13 @@ class Sample:
     def gain_of_doubling(self) -> float | None:
         """A sample's time, against that in batches of twice the size.
 
-        The doubled batch was at hand; the loader's time for it is twice the wait.
+        The doubled batch was at hand; the loader's time for it is twice the wait. A
+        script without a loader does not wait.
         """
         single, double = self.ratio("data"), self.ratio("batch")
-        if single is None or double is None:
+        if double is None:
             return None
-        wait = max(0.0, 1 - single)
+        wait = 0.0 if single is None else max(0.0, 1 - single)
         return 2 * self.total() / (self.total() + self.step() * (double + 2 * wait - 1))
 
     def gain_of_event(self, kind: str) -> float:
@@ -215,7 +234,10 @@ def over_processes(
     logs = [math.log(value) for value in found if value is not None]
     if len(logs) < 2:
         return None
-    middle, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    middle, error = (
+        statistics.fmean(logs),
+        statistics.stdev(logs) / math.sqrt(len(logs)),
+    )
     half = STUDENT[len(logs) - 2] * error
     return Gain(*map(math.exp, (middle, middle - half, middle + half)))
 
@@ -225,7 +247,7 @@ def noise(processes: Sequence[Process]) -> float:
     worst = 1.0
     for process in processes:
         bases = [r["base"] for r in process.rounds if "base" in r]
-        times = sorted(map(statistics.mean, bases))
+        times = sorted(map(statistics.fmean, bases))
         if len(times) >= 3:
             ends = times[int(0.1 * len(times))], times[int(0.9 * (len(times) - 1))]
             worst = max(worst, ends[1] / ends[0])

@@ -305,6 +305,10 @@ if _missing:
 # The class of a DataLoader's iterators; without it a probe sees no loader.
 LoaderIterator: Any = _find("utils.data.dataloader._BaseDataLoaderIter")
 
+# The number that the next node of a backward graph gets; without it no statement is
+# told its part of the backward pass.
+next_node: Callable[[], int] = _find("autograd._get_sequence_nr") or int
+
 # ---- Memory estimates ----------------------------------------------------------------
 
 # Without one of these there is no estimate: MEMORY_REFUSAL says so.

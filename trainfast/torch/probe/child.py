@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -68,6 +69,26 @@ def switches(names: list[str] | None) -> list[Switch]:
     return found
 
 
+def _padded(tree: ast.Module) -> Iterator[int]:
+    """The lines of padding="max_length", an argument of tokenizers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "padding":
+            value = node.value
+            if isinstance(value, ast.Constant) and value.value == "max_length":
+                yield value.lineno
+
+
+class _NoModules:
+    """In place of FlopCounterMode's tracker of modules: under its hooks a script that
+    calls torch.autograd.grad() fails."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class Child:
     """One child process and its script."""
 
@@ -80,6 +101,7 @@ class Child:
         self.flops: int | None = None  # of one optimizer step
         self.counter: FlopCounterMode | None = None
         self.tree = ast.parse(read_script(self.script), self.script)
+        self.loop.lines["padding"].update(_padded(self.tree))
         self.statements: Statements | None = None
         if job.get("stack"):
             self.statements = Statements(self.loop, job["stack"], set(job["work"]))
@@ -121,14 +143,21 @@ class Child:
         """Counts the second step's operations, if the job asks, then hands over."""
         if self.job.get("flops") and self.loop.steps == 1:
             self.counter = FlopCounterMode(display=False)
+            self.counter.mod_tracker = _NoModules()  # type: ignore[assignment]
             self.counter.__enter__()
             return
         if self.counter is not None:
-            self.counter.__exit__(None, None, None)
-            self.flops, self.counter = self.counter.get_total_flops(), None
+            self.flops = self.counter.get_total_flops()
+            self._stop_counting()
         self.schedule.step_ended()
 
+    def _stop_counting(self) -> None:
+        if self.counter is not None:
+            self.counter.__exit__(None, None, None)
+            self.counter = None
+
     def begin_run(self, first: int) -> None:
+        self._stop_counting()  # the script raised in its second step
         if first:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -194,6 +223,7 @@ class Child:
                     "text": text,
                     "kind": self.statements.kind(number),
                     "own": self.statements.own(number),
+                    "backward": self.statements.backward(number),
                 }
                 for number, line, _, text in self.statements.found
             ]

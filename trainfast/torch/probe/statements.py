@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainfast.torch.private import next_node
 from trainfast.torch.probe.loop import EVENTS, Loop, clock
 from trainfast.torch.probe.switch import Switch
 
@@ -13,6 +14,7 @@ NAME = "__probe_statements__"  # in the script's globals
 _LEAST_SHARE = 0.08  # of a statement that is worth skipping
 _LEAST_OWN = 0.8  # share of a statement that blocks must see to measure its skip
 _LOGS = 0.05  # a statement that spends this share on writing logs is there for them
+_MOST_BACKWARD = 2.0  # times a statement's own time, of its part of the backward pass
 _MOST = 4  # statements that are skipped, the most expensive ones
 
 # Of these only what is inside is timed: their own cost is next to none.
@@ -39,6 +41,7 @@ class Statements:
         seconds: by number, in total; a call of the probe's own events included.
         inside: seconds of events inside, by number and event.
         updates: numbers of statements that change parameters.
+        nodes: by number, how many nodes of backward graphs it has made.
     """
 
     def __init__(self, loop: Loop, stack: list[int], work: set[int]) -> None:
@@ -48,8 +51,10 @@ class Statements:
         self.found: list[tuple[int, int, int, str]] = []
         self.seconds: defaultdict[int, float] = defaultdict(float)
         self.inside: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self.open: tuple[int, float, dict[str, float], int] | None = None
+        self.open: tuple[int, float, dict[str, float], int, int] | None = None
         self.updates: set[int] = set()
+        self.nodes: defaultdict[int, int] = defaultdict(int)
+        self.since: tuple[int, float] | None = None  # all nodes, backward seconds
 
     # ---- The tree --------------------------------------------------------------------
 
@@ -122,15 +127,18 @@ class Statements:
             self.open = None
             return False
         version = self._version() if number not in self.updates else -1
-        self.open = (number, clock(), self.loop.event_seconds(), version)
+        self.open = (number, clock(), self.loop.event_seconds(), version, next_node())
         return True
 
     def end(self, number: int) -> None:
         if self.open is None or self.open[0] != number or self.loop.steps == 0:
             return
-        _, start, before, version = self.open
+        _, start, before, version, node = self.open
         self.open = None
         took = clock() - start
+        if self.since is None:
+            self.since = node, self.loop.seconds["backward"]
+        self.nodes[number] += next_node() - node
         self.seconds[number] += took
         self.loop.events.append((f"statement {number}", took, self.loop.steps))
         for name, seconds in self.loop.event_seconds().items():
@@ -143,6 +151,16 @@ class Statements:
         model = self.loop.model
         param = next(model.parameters(), None) if model is not None else None
         return -1 if param is None else param._version
+
+    def backward(self, number: int) -> float:
+        """Seconds of backward passes over seconds of the statement: by its part of the
+        nodes, since the passes give no other sign of it."""
+        if self.since is None or not self.seconds[number]:
+            return 0.0
+        nodes, seconds = self.since
+        part = self.nodes[number] / max(1, next_node() - nodes)
+        passes = part * (self.loop.seconds["backward"] - seconds)
+        return min(_MOST_BACKWARD, passes / self.seconds[number])
 
     def own(self, number: int) -> float:
         """The share of a statement's time without the events inside of it."""

@@ -235,12 +235,17 @@ def _trim(batch: Any, length: int, columns: int) -> Any:
 
 
 class DoubledBatch(Switch):
-    """Each batch twice in one: what of a step does not grow with the batch?"""
+    """Each batch twice in one: what of a step does not grow with the batch?
+
+    Without a loader, the arguments of the model take the batch's place.
+    """
 
     name = "batch"
     by_name = True
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        if loop.loader is None:
+            return loop.model is not None and len(loop.optimizers) == 1
         try:
             return bool(loop.batches) and _twice(loop.batches[0]) is not None
         except Exception:
@@ -249,6 +254,15 @@ class DoubledBatch(Switch):
     def enter(self, loop: Loop) -> None:
         self.given = [_twice(batch) for batch in loop.batches]
         self.next = 0
+        if loop.loader is None:
+            assert loop.model is not None
+            self.hook = loop.model.register_forward_pre_hook(
+                lambda module, args, kwargs: _twice((args, kwargs)), with_kwargs=True
+            )
+
+    def leave(self, loop: Loop) -> None:
+        if loop.loader is None:
+            self.hook.remove()
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
         self.next = (self.next + 1) % len(self.given)
