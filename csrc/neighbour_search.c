@@ -18,8 +18,8 @@ enum {
     GRID_POINTS = 1024, /* from so many points on a graph gets a grid, */
     GRID_CENTRES = 32,  /* and from so many centres on */
     CHUNK = 64,         /* centres that a thread takes at once */
-    BLOCK = 1 << 14,    /* numbers in a block of lists; larger ones would be mapped, and
-                           paged in, at each call */
+    BLOCK = 1 << 14,    /* numbers in a block of lists: 64 KiB, since malloc() maps
+                           blocks from 128 KiB on, and each call would page them in */
     SERIAL = 1 << 18,   /* pairs that are not worth another thread */
 };
 
@@ -259,13 +259,13 @@ keep_list(search *s, room *r, const tfast_finding *f, int64_t row)
         }
         *r = (room){b->numbers, n};
     }
-    if (f->n > 0) {
-        memcpy(r->at, f->found, (size_t)f->n * sizeof *r->at);
-    }
     s->lists[row] = r->at;
     s->offsets[row + 1] = f->n;
-    r->at += f->n;
-    r->left -= f->n;
+    if (f->n > 0) {
+        memcpy(r->at, f->found, (size_t)f->n * sizeof *r->at);
+        r->at += f->n;
+        r->left -= f->n;
+    }
     return true;
 }
 

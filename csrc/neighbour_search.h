@@ -15,10 +15,10 @@ typedef struct {
 } tfast_cloud;
 
 typedef struct {
-    /* Stores the numbers of the points at places first .. end - 1, but for `skip`,
-     * whose squared distance from `centre` is <= limit, and these squares, in the order
-     * of places; returns how many there are. `found` and `squares` have room for
-     * TFAST_CLOUD_SLACK more; `squares` may be NULL. */
+    /* Stores the numbers of the points at places first .. end - 1, except place `skip`
+     * (-1: none), whose squared distance from `centre` is <= limit, and these squares,
+     * in the order of places; returns how many there are. `found` and `squares` have
+     * room for TFAST_CLOUD_SLACK more; `squares` may be NULL. */
     int64_t (*within)(const tfast_cloud *cloud, int dim, const double *centre,
                       double limit, int64_t first, int64_t end, int64_t skip,
                       int32_t *found, double *squares);

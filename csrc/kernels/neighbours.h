@@ -9,7 +9,7 @@
 _Static_assert(VR_WIDTH <= TFAST_CLOUD_SLACK, "vectors touch places past the end");
 
 /* See `within` of tfast_neighbour_kernels. Inlined for each number of dimensions and
- * for what is stored. */
+ * for whether squares are stored. */
 static inline __attribute__((always_inline)) int64_t
 find_within(const tfast_cloud *cloud, const int dim, const double *centre, double limit,
             int64_t first, int64_t end, int64_t skip, int32_t *found, double *squares)

@@ -217,6 +217,13 @@ def test_bound_of_a_statement_has_its_part_of_the_backward_pass():
     assert found.low <= found.gain <= found.high and not found.exact
 
 
+def test_skipped_statement_has_left_out_its_part_of_the_backward_pass():
+    loss = {**STATEMENT, "backward": 1.0}
+    both = (result({"statement 0": 0.6}, seed=s, statements=[loss]) for s in (0, 1))
+    (found,) = found_in(*both)
+    assert found.gain == pytest.approx(1 / 0.6, rel=0.03)
+
+
 def test_nothing_is_found_in_a_loop_that_has_nothing():
     ratios = {"data": 0.95, "fused optimizer": 0.99, "threads": 1.01}
     assert found_in(result(ratios), result(ratios, seed=1)) == []

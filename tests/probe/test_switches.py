@@ -29,6 +29,14 @@ class Convolutions(torch.nn.Module):
         return self.last(self.inner(x).relu()).flatten(1)
 
 
+class Graph(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x, edge_index):
+        return super().forward(x).index_select(0, edge_index[0])
+
+
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -299,8 +307,19 @@ def test_doubled_batch_without_a_loader_is_that_of_the_model():
     assert loop.model(torch.ones(3, 4)).shape == (6, 2)
     switch.leave(loop)
     assert loop.model(torch.ones(3, 4)).shape == (3, 2)
+    with torch.no_grad():
+        assert loop.model(torch.ones(3, 4)).shape == (3, 2)
     loop.optimizers *= 2  # another model is fed as well
     assert not switch.possible(loop, always)
+
+
+def test_one_graph_of_a_whole_data_set_is_no_batch():
+    loop = make_loop(Graph())
+    loop.loader, loop.batches = None, []
+    loop.switch = training.DoubledBatch()
+    loop.switch.enter(loop)
+    with pytest.raises(ValueError, match="no batch of one length"):
+        loop.model(torch.ones(5, 4), torch.zeros(2, 9, dtype=torch.long))
 
 
 def test_doubled_batch_of_a_mapping_and_a_graph():

@@ -34,7 +34,9 @@ def savings(
 def _settings(estimate: Estimate) -> Iterator[tuple[str, dict[str, object]]]:
     used = estimate.settings
     if used.get("amp") is None:
-        amp = "bf16" if used.get("capability", 0) >= 80 else "fp16"
+        without_scaler = used.get("release_gradients")
+        has_bf16 = used.get("capability", 0) >= 80
+        amp = "bf16" if has_bf16 or without_scaler else "fp16"
         yield f"autocast to {amp}", {"amp": amp}
     if not used.get("checkpointing"):
         yield "trainfast.enable_checkpointing(model)", {"checkpointing": True}
@@ -55,7 +57,9 @@ def _optimizers(used: dict[str, Any]) -> Iterator[tuple[str, dict[str, object]]]
         yield "trainfast.AdamW", {"optimizer": "trainfast"}
     coded = ("trainfast", {"state_dtype": "int8"})
     yield 'trainfast.AdamW(state_dtype="int8")', {"optimizer": coded}
-    if used.get("amp") != "fp16":  # whose scaler needs all gradients at once
+    if used.get("amp") != "fp16" and not used.get(
+        "release_gradients"
+    ):  # whose scaler needs all gradients at once
         released = {"optimizer": "trainfast", "release_gradients": True}
         yield "trainfast.AdamW with release_gradients()", released
 

@@ -9,6 +9,7 @@ from trainfast.probe.gains import Gain, Process, Result, Sample, interval
 LEAST = 1.15  # of a gain that is worth a finding
 LEAST_BOUND = 1.2  # of a bound, which no mending reaches
 _SURE = 1.05  # the interval of a finding lies above
+_MOST_SHARE = 0.9  # of a step, of a statement with its share of the backward pass
 _LEAST_SLOPE = 1.5  # a doubled batch that costs less than this has a fixed cost
 
 EXACT = True
@@ -204,7 +205,7 @@ def findings(rows: list[Row], results: list[Result], script: str) -> list[Findin
             continue  # most of a step grows with the batch
         if row.name == "no optimizer step" and not _has_a_cure(results):
             continue
-        if finding.id == "statement" and row.name.startswith("statement "):
+        if row.name.startswith("statement ") and not _was_skipped(row, results):
             _add_backward(finding, _statement(row.name, results).get("backward", 0.0))
         made.append(finding)
     return _one_a_cause(made)
@@ -294,11 +295,21 @@ def _finding(row: Row, results: list[Result], script: str) -> Finding:
     return Finding(name, file, line, g.gain, g.low, g.high, exact, changes, fix, how)
 
 
+def _was_skipped(row: Row, results: list[Result]) -> bool:
+    """Whether blocks left the statement out, and with it all that follows from it."""
+    return any(block[1] == row.name for result in results for block in result["blocks"])
+
+
 def _add_backward(finding: Finding, backward: float) -> None:
-    """Without the statement its part of the backward pass is not needed, either."""
+    """Adds a statement's share of the backward pass to its bound.
+
+    Args:
+        backward: seconds of that share over seconds of the statement.
+    """
     for name in ("gain", "low", "high"):
-        share = (1 - 1 / getattr(finding, name)) * (1 + backward)
-        setattr(finding, name, 1 / (1 - min(0.9, share)))
+        gain = getattr(finding, name)
+        share = (1 - 1 / gain) * (1 + backward)
+        setattr(finding, name, max(gain, 1 / (1 - min(_MOST_SHARE, share))))
 
 
 def _payback(gain: Gain, results: list[Result]) -> str:

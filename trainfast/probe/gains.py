@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 _DRAWS = 600
-_MOST_DRAWN = 64  # times of a kind of event; of more, runs of them are drawn
+_MOST_DRAWN = 64  # times of a kind of event; of more, means of chunks are drawn
 _RARE = 0.5  # events a step, below which their distance says how often they happen
 # The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -45,7 +45,7 @@ class Process:
         rounds: for each round, seconds a step in each block of a switch. The base has
             two blocks in a round.
         costs: by event, the seconds of each that happened (or, of very many, means of
-            runs of them), and how often it happens a step. Timed statements are events
+            chunks), and how often it happens a step. Timed statements are events
             here, too.
         own: by statement, the share of its time without events inside of it.
         block_steps: steps of a block.
@@ -72,7 +72,7 @@ class Process:
         costs = {}
         for kind, events in by_kind.items():
             times, rate = _times(result, kind, events)
-            costs[kind] = in_runs(times), rate
+            costs[kind] = chunk_means(times), rate
         return cls(list(rounds.values()), costs, own, result["block_steps"])
 
 
@@ -94,13 +94,13 @@ def _times(result: Result, kind: str, events: list[Any]) -> tuple[list[float], f
     return times, rate
 
 
-def in_runs(times: list[float]) -> list[float]:
-    """Means of at most `_MOST_DRAWN` runs of neighbours, nearly of one length.
+def chunk_means(times: list[float]) -> list[float]:
+    """Means of at most `_MOST_DRAWN` chunks of neighbours, nearly of one length.
 
     A script can run a statement 100,000 times between two steps.
     """
-    n, runs = len(times), min(len(times), _MOST_DRAWN)
-    edges = [i * n // runs for i in range(runs + 1)] if n else []
+    n, chunks = len(times), min(len(times), _MOST_DRAWN)
+    edges = [i * n // chunks for i in range(chunks + 1)] if n else []
     return [statistics.fmean(times[a:b]) for a, b in pairwise(edges)]
 
 

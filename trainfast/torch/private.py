@@ -305,8 +305,8 @@ if _missing:
 # The class of a DataLoader's iterators; without it a probe sees no loader.
 LoaderIterator: Any = _find("utils.data.dataloader._BaseDataLoaderIter")
 
-# The number that the next node of a backward graph gets; without it no statement is
-# told its part of the backward pass.
+# The number that the next node of a backward graph gets; without it the shares of
+# statements in the backward pass are 0.
 next_node: Callable[[], int] = _find("autograd._get_sequence_nr") or int
 
 # ---- Memory estimates ----------------------------------------------------------------

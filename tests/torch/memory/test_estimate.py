@@ -190,7 +190,8 @@ def test_knobs_and_the_largest_batch():
     assert found["batch 4, twice the accumulation"].batch_size == 4
     coded = found['trainfast.AdamW(state_dtype="int8")']
     assert coded.kinds["optimizer state"] < 0.3 * estimate.kinds["optimizer state"]
-    assert "trainfast.AdamW with release_gradients()" in found
+    released = found["trainfast.AdamW with release_gradients()"]
+    assert released.total <= found["trainfast.AdamW"].total
     assert 'trainfast.patch("attention")' not in found  # torch's keeps no scores either
     best = largest_batch(estimate)
     assert estimate.again(batch_size=best).fits

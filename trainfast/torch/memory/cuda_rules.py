@@ -91,7 +91,8 @@ def _attention_for(capability: int, patched: bool) -> Callable[..., torch.Tensor
         ours = patched and q.dtype in _HALVES
         given = (q, k, v, attn_mask, is_causal, enable_gqa)
         if ours and sdpa.shape_refusal(*given) is None:
-            return sdpa.on_kernel(q, k, v, attn_mask, dropout_p, is_causal, scale)
+            with contextlib.suppress(NotImplementedError, ValueError):
+                return sdpa.on_kernel(q, k, v, attn_mask, dropout_p, is_causal, scale)
         groups = enable_gqa and k.shape[1] != q.shape[1]
         half = q.dtype == torch.float16 or (
             q.dtype == torch.bfloat16 and capability >= 80

@@ -219,6 +219,7 @@ class _Plan:
             "optimizer": self.optimizer if isinstance(self.optimizer, str) else None,
             "expandable_segments": self.expandable_segments,
             "attention_patch": self.attention_patch,
+            "release_gradients": self.release_gradients,
             "capability": self.gpu.capability if self.gpu else 0,
         }
 

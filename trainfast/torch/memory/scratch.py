@@ -42,7 +42,7 @@ def scratch_of(name: str, args: tuple[Any, ...], out: Any, gpu: Gpu | None) -> i
         batch, heads, queries, width = args[1].shape
         tiles = ceil(queries / _TILE) * ceil(width / _TILE)
         return int(batch * heads * tiles * _STORAGE)
-    if "_attention_backward" in name:  # flash: the queries' gradient in float32
+    if "flash_attention_backward" in name:  # the queries' gradient in float32
         return args[1].numel() * 4
     return 0
 

@@ -120,7 +120,7 @@ def run_steps(
     for buffer in model.buffers():
         tracker.see(buffer, "buffers")
     made = make_optimizer(optimizer, model, device == "cuda")
-    if release_gradients:
+    if release_gradients and made is not None:
         _release_gradients(model, made)
 
     variables: dict[str, Any] = {}
@@ -160,7 +160,10 @@ def run_steps(
 def _release_gradients(model: torch.nn.Module, optimizer: Any) -> None:
     """Frees each gradient as optimizer.release_gradients() does, without its step."""
     if not isinstance(optimizer, FusedStep):
-        raise ValueError("`release_gradients` needs an optimizer of trainfast")
+        raise ValueError(
+            "`release_gradients` needs an optimizer of trainfast; pass "
+            '`optimizer="trainfast"`'
+        )
 
     def release(param: torch.Tensor) -> None:
         optimizer.make_state()

@@ -291,7 +291,7 @@ def _model_called(loop: Loop, module: torch.nn.Module, args: Any = ()) -> None:
     if module.training and torch.is_grad_enabled():
         loop.evaluation_ends()
         loop.note("forward")
-        if loop.loader is None and loop.arrived is None:
+        if loop.loader is None:
             loop.arrived = clock()
     elif loop.in_evaluation() and loop.steps > 0:
         loop.evaluation_begins()

@@ -153,8 +153,8 @@ class Statements:
         return -1 if param is None else param._version
 
     def backward(self, number: int) -> float:
-        """Seconds of backward passes over seconds of the statement: by its part of the
-        nodes, since the passes give no other sign of it."""
+        """Seconds of its share of the backward passes over seconds of the statement:
+        estimated from its share of the nodes that this thread made."""
         if self.since is None or not self.seconds[number]:
             return 0.0
         nodes, seconds = self.since

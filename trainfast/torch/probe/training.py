@@ -257,7 +257,7 @@ class DoubledBatch(Switch):
         if loop.loader is None:
             assert loop.model is not None
             self.hook = loop.model.register_forward_pre_hook(
-                lambda module, args, kwargs: _twice((args, kwargs)), with_kwargs=True
+                _twice_the_arguments, with_kwargs=True
             )
 
     def leave(self, loop: Loop) -> None:
@@ -277,6 +277,21 @@ def _twice(batch: Any) -> Any:
         return None
     rows = leaves[0].shape[0]
     return _double(batch, rows)
+
+
+def _twice_the_arguments(model: Any, args: Any, kwargs: Any) -> Any:
+    """In training: raises where an argument has no samples that could be doubled, as
+    the one graph of a whole data set."""
+    if not (model.training and torch.is_grad_enabled()):
+        return None
+    doubled = _twice((args, kwargs))
+    before, after = (
+        [t.shape[0] for t in tensors(given) if t.dim()]
+        for given in ((args, kwargs), doubled)
+    )
+    if after != [2 * before[0]] * len(before):
+        raise ValueError("the model's arguments are no batch of one length")
+    return doubled
 
 
 def _double(batch: Any, rows: int) -> Any:
