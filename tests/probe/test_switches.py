@@ -305,10 +305,10 @@ def test_doubled_batch_without_a_loader_is_that_of_the_model():
     assert switch.possible(loop, always)
     switch.enter(loop)
     assert loop.model(torch.ones(3, 4)).shape == (6, 2)
+    with torch.no_grad():  # an evaluation
+        assert loop.model(torch.ones(3, 4)).shape == (3, 2)
     switch.leave(loop)
     assert loop.model(torch.ones(3, 4)).shape == (3, 2)
-    with torch.no_grad():
-        assert loop.model(torch.ones(3, 4)).shape == (3, 2)
     loop.optimizers *= 2  # another model is fed as well
     assert not switch.possible(loop, always)
 

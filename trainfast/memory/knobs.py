@@ -57,9 +57,8 @@ def _optimizers(used: dict[str, Any]) -> Iterator[tuple[str, dict[str, object]]]
         yield "trainfast.AdamW", {"optimizer": "trainfast"}
     coded = ("trainfast", {"state_dtype": "int8"})
     yield 'trainfast.AdamW(state_dtype="int8")', {"optimizer": coded}
-    if used.get("amp") != "fp16" and not used.get(
-        "release_gradients"
-    ):  # whose scaler needs all gradients at once
+    scaled = used.get("amp") == "fp16"  # and the scaler needs all gradients at once
+    if not scaled and not used.get("release_gradients"):
         released = {"optimizer": "trainfast", "release_gradients": True}
         yield "trainfast.AdamW with release_gradients()", released
 
