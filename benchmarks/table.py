@@ -45,8 +45,8 @@ NOTES = {
     "bytes; for a step, the step without a loader.",
     "neighbours": "Graphs lie on a field of 105 x 68, the radius is 30. trainfast sorts"
     " its edges; scipy's are unsorted. The bound is a copy of the edges' bytes."
-    " pyg-lib was not installed in this run; in one of 2026-11-28, before edges were"
-    " listed in one search, it took 15, 5.0, 3.0 and 15 times as long as trainfast.",
+    " pyg-lib was not installed in this run. On 2026-11-28, on a slower machine, it"
+    " took 15, 5.0, 3.0 and 15 times as long as an earlier version of trainfast.",
     "trajectory": "All seven metrics at once; the rivals' are vectorised code of NumPy "
     "and torch. The bound is a read of the predictions and targets. For 10,000 agents "
     "torch's time differs from one process to the next: 13 ms in one of seven, 19 to "

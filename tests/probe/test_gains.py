@@ -70,7 +70,7 @@ def test_skewed_noise_gains_nothing():
     assert gains_of(skewed)["threads"].gain == pytest.approx(1, abs=0.01)
 
 
-def test_a_statement_that_runs_very_often_is_drawn_in_runs():
+def test_times_of_a_statement_that_runs_very_often_are_drawn_in_chunks():
     """As one of a loop that collects experience for thousands of turns."""
     times = [1e-5 * (1 + i % 7) for i in range(100_003)]
     events = [
@@ -178,13 +178,11 @@ def test_doubled_batch_waits_twice_as_long():
 
 
 def test_doubled_batch_without_a_loader_waits_for_nothing():
-    assert gains_of(result({"batch": 1.2}))["batch"].gain == pytest.approx(
-        2 / 1.2, rel=0.03
-    )
+    found = gains_of(result({"batch": 1.2}))["batch"]
+    assert found.gain == pytest.approx(2 / 1.2, rel=0.03)
     small = {"batch": 1.2, "threads": 0.8}
-    assert [f.id for f in found_in(result(small), result(small, seed=1))] == [
-        *("batch", "threads")
-    ]
+    both = found_in(result(small), result(small, seed=1))
+    assert [finding.id for finding in both] == ["batch", "threads"]
 
 
 def test_noise_is_the_spread_of_the_base():
@@ -206,7 +204,7 @@ def found_in(*results):
     return findings(rows(list(results)), list(results), "train.py")
 
 
-def test_bound_of_a_statement_has_its_part_of_the_backward_pass():
+def test_bound_of_a_statement_has_its_share_of_the_backward_pass():
     """A fifth of a step, and as much again in the backward pass."""
     events = [["statement 0", 0.0025, step] for step in range(1, 100)]
     loss = {**STATEMENT, "own": 0.0, "backward": 1.0}
@@ -217,7 +215,7 @@ def test_bound_of_a_statement_has_its_part_of_the_backward_pass():
     assert found.low <= found.gain <= found.high and not found.exact
 
 
-def test_skipped_statement_has_left_out_its_part_of_the_backward_pass():
+def test_skipped_statement_has_left_out_its_share_of_the_backward_pass():
     loss = {**STATEMENT, "backward": 1.0}
     both = (result({"statement 0": 0.6}, seed=s, statements=[loss]) for s in (0, 1))
     (found,) = found_in(*both)

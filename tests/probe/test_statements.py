@@ -146,7 +146,7 @@ def test_statement_that_changes_parameters_is_an_optimizer():
     assert [statements.kind(n) for n in (0, 1)] == ["optimizer", "statement"]
 
 
-def test_part_of_the_backward_pass_goes_by_nodes():
+def test_share_of_the_backward_pass_goes_by_nodes():
     source = "for i in range(3):\n    few()\n    many()\n    none()\n    step()\n"
     statements, code = instrument(source, [5], [5])
     x = torch.ones(1, requires_grad=True)

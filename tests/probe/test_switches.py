@@ -318,8 +318,10 @@ def test_one_graph_of_a_whole_data_set_is_no_batch():
     loop.loader, loop.batches = None, []
     loop.switch = training.DoubledBatch()
     loop.switch.enter(loop)
-    with pytest.raises(ValueError, match="no batch of one length"):
-        loop.model(torch.ones(5, 4), torch.zeros(2, 9, dtype=torch.long))
+    graph = torch.ones(5, 4), torch.zeros(2, 9, dtype=torch.long)
+    for arguments in (graph, (None, object())):
+        with pytest.raises(ValueError, match="no batch of one length"):
+            loop.model(*arguments)
 
 
 def test_doubled_batch_of_a_mapping_and_a_graph():

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 _DRAWS = 600
-_MOST_DRAWN = 64  # times of a kind of event; of more, means of chunks are drawn
+_MOST_DRAWN = 64  # times of a kind of event; if there are more, means of chunks
 _RARE = 0.5  # events a step, below which their distance says how often they happen
 # The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -234,10 +234,8 @@ def over_processes(
     logs = [math.log(value) for value in found if value is not None]
     if len(logs) < 2:
         return None
-    middle, error = (
-        statistics.fmean(logs),
-        statistics.stdev(logs) / math.sqrt(len(logs)),
-    )
+    middle = statistics.fmean(logs)
+    error = statistics.stdev(logs) / math.sqrt(len(logs))
     half = STUDENT[len(logs) - 2] * error
     return Gain(*map(math.exp, (middle, middle - half, middle + half)))
 

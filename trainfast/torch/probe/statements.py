@@ -14,7 +14,8 @@ NAME = "__probe_statements__"  # in the script's globals
 _LEAST_SHARE = 0.08  # of a statement that is worth skipping
 _LEAST_OWN = 0.8  # share of a statement that blocks must see to measure its skip
 _LOGS = 0.05  # a statement that spends this share on writing logs is there for them
-_MOST_BACKWARD = 2.0  # times a statement's own time, of its part of the backward pass
+# A statement's share of the backward pass is at most so many times its own time.
+_MOST_BACKWARD = 2.0
 _MOST = 4  # statements that are skipped, the most expensive ones
 
 # Of these only what is inside is timed: their own cost is next to none.

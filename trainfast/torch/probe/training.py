@@ -243,6 +243,9 @@ class DoubledBatch(Switch):
     name = "batch"
     by_name = True
 
+    def __init__(self) -> None:
+        self.hook: Any = None
+
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         if loop.loader is None:
             return loop.model is not None and len(loop.optimizers) == 1
@@ -261,8 +264,9 @@ class DoubledBatch(Switch):
             )
 
     def leave(self, loop: Loop) -> None:
-        if loop.loader is None:
+        if self.hook is not None:
             self.hook.remove()
+            self.hook = None
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
         self.next = (self.next + 1) % len(self.given)
@@ -280,16 +284,14 @@ def _twice(batch: Any) -> Any:
 
 
 def _twice_the_arguments(model: Any, args: Any, kwargs: Any) -> Any:
-    """In training: raises where an argument has no samples that could be doubled, as
-    the one graph of a whole data set."""
+    """The arguments of a call in training with each sample twice. Raises ValueError
+    where they are no batch, such as the one graph of a whole data set."""
     if not (model.training and torch.is_grad_enabled()):
         return None
     doubled = _twice((args, kwargs))
-    before, after = (
-        [t.shape[0] for t in tensors(given) if t.dim()]
-        for given in ((args, kwargs), doubled)
-    )
-    if after != [2 * before[0]] * len(before):
+    rows = {t.shape[0] for t in tensors((args, kwargs)) if t.dim()}
+    twice = {t.shape[0] for t in tensors(doubled) if t.dim()}
+    if len(rows) != 1 or twice != {2 * row for row in rows}:
         raise ValueError("the model's arguments are no batch of one length")
     return doubled
 
