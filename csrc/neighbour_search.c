@@ -247,8 +247,8 @@ typedef struct {
 static bool
 keep_list(search *s, room *r, const tfast_finding *f, int64_t row)
 {
-    if (f->n > r->left) {
-        const int64_t n = f->n > BLOCK ? f->n : BLOCK;
+    if (f->n + TFAST_CLOUD_SLACK > r->left) {
+        const int64_t most = f->n + TFAST_CLOUD_SLACK, n = most > BLOCK ? most : BLOCK;
         block *b = malloc(sizeof *b + (size_t)n * sizeof *b->numbers);
 
         if (b == NULL) {
@@ -261,11 +261,11 @@ keep_list(search *s, room *r, const tfast_finding *f, int64_t row)
     }
     s->lists[row] = r->at;
     s->offsets[row + 1] = f->n;
-    if (f->n > 0) {
-        memcpy(r->at, f->found, (size_t)f->n * sizeof *r->at);
-        r->at += f->n;
-        r->left -= f->n;
+    for (int64_t i = 0; i < f->n; i += TFAST_CLOUD_SLACK) { /* with what lies behind */
+        memcpy(r->at + i, f->found + i, TFAST_CLOUD_SLACK * sizeof *r->at);
     }
+    r->at += f->n;
+    r->left -= f->n;
     return true;
 }
 
@@ -412,7 +412,8 @@ write_part(void *context, int part, int parts)
             while (centres->ptr[g + 1] <= row) {
                 g++;
             }
-            s->kernels->emit(args, at, s->lists[row], n, args->points.ptr[g], row);
+            s->kernels->emit(args, at, s->offsets[end] - at, s->lists[row], n,
+                             args->points.ptr[g], row);
             if (features) {
                 write_features(args, centres, row, s->lists[row], args->points.ptr[g],
                                at, at + n);

@@ -24,9 +24,11 @@ typedef struct {
                       int32_t *found, double *squares);
     /* Sorts n different numbers below INT32_MAX; `spare` has room for n. */
     void (*sort)(int32_t *values, int32_t *spare, int64_t n);
-    /* Writes edges `at` .. at + n - 1: from found[i] + add to centre. */
-    void (*emit)(const tfast_neighbours_args *args, int64_t at, const int32_t *found,
-                 int64_t n, int64_t add, int64_t centre);
+    /* Writes edges `at` .. at + n - 1: from found[i] + add to centre. May also write
+     * anything to the edges behind them, up to at + room - 1; `found` has
+     * TFAST_CLOUD_SLACK more numbers that may be read. */
+    void (*emit)(const tfast_neighbours_args *args, int64_t at, int64_t room,
+                 const int32_t *found, int64_t n, int64_t add, int64_t centre);
 } tfast_neighbour_kernels;
 
 /* A backend's plan begins with this. */
