@@ -8,7 +8,9 @@ The rival is scipy's cKDTree as a user would use it: a tree for each graph, its 
 both directions, one concatenation to int64 [2, edges], unsorted; in one thread, and
 with the graphs shared among threads. trainfast's edges are sorted. The bound is a copy
 of as many bytes as the edges take. Before it is timed, each contender must find the
-edges that trainfast finds.
+edges that trainfast finds. In its turn a contender builds several batches of small
+graphs, all different, as a loop over a dataset does; a lone call between other work
+takes longer, and `--batches 1` measures it.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ class Problem:
     graphs: int
     points: int
     r: float
+    batches: int = 1  # that a turn builds
     box: tuple[float, ...] = FIELD
     aim: float | None = None
 
     def shrunk(self) -> Problem:
         """Return the problem with sizes that only show that everything runs."""
         few = replace(self, graphs=min(self.graphs, 3), points=min(self.points, 500))
+        few = replace(few, batches=min(self.batches, 2))
         return few if few.points == self.points else replace(few, r=0.2)
 
 
@@ -63,10 +67,10 @@ def problems() -> list[Problem]:
     r = (30 / million * 3 / (4 * pi)) ** (1 / 3)  # of a ball with 30 points
     cloud = "1,000,000 points in 3-D, 30 neighbours"
     return [
-        Problem("64x230", "64 graphs of 230 points", 64, 230, 30.0, aim=4.0),
-        Problem("64x23", "64 graphs of 23 points", 64, 23, 30.0, aim=8.0),
-        Problem("1x23", "one graph of 23 points", 1, 23, 30.0),
-        Problem("cloud", cloud, 1, million, r, box, aim=3.0),
+        Problem("64x230", "64 graphs of 230 points", 64, 230, 30.0, 4, aim=4.0),
+        Problem("64x23", "64 graphs of 23 points", 64, 23, 30.0, 32, aim=8.0),
+        Problem("1x23", "one graph of 23 points", 1, 23, 30.0, 64),
+        Problem("cloud", cloud, 1, million, r, box=box, aim=3.0),
     ]
 
 
@@ -78,31 +82,51 @@ class Setup:
 
         self.problem, self.threads = problem, threads
         rng = np.random.default_rng(0)
-        shape = (problem.graphs, problem.points, len(problem.box))
+        shape = (problem.batches, problem.graphs, problem.points, len(problem.box))
         self.positions = (rng.random(shape) * problem.box).astype(np.float32)
-        self.flat = self.positions.reshape(-1, shape[2])
+        self.flat = self.positions.reshape(problem.batches, -1, shape[3])
         self.ptr = np.arange(problem.graphs + 1) * problem.points
-        self.ours = partial(radius_graph, self.flat, r=problem.r, ptr=self.ptr)
-        self.edges = self.ours()
-        self.most = int(np.bincount(self.edges[1], minlength=1).max(initial=0))
-        self._numbers = numbered(self.edges)
+        self.find = partial(radius_graph, r=problem.r, ptr=self.ptr)
+        self.edges = [self.find(points) for points in self.flat]
+        centres = [np.bincount(edges[1], minlength=1) for edges in self.edges]
+        self.most = max(int(counts.max(initial=0)) for counts in centres)
+        self._numbers = [numbered(edges) for edges in self.edges]
+
+    def contender(
+        self,
+        name: str,
+        find: Callable[[Any], Any],
+        batches: Sequence | None = None,
+        role: str = "rival",
+        note: str = "",
+    ) -> Contender:
+        """One that finds the edges of each batch: by default of [graphs, points, dim].
+
+        Raises RuntimeError unless these are the edges that trainfast finds, in any
+        order.
+        """
+        batches = self.positions if batches is None else batches
+        for batch, expected in zip(batches, self._numbers, strict=True):
+            edges = np.asarray(find(batch))
+            if edges.dtype != np.int64 or edges.shape != (2, len(expected)):
+                raise RuntimeError(
+                    f"{name} must find int64 {(2, len(expected))}, got {edges.dtype} "
+                    f"{edges.shape}"
+                )
+            if not np.array_equal(numbered(edges), expected):
+                raise RuntimeError(f"{name} must find the edges that trainfast finds")
+
+        def run() -> None:
+            for batch in batches:
+                find(batch)
+
+        return Contender(name, run, role, note=note, calls=len(batches))
 
     @property
     def case(self) -> Case:
         """The case for the harness; it must move what it writes, and the positions."""
-        nbytes = self.edges.nbytes + self.flat.nbytes
+        nbytes = self.edges[0].nbytes + self.flat[0].nbytes
         return Case(self.problem.name, self.problem.title, "float32", nbytes=nbytes)
-
-    def check(self, name: str, edges: Any) -> None:
-        """Raise RuntimeError unless these are the edges, in any order."""
-        edges = np.asarray(edges)
-        if edges.dtype != np.int64 or edges.shape != self.edges.shape:
-            raise RuntimeError(
-                f"{name} must find int64 {self.edges.shape}, got {edges.dtype} "
-                f"{edges.shape}"
-            )
-        if not np.array_equal(numbered(edges), self._numbers):
-            raise RuntimeError(f"{name} must find the edges that trainfast finds")
 
 
 def numbered(edges: Any) -> Any:
@@ -114,15 +138,15 @@ def numbered(edges: Any) -> Any:
 
 
 def make_ours(setup: Setup) -> Contender:
-    return Contender("trainfast", setup.ours, "ours", note="sorted")
+    return setup.contender("trainfast", setup.find, setup.flat, "ours", "sorted")
 
 
 def make_tensors(setup: Setup) -> Contender:
     from trainfast.torch import radius_graph
 
-    flat, ptr = torch.from_numpy(setup.flat), torch.from_numpy(setup.ptr)
-    run = partial(radius_graph, flat, r=setup.problem.r, ptr=ptr)
-    return Contender("trainfast, tensors", run, "ours", note="sorted")
+    find = partial(radius_graph, r=setup.problem.r, ptr=torch.from_numpy(setup.ptr))
+    batches = [torch.from_numpy(points) for points in setup.flat]
+    return setup.contender("trainfast, tensors", find, batches, "ours", "sorted")
 
 
 def tree_of() -> Any:
@@ -134,7 +158,7 @@ def tree_of() -> Any:
     return cKDTree
 
 
-def pairs_of(make_tree: Any, positions: Any, r: float, graphs: Iterable[int]) -> list:
+def pairs_of(make_tree: Any, r: float, positions: Any, graphs: Iterable[int]) -> list:
     """Return the edges of these graphs, each pair once in either direction."""
     found = []
     for graph in graphs:
@@ -151,9 +175,9 @@ def joined(parts: list) -> Any:
 
 def make_pairs(setup: Setup) -> Contender:
     """One thread."""
-    r, positions = setup.problem.r, setup.positions
-    find = partial(pairs_of, tree_of(), positions, r)
-    return Contender("scipy pairs", lambda: joined(find(range(len(positions)))))
+    find = partial(pairs_of, tree_of(), setup.problem.r)
+    graphs = range(setup.problem.graphs)
+    return setup.contender("scipy pairs", lambda batch: joined(find(batch, graphs)))
 
 
 def make_threads(setup: Setup) -> Contender:
@@ -161,14 +185,15 @@ def make_threads(setup: Setup) -> Contender:
     n = setup.problem.graphs
     if n == 1:
         raise UnavailableError("there is one graph")
-    find = partial(pairs_of, tree_of(), setup.positions, setup.problem.r)
+    find = partial(pairs_of, tree_of(), setup.problem.r)
     pool = ThreadPoolExecutor(setup.threads)
     shares = [range(i, n, setup.threads) for i in range(setup.threads)]
 
-    def run() -> Any:
-        return joined([part for parts in pool.map(find, shares) for part in parts])
+    def run(batch: Any) -> Any:
+        parts = pool.map(partial(find, batch), shares)
+        return joined([part for share in parts for part in share])
 
-    return Contender(f"scipy pairs, {setup.threads} threads", run)
+    return setup.contender(f"scipy pairs, {setup.threads} threads", run)
 
 
 def make_query(setup: Setup) -> Contender:
@@ -176,19 +201,19 @@ def make_query(setup: Setup) -> Contender:
     if setup.problem.graphs > 1:
         raise UnavailableError("query() is for one large graph")
     make_tree, r, k = tree_of(), setup.problem.r, setup.most + 1
-    points, n = setup.flat, len(setup.flat)
+    bound = np.nextafter(r, 1e9)
 
-    def run() -> Any:
+    def run(points: Any) -> Any:
         tree = make_tree(points)
         _, found = tree.query(
-            points, k, distance_upper_bound=np.nextafter(r, 1e9), workers=setup.threads
+            points, k, distance_upper_bound=bound, workers=setup.threads
         )
-        centers, places = np.nonzero(found < n)  # n: no more within r
+        centers, places = np.nonzero(found < len(points))  # no more within r
         edges = np.stack([found[centers, places], centers])
         return edges[:, edges[0] != edges[1]]
 
     note = f"query(k={k}, workers={setup.threads}), {k} given"
-    return Contender("scipy query", run, note=note)
+    return setup.contender("scipy query", run, setup.flat, note=note)
 
 
 def make_scikit(setup: Setup) -> Contender:
@@ -196,14 +221,14 @@ def make_scikit(setup: Setup) -> Contender:
         raise UnavailableError("scikit-learn is not installed")
     from sklearn.neighbors import radius_neighbors_graph
 
-    def run() -> Any:
+    def run(batch: Any) -> Any:
         parts = []
-        for i, points in enumerate(setup.positions):
+        for i, points in enumerate(batch):
             matrix = radius_neighbors_graph(points, setup.problem.r).tocoo()
             parts.append(np.stack([matrix.col, matrix.row]) + i * len(points))
         return joined(parts)
 
-    return Contender("scikit-learn", run)
+    return setup.contender("scikit-learn", run)
 
 
 def make_pyg(setup: Setup) -> Contender:
@@ -211,19 +236,28 @@ def make_pyg(setup: Setup) -> Contender:
         raise UnavailableError("neither pyg-lib nor torch-cluster is installed")
     from torch_geometric.nn import radius_graph
 
-    flat, most = torch.from_numpy(setup.flat), setup.most + 1
-    batch = torch.arange(setup.problem.graphs).repeat_interleave(setup.problem.points)
-    r = setup.problem.r
-    return Contender(
-        "PyG", lambda: radius_graph(flat, r, batch, max_num_neighbors=most)
+    most, r = setup.most + 1, setup.problem.r
+    graph_of = torch.arange(setup.problem.graphs).repeat_interleave(
+        setup.problem.points
+    )
+    batches = [torch.from_numpy(points) for points in setup.flat]
+    return setup.contender(
+        "PyG",
+        lambda points: radius_graph(points, r, graph_of, max_num_neighbors=most),
+        batches,
     )
 
 
 def make_bound(setup: Setup) -> Contender:
-    source, target = setup.edges, np.zeros_like(setup.edges)
+    source, target = setup.edges[0], np.zeros_like(setup.edges[0])
+    calls = setup.problem.batches
+
+    def run() -> None:
+        for _ in range(calls):
+            np.copyto(target, source)
+
     note = "a copy of the edges' bytes into memory that is there"
-    run = partial(np.copyto, target, source)
-    return Contender("copy", run, "bound", nbytes=source.nbytes, note=note)
+    return Contender("copy", run, "bound", nbytes=source.nbytes, note=note, calls=calls)
 
 
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
@@ -244,18 +278,15 @@ def run_problem(args: argparse.Namespace, problem: Problem) -> dict:
     contenders, skipped = [], {}
     for name in args.contender or CONTENDERS:
         try:
-            contender = CONTENDERS[name](setup)
+            contenders.append(CONTENDERS[name](setup))
         except UnavailableError as error:
             skipped[name] = str(error)
-            continue
-        if contender.role != "bound":
-            setup.check(contender.name, contender.run())
-        contenders.append(contender)
     budget = command.make_budget(args)
     if problem.points > 10**5:  # seconds a call
         budget = Budget(args.seconds, warmup=1, min_rounds=5)
     case = harness.run_case(setup.case, contenders, budget, harness.cpu_clock, skipped)
-    case["edges"] = setup.edges.shape[1]
+    case["edges"] = setup.edges[0].shape[1]
+    case["batches"] = problem.batches
     case["aim"] = problem.aim
     return case
 
@@ -282,16 +313,23 @@ def aims_text(cases: Sequence[dict]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     cases = [problem.name for problem in problems()]
     parser = command.make_parser("bench_neighbours", __doc__, cases, list(CONTENDERS))
+    parser.add_argument(
+        "--batches", type=int, help="that a contender builds in its turn"
+    )
     return command.parse(parser, argv)
 
 
 def run(args: argparse.Namespace) -> dict:
     """Run the chosen cases and return the report."""
-    chosen = [
-        partial(run_problem, args, problem.shrunk() if args.smoke else problem)
-        for problem in problems()
-        if not args.case or problem.name in args.case
-    ]
+    chosen = []
+    for problem in problems():
+        if args.case and problem.name not in args.case:
+            continue
+        if args.smoke:
+            problem = problem.shrunk()
+        if args.batches is not None:
+            problem = replace(problem, batches=args.batches)
+        chosen.append(partial(run_problem, args, problem))
     conditions = "positions in float32, indices in int64"
     backend = command.backend_in_use("cpu")
     return command.run(

@@ -44,7 +44,8 @@ NOTES = {
     "caches; for writing, `write()` of the same bytes; for verifying, one read of the "
     "bytes; for a step, the step without a loader.",
     "neighbours": "Graphs lie on a field of 105 x 68, the radius is 30. trainfast sorts"
-    " its edges; scipy's are unsorted. The bound is a copy of the edges' bytes."
+    " its edges; scipy's are unsorted. Small graphs: batches that differ follow each"
+    " other, as in a loop over a dataset. The bound is a copy of the edges' bytes."
     " pyg-lib was not installed in this run. On 2026-11-28, on a slower machine, it"
     " took 15, 5.0, 3.0 and 15 times as long as an earlier version of trainfast.",
     "trajectory": "All seven metrics at once; the rivals' are vectorised code of NumPy "

@@ -28,19 +28,36 @@ def test_benchmark_runs_and_prints_its_aims(tmp_path, capsys):
 
 def test_problems_have_the_neighbours_that_their_titles_say():
     setup = bench_neighbours.Setup(bench_neighbours.problems()[0], 1)
-    degree = setup.edges.shape[1] / len(setup.flat)
-    assert 60 < degree < 76
+    for edges, points in zip(setup.edges, setup.flat, strict=True):
+        assert 60 < edges.shape[1] / len(points) < 76
+
+
+def test_batches_of_a_turn_differ_and_each_one_is_built():
+    setup = bench_neighbours.Setup(bench_neighbours.problems()[1], 1)
+    found = []
+    contender = setup.contender(
+        "it", lambda points: found.append(points) or setup.find(points), setup.flat
+    )
+    found.clear()
+    contender.run()
+    assert len(found) == contender.calls == 32
+    assert len({points.tobytes() for points in found}) == 32
 
 
 def test_contender_that_finds_other_edges_is_refused():
     setup = bench_neighbours.Setup(bench_neighbours.problems()[2], 1)
-    setup.check("itself", setup.edges)
-    setup.check("backwards", setup.edges[:, ::-1])
+
+    def check(change):
+        setup.contender("loose", lambda points: change(setup.find(points)), setup.flat)
+
+    def replace_one(edges):
+        edges[:, 0] = edges[:, 1]
+        return edges
+
+    check(lambda edges: edges[:, ::-1])
     with pytest.raises(RuntimeError, match="loose must find int64"):
-        setup.check("loose", setup.edges[:, 1:])
-    other = setup.edges.copy()
-    other[:, 0] = other[:, 1]
+        check(lambda edges: edges[:, 1:])
     with pytest.raises(RuntimeError, match="loose must find the edges"):
-        setup.check("loose", other)
+        check(replace_one)
     with pytest.raises(RuntimeError, match="int32"):
-        setup.check("loose", setup.edges.astype(np.int32))
+        check(lambda edges: edges.astype(np.int32))
