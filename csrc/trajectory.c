@@ -3,28 +3,6 @@
 
 #include "scratch.h"
 
-/* NaN passes: padding agents often have it. On a GPU nothing is read. */
-static tfast_status
-check_probabilities(const tfast_trajectory_args *args)
-{
-    if (args->probabilities == NULL || args->device.type != TFAST_CPU) {
-        return TFAST_OK;
-    }
-    for (int64_t agent = 0; agent < args->n; agent++) {
-        for (int64_t mode = 0; mode < args->modes; mode++) {
-            const double p = tfast_trajectory_probability(args, agent, mode);
-
-            if (p < 0 || p > 1) {
-                return tfast_fail(TFAST_EINVAL,
-                                  "probabilities must be in [0, 1], got %g for agent "
-                                  "%lld, mode %lld; apply softmax to logits",
-                                  p, (long long)agent, (long long)mode);
-            }
-        }
-    }
-    return TFAST_OK;
-}
-
 static tfast_status
 check_sizes(const tfast_trajectory_args *args)
 {
@@ -92,9 +70,6 @@ tfast_trajectory(const tfast_trajectory_args *args)
 
     if (status == TFAST_OK) {
         status = tfast_scratch_check(backend, bytes, args->scratch_bytes);
-    }
-    if (status == TFAST_OK) {
-        status = check_probabilities(args);
     }
     return status == TFAST_OK ? backend->trajectory(args) : status;
 }

@@ -24,4 +24,11 @@ tfast_trajectory_probability(const tfast_trajectory_args *args, int64_t agent,
     }
 }
 
+/* Whether it is no probability. NaN passes: padding agents often have it. */
+static inline bool
+tfast_trajectory_is_outside(double p)
+{
+    return p < 0 || p > 1;
+}
+
 #endif

@@ -311,9 +311,11 @@ trajectory_found(const trajectory_agent *a)
     return (uint8_t)found;
 }
 
-/* The most probable mode: the first of the largest probability, or -1 if one is NaN. */
+/* The most probable mode: the first of the largest probability, or -1 if one is NaN.
+ * Sets *outside if one is outside of [0, 1]. */
 static int64_t
-trajectory_most_probable(const tfast_trajectory_args *args, int64_t agent)
+trajectory_most_probable(const tfast_trajectory_args *args, int64_t agent,
+                         bool *outside)
 {
     double most = -1;
     int64_t found = 0;
@@ -321,10 +323,11 @@ trajectory_most_probable(const tfast_trajectory_args *args, int64_t agent)
     for (int64_t mode = 0; args->probabilities != NULL && mode < args->modes; mode++) {
         const double p = tfast_trajectory_probability(args, agent, mode);
 
+        *outside = *outside || tfast_trajectory_is_outside(p);
         if (isnan(p)) {
-            return -1;
+            found = -1;
         }
-        if (p > most) {
+        if (p > most && found >= 0) {
             most = p;
             found = mode;
         }
@@ -332,13 +335,13 @@ trajectory_most_probable(const tfast_trajectory_args *args, int64_t agent)
     return found;
 }
 
-/* Writes the metrics of an agent that has steps. False: one of its numbers is NaN. */
+/* Writes the metrics of an agent that has steps, whose mode `most` is the most
+ * probable one. False: one of its numbers is NaN. */
 static bool
-trajectory_values(trajectory_agent *a, double *values)
+trajectory_values(trajectory_agent *a, int64_t most, double *values)
 {
     const tfast_trajectory_args *args = a->args;
     const tfast_trajectory_definition definition = args->definition;
-    const int64_t most = trajectory_most_probable(args, a->agent);
     trajectory_errors least = {INFINITY, INFINITY, INFINITY};
     int64_t of_ade = most, of_fde = most; /* the modes with the least */
     double ade_of_fde = INFINITY, term_of_ade = 0, term_of_fde = 0;
@@ -401,25 +404,28 @@ trajectory_readable(const tfast_trajectory_args *args)
     return dense && args->pred_dtype == REAL_DTYPE ? args->n * agent - over : 0;
 }
 
-static void
+static bool
 trajectory_agents(const tfast_trajectory_args *args, int64_t first, int64_t end,
                   double *values, uint8_t *found)
 {
     trajectory_agent a = {.args = args, .readable = trajectory_readable(args)};
+    bool outside = false;
 
     for (a.agent = first; a.agent < end; a.agent++) {
+        const int64_t most = trajectory_most_probable(args, a.agent, &outside);
         bool valid;
 
         trajectory_steps(&a);
         a.loaded = -1;
         *found = trajectory_found(&a);
-        valid = *found != 0 && trajectory_values(&a, values);
+        valid = *found != 0 && trajectory_values(&a, most, values);
         for (int m = 0; m < TFAST_TRAJECTORY_METRICS; m++) {
             values[m] = valid && (*found >> m & 1) != 0 ? values[m] : (double)NAN;
         }
         values += TFAST_TRAJECTORY_METRICS;
         found++;
     }
+    return !outside;
 }
 
 #endif

@@ -5,10 +5,12 @@
 #define TRAJECTORY_STEP_H
 
 #include "../scratch.h"
+#include "../trajectory.h"
 #include "parts.h"
 #include "type_kernels.h"
 
 #include <math.h>
+#include <stdatomic.h>
 
 /* Defined by the including file. */
 static const tfast_type_kernels *kernels_for(bool is_float64);
@@ -26,10 +28,11 @@ typedef struct {
     const tfast_trajectory_args *args;
     trajectory_sums *blocks;
     int64_t n_blocks;
+    _Atomic bool outside; /* a probability is outside of [0, 1] */
 } trajectory_job;
 
 static void
-trajectory_block(const trajectory_job *job, int64_t block)
+trajectory_block(trajectory_job *job, int64_t block)
 {
     const tfast_trajectory_args *args = job->args;
     const int64_t first = block * TRAJECTORY_BLOCK;
@@ -41,8 +44,10 @@ trajectory_block(const trajectory_job *job, int64_t block)
     uint8_t found[TRAJECTORY_BLOCK];
     trajectory_sums *sums = &job->blocks[block];
 
-    kernels_for(args->pred_dtype == TFAST_F64 || args->target_dtype == TFAST_F64)
-        ->trajectory_agents(args, first, first + n, values, found);
+    if (!kernels_for(args->pred_dtype == TFAST_F64 || args->target_dtype == TFAST_F64)
+             ->trajectory_agents(args, first, first + n, values, found)) {
+        job->outside = true;
+    }
     *sums = (trajectory_sums){{0}, {0}};
     for (int i = 0; i < n; i++, values += TFAST_TRAJECTORY_METRICS) {
         for (int m = 0; m < TFAST_TRAJECTORY_METRICS; m++) {
@@ -57,7 +62,7 @@ trajectory_block(const trajectory_job *job, int64_t block)
 static void
 trajectory_part(void *context, int part, int parts)
 {
-    const trajectory_job *job = context;
+    trajectory_job *job = context;
     const int64_t end = part_begin(job->n_blocks, part + 1, parts);
 
     for (int64_t i = part_begin(job->n_blocks, part, parts); i < end; i++) {
@@ -74,6 +79,25 @@ trajectory_cost(const tfast_trajectory_args *args)
         (double)args->n * (double)args->modes * (double)args->steps * (double)args->dim;
 
     return cost < 1e15 ? (int64_t)cost : (int64_t)1e15;
+}
+
+/* Fails at the first probability that is outside of [0, 1]. */
+static tfast_status
+trajectory_check_probabilities(const tfast_trajectory_args *args)
+{
+    for (int64_t agent = 0; agent < args->n; agent++) {
+        for (int64_t mode = 0; mode < args->modes; mode++) {
+            const double p = tfast_trajectory_probability(args, agent, mode);
+
+            if (tfast_trajectory_is_outside(p)) {
+                return tfast_fail(TFAST_EINVAL,
+                                  "probabilities must be in [0, 1], got %g for agent "
+                                  "%lld, mode %lld; apply softmax to logits",
+                                  p, (long long)agent, (long long)mode);
+            }
+        }
+    }
+    return TFAST_OK;
 }
 
 static tfast_status
@@ -101,7 +125,7 @@ trajectory(const tfast_trajectory_args *args)
         totals[TFAST_TRAJECTORY_METRICS + m] = count;
     }
     tfast_scratch_give(job.blocks);
-    return TFAST_OK;
+    return job.outside ? trajectory_check_probabilities(args) : TFAST_OK;
 }
 
 #endif

@@ -22,8 +22,9 @@ typedef struct {
     tfast_status (*attention_scratch)(int64_t *bytes, const tfast_attention_args *args,
                                       bool backward);
     /* Writes the metrics of agents first .. end - 1 to rows of `values`, and for each
-     * agent a bit for each metric that it has to `found`. */
-    void (*trajectory_agents)(const tfast_trajectory_args *args, int64_t first,
+     * agent a bit for each metric that it has to `found`. False: a probability of
+     * theirs is outside of [0, 1]. */
+    bool (*trajectory_agents)(const tfast_trajectory_args *args, int64_t first,
                               int64_t end, double *values, uint8_t *found);
 } tfast_type_kernels;
 
