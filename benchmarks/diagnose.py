@@ -3,6 +3,8 @@
     python -m benchmarks.diagnose                  all scripts; goes on where it stopped
     python -m benchmarks.diagnose yaml_anomaly     these scripts, anew
     python -m benchmarks.diagnose --mended         the mended twins: nothing to find
+    python -m benchmarks.diagnose --repeats 5      whether five runs say the same
+    python -m benchmarks.diagnose --clean --repeats 5   scripts without a fault
 
 Takes a minute a script. The results go to benchmarks/planted/diagnosed.json; an entry
 counts for the script and the probe that made it.
@@ -12,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from trainfast.probe.run import ProbeError
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = planted.HERE / "diagnosed.json"
+CLEAN = planted.HERE / "clean"  # scripts in which nothing is known to be slow
 PROBE = ("trainfast/probe", "trainfast/torch/probe")
 
 
@@ -84,24 +88,74 @@ def _interval(entry: dict[str, Any]) -> str:
     return f"{first['gain']:.2f} ({first['low']:.2f}-{first['high']:.2f})"
 
 
+def first_of(entry: dict[str, Any]) -> str:
+    """The verdict: the first finding and its line, "none" or "error"."""
+    if not entry["findings"]:
+        return "error" if "error" in entry else "none"
+    finding = entry["findings"][0]
+    gain = f"{finding['gain']:.2f} ({finding['low']:.2f}-{finding['high']:.2f})"
+    return f"{finding['id']}, line {finding['line']}: {gain}"
+
+
+def repeat(results: dict[str, Any], names: list[str], runs: int) -> None:
+    """Examines scripts until each has as many verdicts of the present probe; in turns,
+    so that an interruption leaves all of them with about as many."""
+    repeats = results.setdefault("repeats", {})
+    for name in names:
+        known = repeats.get(name)
+        if not known or known["digest"] != digest(planted.HERE / f"{name}.py"):
+            repeats[name] = {"digest": digest(planted.HERE / f"{name}.py")}
+            repeats[name]["verdicts"] = []
+    todo = [n for i in range(runs) for n in names if len(repeats[n]["verdicts"]) <= i]
+    for name in tqdm(todo, unit="run", disable=None):
+        entry = examine(planted.HERE / f"{name}.py")
+        repeats[name]["verdicts"].append(first_of(entry))
+        write(results)
+
+
+def same_text(repeats: dict[str, dict[str, Any]]) -> str:
+    """How often each script's runs name the same place."""
+    lines = ["| script | runs | same verdict | verdicts |", "|---|---:|---:|---|"]
+    same, total = 0, 0
+    for name, entry in sorted(repeats.items()):
+        verdicts = entry["verdicts"]
+        counts = Counter(verdict.partition(":")[0] for verdict in verdicts)
+        most = counts.most_common(1)[0][1] if counts else 0
+        same, total = same + most, total + len(verdicts)
+        text = "; ".join(verdicts)
+        lines.append(f"| {name} | {len(verdicts)} | {most} | {text} |")
+    return "\n".join([f"Same verdict: {same} of {total} runs.", "", *lines])
+
+
+def write(results: dict[str, Any]) -> None:
+    results["machine"] = machine.describe()
+    results["run"] = machine.describe_run(os.cpu_count() or 1, "none")
+    PATH.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.diagnose")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--mended", action="store_true", help="their mended twins")
+    parser.add_argument("--clean", action="store_true", help="scripts without a fault")
+    parser.add_argument("--repeats", type=int, help="runs of each script")
     args = parser.parse_args()
     results = json.loads(PATH.read_text()) if PATH.exists() else {"scripts": {}}
-    names = args.names or list(planted.FAULTS)
+    clean = [f"clean/{path.stem}" for path in sorted(CLEAN.glob("*.py"))]
+    names = args.names or (clean if args.clean else list(planted.FAULTS))
     if args.mended:
         names = [f"{name}_mended" for name in names]
+    if args.repeats or args.clean:
+        repeat(results, names, args.repeats or 1)
+        print(same_text({name: results["repeats"][name] for name in names}))
+        return
     for name in tqdm(names, unit="script", disable=None):
         script = planted.HERE / f"{name}.py"
         known = results["scripts"].get(name)
         if known and known["digest"] == digest(script) and not args.names:
             continue
         results["scripts"][name] = examine(script)
-        results["machine"] = machine.describe()
-        results["run"] = machine.describe_run(os.cpu_count() or 1, "none")
-        PATH.write_text(json.dumps(results, indent=1) + "\n")
+        write(results)
     print(table(results["scripts"]))
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from benchmarks import diagnose
 from benchmarks.planted import __main__ as planted
 
 MEASURED = json.loads(planted.MEASURED.read_text())["scripts"]
@@ -51,3 +52,27 @@ def test_pair_is_measured():
     assert row["gain"] == pytest.approx(
         row["seconds"]["slow"] / row["seconds"]["mended"], abs=0.02
     )
+
+
+def finding(kind, line, gain):
+    return {"id": kind, "line": line, "gain": gain, "low": gain, "high": gain}
+
+
+def test_repeats_count_the_runs_that_name_the_same_place(tmp_path, monkeypatch):
+    path = tmp_path / "diagnosed.json"
+    found = iter([[finding("data", 3, 2.0)], [], [finding("data", 3, 1.5)], [], []])
+    monkeypatch.setattr(diagnose, "PATH", path)
+    monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": next(found)})
+    results = {"scripts": {}}
+    diagnose.repeat(results, ["next_iter", "clean/conv_vae"], 2)
+    diagnose.repeat(results, ["next_iter"], 3)  # only what is missing
+    assert next(found, None) is None
+    kept = json.loads(path.read_text())["repeats"]
+    verdicts = kept["next_iter"]["verdicts"]
+    assert [verdict[:14] for verdict in verdicts] == ["data, line 3: "] * 2 + ["none"]
+    assert kept["clean/conv_vae"]["verdicts"] == ["none", "none"]
+    assert "Same verdict: 4 of 5 runs." in diagnose.same_text(kept)
+    results["repeats"]["next_iter"]["digest"] = "of another probe"
+    monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": []})
+    diagnose.repeat(results, ["next_iter"], 1)
+    assert results["repeats"]["next_iter"]["verdicts"] == ["none"]
