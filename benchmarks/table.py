@@ -46,8 +46,8 @@ NOTES = {
     "neighbours": "Graphs lie on a field of 105 x 68, the radius is 30. trainfast sorts"
     " its edges; scipy's are unsorted. Small graphs: batches that differ follow each"
     " other, as in a loop over a dataset. The bound is a copy of the edges' bytes."
-    " pyg-lib was not installed in this run. On 2026-11-28, on a slower machine, it"
-    " took 15, 5.0, 3.0 and 15 times as long as an earlier version of trainfast.",
+    " pyg-lib must be built from its source and was not installed in this run. In a run"
+    " with it on the same day it took 22, 7.6, 3.3 and 16 times as long as trainfast.",
     "trajectory": "All seven metrics at once; the rivals' are vectorised code of NumPy "
     "and torch. The bound is a read of the predictions and targets. For 10,000 agents "
     "torch's time differs from one process to the next: 13 ms in one of seven, 19 to "

@@ -71,7 +71,7 @@ def elbo(logits, x, mu, logvar, beta=1.0):
 # In[4]:
 
 
-model = ConvVAE()
+model = ConvVAE().to(memory_format=torch.channels_last)
 opt = torch.optim.Adam(model.parameters(), lr=1e-3)
 batch_size, epochs = 64, 180
 
