@@ -316,7 +316,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--batches", type=int, help="that a contender builds in its turn"
     )
-    return command.parse(parser, argv)
+    args = command.parse(parser, argv)
+    if args.batches is not None and args.batches < 1:
+        parser.error(f"--batches must be at least 1, got {args.batches}")
+    return args
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -67,7 +67,7 @@ def table(entries: dict[str, dict[str, Any]]) -> str:
         twin = name.endswith("_mended")
         planted_fault = planted.FAULTS[name.removesuffix("_mended")]
         ids = [finding["id"] for finding in entry["findings"]]
-        first = ids[0] if ids else "error" if "error" in entry else "none"
+        first = _first(entry)
         twins += twin
         again += twin and planted_fault in ids
         right += not twin and first == planted_fault
@@ -88,33 +88,37 @@ def _interval(entry: dict[str, Any]) -> str:
     return f"{first['gain']:.2f} ({first['low']:.2f}-{first['high']:.2f})"
 
 
-def first_of(entry: dict[str, Any]) -> str:
-    """The verdict: the first finding and its line, "none" or "error"."""
+def _first(entry: dict[str, Any]) -> str:
+    """The id of the first finding, "none" or "error"."""
+    if entry["findings"]:
+        return str(entry["findings"][0]["id"])
+    return "error" if "error" in entry else "none"
+
+
+def verdict_of(entry: dict[str, Any]) -> str:
+    """The first finding, its line and its gain; or "none" or "error"."""
     if not entry["findings"]:
-        return "error" if "error" in entry else "none"
-    finding = entry["findings"][0]
-    gain = f"{finding['gain']:.2f} ({finding['low']:.2f}-{finding['high']:.2f})"
-    return f"{finding['id']}, line {finding['line']}: {gain}"
+        return _first(entry)
+    line = entry["findings"][0]["line"]
+    return f"{_first(entry)}, line {line}: {_interval(entry)}"
 
 
 def repeat(results: dict[str, Any], names: list[str], runs: int) -> None:
-    """Examines scripts until each has as many verdicts of the present probe; in turns,
-    so that an interruption leaves all of them with about as many."""
+    """Examines scripts in turn, until each has `runs` verdicts of the present probe."""
     repeats = results.setdefault("repeats", {})
     for name in names:
-        known = repeats.get(name)
-        if not known or known["digest"] != digest(planted.HERE / f"{name}.py"):
-            repeats[name] = {"digest": digest(planted.HERE / f"{name}.py")}
-            repeats[name]["verdicts"] = []
+        version = digest(planted.HERE / f"{name}.py")
+        if repeats.get(name, {}).get("digest") != version:
+            repeats[name] = {"digest": version, "verdicts": []}
     todo = [n for i in range(runs) for n in names if len(repeats[n]["verdicts"]) <= i]
     for name in tqdm(todo, unit="run", disable=None):
         entry = examine(planted.HERE / f"{name}.py")
-        repeats[name]["verdicts"].append(first_of(entry))
+        repeats[name]["verdicts"].append(verdict_of(entry))
         write(results)
 
 
 def same_text(repeats: dict[str, dict[str, Any]]) -> str:
-    """How often each script's runs name the same place."""
+    """The verdicts of each script, and how many runs agree on finding and line."""
     lines = ["| script | runs | same verdict | verdicts |", "|---|---:|---:|---|"]
     same, total = 0, 0
     for name, entry in sorted(repeats.items()):

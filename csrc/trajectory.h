@@ -1,4 +1,4 @@
-/* How probabilities of trajectories are read, for the entry and the kernels. */
+/* How the CPU's backends read the probabilities of trajectories. */
 #ifndef TFAST_TRAJECTORY_H
 #define TFAST_TRAJECTORY_H
 

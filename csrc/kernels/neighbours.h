@@ -128,7 +128,8 @@ static void
 emit(const tfast_neighbours_args *args, int64_t at, int64_t room, const int32_t *found,
      int64_t n, int64_t add, int64_t centre)
 {
-    /* Whole vectors, if they fit: a rest edge by edge would be mispredicted. */
+    /* Whole vectors where they fit: the processor would mispredict the end of a loop
+     * over the rest. */
     const int64_t whole = (n + TFAST_CLOUD_SLACK - 1) & -TFAST_CLOUD_SLACK;
     const int64_t end = whole <= room ? whole : n;
 
