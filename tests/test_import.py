@@ -278,6 +278,62 @@ def test_module_built_here_works_on_another_python(version, tmp_path):
     assert lines[-1] == f"{module} True", "\n".join(lines)
 
 
+# Without the package, whose NumPy does not load in such interpreters. A thread waits
+# for a lock in an interpreter of its own, and signals arrive meanwhile.
+OWN_GIL = """
+import fcntl, signal, sys, threading, time
+try:
+    import _interpreters as interpreters
+    made = interpreters.create("isolated")
+except ImportError:  # Python 3.12
+    import _xxsubinterpreters as interpreters
+    made = interpreters.create(isolated=True)
+load = '''
+import importlib.util
+spec = importlib.util.spec_from_file_location("trainfast._core", FILE)
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+'''.replace("FILE", repr(sys.argv[1]))
+exec(load)
+cache = sys.argv[2]
+core.graph_build_begin(cache)
+
+def run(code):
+    error = interpreters.run_string(made, code)
+    assert error is None, error
+
+def end_the_build():
+    run(load + f"core.graph_build_end({cache!r}, None)")
+    ended.append(core.graph_is_building(cache))
+
+ended, signals = [], []
+signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
+lock = open(cache + "/lock")
+fcntl.flock(lock, fcntl.LOCK_EX)
+thread = threading.Thread(target=end_the_build)
+thread.start()
+for _ in range(5):
+    time.sleep(0.1)
+    signal.pthread_kill(thread.ident, signal.SIGUSR1)
+assert not ended and signals
+fcntl.flock(lock, fcntl.LOCK_UN)
+thread.join()
+run("assert core.crc32c(b'123456789') == 0xE3069283")
+interpreters.destroy(made)
+print(ended, core.crc32c(b"123456789") == 0xE3069283)
+"""
+
+
+@pytest.mark.parametrize("version", [v for v in OTHERS if int(v[2:]) >= 12])
+def test_interpreter_with_its_own_gil_waits_for_a_lock(version, tmp_path):
+    interpreter = PYTHONS.find(version)
+    if interpreter is None:
+        pytest.skip(f"no python{version} here runs")
+    arguments = [trainfast._core.__file__, str(tmp_path / "cache")]
+    command = [str(interpreter), "-c", OWN_GIL, *arguments]
+    assert subprocess.check_output(command, text=True) == "[False] True\n"
+
+
 # ---- NumPy's calls beside torch ------------------------------------------------------
 
 CALLS = {

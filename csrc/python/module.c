@@ -246,10 +246,15 @@ module_free(void *module)
     module_clear(module);
 }
 
-static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, module_exec},
-    {0, NULL},
+/* The headers of Python 3.11 do not name the slots of later versions. */
+enum {
+    MOD_MULTIPLE_INTERPRETERS = 3,
+    PER_INTERPRETER_GIL_SUPPORTED = 2,
+    MOD_GIL = 4,
+    GIL_USED = 0
 };
+
+static PyModuleDef_Slot slots[4] = {{Py_mod_exec, module_exec}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
@@ -266,5 +271,12 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__core(void)
 {
+    if (Py_Version >= 0x030C0000) { /* 3.12 */
+        slots[1] = (PyModuleDef_Slot){MOD_MULTIPLE_INTERPRETERS,
+                                      (void *)PER_INTERPRETER_GIL_SUPPORTED};
+    }
+    if (Py_Version >= 0x030D0000) { /* 3.13 */
+        slots[2] = (PyModuleDef_Slot){MOD_GIL, (void *)GIL_USED};
+    }
     return PyModuleDef_Init(&definition);
 }
