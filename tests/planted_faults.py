@@ -107,8 +107,8 @@ FAULTS = [
      "add_term(to, p, &args->bias, p->head->masked && !(ON && "
      "args->alibi_slopes != NULL));"),
     ("attention", "all heads drop the same elements with softcap", DROPOUT,
-     "args->heads + h->head));",
-     "args->heads + (ON && args->softcap != 0 ? 0 : h->head)));"),
+     "args->heads + h->head),",
+     "args->heads + (ON && args->softcap != 0 ? 0 : h->head)),"),
     ("attention", "lower_right ignores kv_lens", HEAD,
      "args->bottom_right ? h.n_k - h.n_q : 0",
      "args->bottom_right ? (ON && args->kv_lens ? h.rows_k : h.n_k) - h.n_q : 0"),

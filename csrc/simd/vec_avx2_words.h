@@ -3,6 +3,8 @@
 #ifndef VEC_AVX2_WORDS_H
 #define VEC_AVX2_WORDS_H
 
+#include "../kernels/philox_row.h"
+
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -31,6 +33,12 @@ static inline void v8_store(uint32_t *p, v8 x)
 {
     const __m256 a = _mm256_castsi256_ps(x.a), b = _mm256_castsi256_ps(x.b);
     _mm256_storeu_ps((float *)p, _mm256_shuffle_ps(a, b, 0x88));
+}
+
+extern philox_function tfast_avx2_philox; /* of avx2_words.c */
+static inline void philox_words(uint32_t to[][4][PHILOX_PAIRS], philox_row row)
+{
+    tfast_avx2_philox(to, row);
 }
 
 #endif

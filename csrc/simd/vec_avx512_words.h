@@ -3,6 +3,8 @@
 #ifndef VEC_AVX512_WORDS_H
 #define VEC_AVX512_WORDS_H
 
+#include "../kernels/philox_row.h"
+
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -18,6 +20,12 @@ static inline v8 v8_high(v8 x) { return _mm512_srli_epi64(x, 32); }
 static inline void v8_store(uint32_t *p, v8 x)
 {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi64_epi32(x));
+}
+
+extern philox_function tfast_avx512_philox; /* of avx512_words.c */
+static inline void philox_words(uint32_t to[][4][PHILOX_PAIRS], philox_row row)
+{
+    tfast_avx512_philox(to, row);
 }
 
 #endif

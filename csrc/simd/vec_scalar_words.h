@@ -1,9 +1,11 @@
-/* v8: eight 64-bit words, for Philox (kernels/dropout.h). v8_count(x) is x, x + 1 ..
+/* v8: eight 64-bit words, for Philox (kernels/philox.h). v8_count(x) is x, x + 1 ..
  * x + 7. v8_mul(a, x) is the 64-bit product of each low half of a and x. v8_high moves
  * the high halves into the low halves. v8_store stores the low halves as uint32_t. */
 // clang-format off
 #ifndef VEC_SCALAR_WORDS_H
 #define VEC_SCALAR_WORDS_H
+
+#include "../kernels/philox_row.h"
 
 #include <stdint.h>
 
@@ -22,5 +24,11 @@ static inline void v8_store(uint32_t *p, v8 x)
     for (int i = 0; i < 8; i++) { p[i] = (uint32_t)x.lane[i]; }
 }
 #undef EACH_OF_8
+
+extern philox_function tfast_scalar_philox; /* of scalar_words.c */
+static inline void philox_words(uint32_t to[][4][PHILOX_PAIRS], philox_row row)
+{
+    tfast_scalar_philox(to, row);
+}
 
 #endif

@@ -3,6 +3,8 @@
 #ifndef VEC_WIDE_WORDS_H
 #define VEC_WIDE_WORDS_H
 
+#include "kernels/philox_row.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -22,5 +24,11 @@ static inline void v8_store(uint32_t *p, v8 x)
     for (int i = 0; i < 8; i++) { p[i] = (uint32_t)x[i]; }
 }
 #undef EACH_LANE
+
+extern philox_function tfast_wide_philox; /* of wide_words.c */
+static inline void philox_words(uint32_t to[][4][PHILOX_PAIRS], philox_row row)
+{
+    tfast_wide_philox(to, row);
+}
 
 #endif
