@@ -85,6 +85,7 @@ def _build_library(name: str) -> str | None:
 # Filled by pytest_configure(): why a backend cannot run here, and those that can.
 REASONS: dict[str, str | None] = {}
 USABLE: list[str] = []
+PASSED: list[str] = []
 
 
 def pytest_addoption(parser):
@@ -141,26 +142,33 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """With --quick: leaves out slow tests, and of each test all but a sample of its
-    cases.
-
-    The file that TRAINFAST_QUICK_TESTS names gets the quick tests, and without --quick
-    these are left out: .ci/run runs each test once.
+    cases. Without it: leaves out those that the file of TRAINFAST_QUICK_TESTS lists.
     """
-    listed = os.environ.get("TRAINFAST_QUICK_TESTS")
     cases = config.getoption("--cases")
     if config.getoption("--quick"):
         fast = [item for item in items if item.get_closest_marker("slow") is None]
         kept = _sample(fast, cases or QUICK_CASES)
-        worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
-        if listed and worker == "gw0":
-            names = [item.nodeid for item in items if item in kept]
-            Path(listed).write_text(json.dumps(names))
     else:
+        listed = os.environ.get("TRAINFAST_QUICK_TESTS")
         done = set(json.loads(Path(listed).read_text())) if listed else ()
         kept = _sample(items, cases) if cases else items
         kept = {item for item in kept if item.nodeid not in done}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        PASSED.append(report.nodeid)
+
+
+def pytest_sessionfinish(session):
+    """With --quick: lists what passed, but not what was skipped, in the file that
+    TRAINFAST_QUICK_TESTS names, so that .ci/run runs no test twice."""
+    listed = os.environ.get("TRAINFAST_QUICK_TESTS")
+    worker = hasattr(session.config, "workerinput")
+    if listed and session.config.getoption("--quick") and not worker:
+        Path(listed).write_text(json.dumps(PASSED))
 
 
 def _sample(items, most):

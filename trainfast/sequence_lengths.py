@@ -31,16 +31,14 @@ def check_lengths(
     """Raises ValueError, as on the CPU, for int64 lengths that lie anywhere; waits for
     them. q and k have these shapes."""
     q, k = (_without_heads(shape, bnhd) for shape in (q_shape, k_shape))
-    _core.attention(  # checks all and, without a head, computes nothing
-        *(q, k, k, q, None),
-        scale=1.0,
-        cu_seqlens_q=_on_host(cu_seqlens_q),
-        cu_seqlens_k=_on_host(cu_seqlens_k),
-        kv_lens=_on_host(kv_lens),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        bnhd=bnhd,
-    )
+    lengths = map(_on_host, (cu_seqlens_q, cu_seqlens_k, kv_lens))
+    names = ("cu_seqlens_q", "cu_seqlens_k", "kv_lens")
+    options = {"scale": 1.0, "bnhd": bnhd, **dict(zip(names, lengths))}
+    # The core checks all and, without a head, computes nothing. It compares with the
+    # longest item before it looks whether the items lie in the rows; they must first.
+    for longest in ((0, 0), (max_seqlen_q, max_seqlen_k)):
+        options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest))
+        _core.attention(q, k, k, q, None, **options)
 
 
 def _without_heads(shape: Sequence[int], bnhd: bool) -> Any:

@@ -1,7 +1,9 @@
 """.ci/run, with a Makefile and a compiler of the test's own; .ci/compat.py's page."""
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,27 @@ def test_failed_step_ends_what_goes_on_beside_it(checkout, how):
     )
     assert done.returncode != 0 and "begun" in done.stdout
     assert "took" in done.stdout and "make stubs" not in done.stdout
+
+
+def test_what_the_quick_tests_skip_runs_among_all_others(tmp_path):
+    listed = tmp_path / "quick.json"
+    needs_simt = (
+        "tests/core/attention/test_device.py::test_right_lengths_pass_the_check"
+    )
+    paths = [needs_simt, "tests/test_pairwise.py"]
+    env = {**os.environ, "TRAINFAST_QUICK_TESTS": str(listed), "PYTEST_ADDOPTS": ""}
+    env.pop("TRAINFAST_SIMT_LIBRARY", None)  # which the quick tests do without
+
+    def pytest_(*options):
+        command = [sys.executable, "-m", "pytest", "-q", *options, *paths]
+        return subprocess.check_output(command, cwd=ROOT, env=env, text=True)
+
+    pytest_("--quick", "-n", "2")
+    passed = json.loads(listed.read_text())
+    assert passed and all("test_pairwise" in name for name in passed)
+    env["TRAINFAST_SIMT_LIBRARY"] = ""  # nor must it be built for this
+    rest = pytest_("--collect-only")
+    assert needs_simt in rest and not any(name in rest for name in passed)
 
 
 def test_page_of_compatibility_is_what_its_results_make(monkeypatch, tmp_path):
