@@ -210,12 +210,13 @@ def test_channels_last_trains_as_without(fused):
     train(other)
     other.switch = forward.ChannelsLast()
     other.switch.enter(other)
-    weight = other.model.last.weight
+    moved = copy.deepcopy(other.model).to(memory_format=torch.channels_last)
+    for p, q in zip(other.model.parameters(), moved.parameters()):
+        assert p.stride() == q.stride()  # of one channel, too, or its output is not
     seen = []
     other.model.inner.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     images = torch.randn(2, 1, 2, 2)
     other.model(images.expand(2, 1, 2, 2))
-    assert weight.is_contiguous(memory_format=torch.channels_last)
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
     train(one)
     train(other)
@@ -379,21 +380,51 @@ def test_workers_give_the_same_batches_without_end():
     assert torch.equal(torch.cat(given[:3]), torch.arange(12))
 
 
+def next_of(switch, loop, loader):
+    """What next(iter(loader)) gives under a switch."""
+    return switch.next_batch(loop, switch.iterate(loop, loader, iter), next)
+
+
 def test_kept_loader_goes_on_where_it_was_left():
     loop = make_loop()
     loop.restarts = [0, 1, 2, 3]  # a new iterator for every step
     switch = loaders.KeptLoader()
     assert switch.possible(loop, always)
+    for _ in range(2):  # two blocks
+        switch.enter(loop)
+        seen = [next_of(switch, loop, loop.loader)[1] for _ in range(6)]
+        assert torch.equal(torch.cat(seen), torch.arange(12).repeat(2))
+
+
+def test_each_loader_is_kept_apart():
+    """As in semi-supervised training, with labelled and unlabelled batches."""
+    loop = make_loop()
+    loop.restarts = [0, 1, 2, 3]
+    other = DataLoader(torch.arange(100, 106), batch_size=2)
+    other._probe_place = {"file": "script.py", "line": 7}
+    switch = loaders.KeptLoader()
     switch.enter(loop)
-    seen = []
-    for _ in range(3):
-        iterator = switch.iterate(loop, loop.loader, iter)
-        seen.append(switch.next_batch(loop, iterator, next)[1])
-    assert torch.equal(torch.cat(seen), torch.arange(12))
-    iterator = switch.iterate(loop, loop.loader, iter)
-    with pytest.raises(StopIteration):
-        switch.next_batch(loop, iterator, next)
-    assert switch.iterate(loop, loop.loader, iter) is not iterator
+    seen, others = [], []
+    for _ in range(4):
+        seen.append(next_of(switch, loop, loop.loader)[1])
+        others.append(next_of(switch, loop, other))
+    assert torch.equal(torch.cat(seen)[:12], torch.arange(12))
+    assert torch.cat(others).tolist() == [100, 101, 102, 103, 104, 105, 100, 101]
+
+
+def test_kept_loader_of_unknown_length_is_read_to_its_end():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    loop = make_loop()
+    loop.loader = DataLoader(Stream(), batch_size=None)
+    switch = loaders.KeptLoader()
+    switch.enter(loop)
+    assert [next_of(switch, loop, loop.loader) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(StopIteration):  # as the script's own loop ends
+        next_of(switch, loop, loop.loader)
+    assert next_of(switch, loop, loop.loader) == 0
 
 
 def test_loader_that_stays_alive_needs_no_switch():

@@ -150,7 +150,7 @@ class ChannelsLast(Switch):
             if not _is_channels_last(tensor)
         ]
         for tensor, _ in self.before:
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
         self.hook = loop.model.register_forward_pre_hook(
             lambda module, args, kwargs: (_to_last(args), _to_last(kwargs)),
             with_kwargs=True,
@@ -167,7 +167,10 @@ class ChannelsLast(Switch):
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
+    """By strides: a tensor of one channel is contiguous in both layouts, but a
+    convolution with it computes in the layout that its strides show."""
+    last = torch.empty_like(tensor, device="meta", memory_format=torch.channels_last)
+    return tensor.stride() == last.stride()
 
 
 def _images(loop: Loop) -> Iterator[torch.Tensor]:

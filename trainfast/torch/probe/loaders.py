@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from inspect import unwrap
 from typing import Any
 
@@ -65,13 +65,13 @@ class Workers(Switch):
 
 
 class KeptLoader(Switch):
-    """One loader that is kept alive over the epochs, and read to its end."""
+    """Loaders that are kept alive over the epochs, each read to its end."""
 
     name = "worker-restart"
 
     def __init__(self) -> None:
-        self.loader: Any = None
-        self.iterator: Any = None
+        self.loaders: dict[Any, Any] = {}  # by the place where the script builds them
+        self.iterators: dict[Any, Any] = {}
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         period = loop.period()
@@ -86,20 +86,25 @@ class KeptLoader(Switch):
         return loader.num_workers > 0 or period == 1
 
     def enter(self, loop: Loop) -> None:
-        self.iterator = None
-        if self.loader is None:
-            self.loader = like(loop.loader, loop.loader.num_workers)
+        self.iterators.clear()
 
     def iterate(self, loop: Loop, loader: Any, original: Any) -> Any:
-        if self.iterator is None:
-            self.iterator = original(self.loader)
-        return self.iterator
+        batches = len(loader) if isinstance(loader.dataset, Sized) else -1
+        place = str(getattr(loader, "_probe_place", None)), batches
+        if place not in self.loaders:
+            self.loaders[place] = like(loader, loader.num_workers)
+        iterator = self.iterators.get(place)
+        if iterator is None or iterator._probe_unread == 0:
+            iterator = self.iterators[place] = original(self.loaders[place])
+            iterator._probe_unread = batches
+        return iterator
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
+        iterator._probe_unread -= 1
         try:
             return original(iterator)
         except StopIteration:
-            self.iterator = None
+            iterator._probe_unread = 0
             raise
 
 
