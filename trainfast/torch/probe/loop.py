@@ -48,6 +48,7 @@ class Loop:
         self.batches: list[Any] = []
         self.steps = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.event_total = 0.0  # seconds of all events that have ended
         self.counts: Counter[str] = Counter()
         self.events: list[tuple[str, float, int]] = []  # phase, seconds, step
         self.steps_under: Counter[str] = Counter()  # optimizer steps by switch
@@ -101,6 +102,7 @@ class Loop:
         self.counts[name] += 1
         if name not in EVENTS:
             return
+        self.event_total += took
         before = self.events[-1] if self.events else None
         if name == "worker-start" and before and before[::2] == (name, self.steps):
             took += before[1]  # the loader's iterator and its first batch: one start

@@ -52,10 +52,13 @@ class Statements:
         self.found: list[tuple[int, int, int, str]] = []
         self.seconds: defaultdict[int, float] = defaultdict(float)
         self.inside: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self.open: tuple[int, float, dict[str, float], int, int] | None = None
+        self.open: tuple[int, float, int, int] | None = None
+        self.events: tuple[float, dict[str, float]] = (-1.0, {})  # before the open one
         self.updates: set[int] = set()
         self.nodes: defaultdict[int, int] = defaultdict(int)
         self.since: tuple[int, float] | None = None  # all nodes, backward seconds
+        self.model: Any = None  # whose first parameter is `param`
+        self.param: Any = None
 
     # ---- The tree --------------------------------------------------------------------
 
@@ -128,13 +131,15 @@ class Statements:
             self.open = None
             return False
         version = self._version() if number not in self.updates else -1
-        self.open = (number, clock(), self.loop.event_seconds(), version, next_node())
+        self.open = (number, clock(), version, next_node())
+        if self._events_happened():
+            self.events = self.loop.event_total, self.loop.event_seconds()
         return True
 
     def end(self, number: int) -> None:
         if self.open is None or self.open[0] != number or self.loop.steps == 0:
             return
-        _, start, before, version, node = self.open
+        _, start, version, node = self.open
         self.open = None
         took = clock() - start
         if self.since is None:
@@ -142,16 +147,25 @@ class Statements:
         self.nodes[number] += next_node() - node
         self.seconds[number] += took
         self.loop.events.append((f"statement {number}", took, self.loop.steps))
-        for name, seconds in self.loop.event_seconds().items():
-            self.inside[number, name] += seconds - before[name]
+        if self._events_happened():
+            before, after = self.events[1], self.loop.event_seconds()
+            for name in EVENTS:
+                self.inside[number, name] += after[name] - before[name]
         if version not in (-1, self._version()):
             self.updates.add(number)
+
+    def _events_happened(self) -> bool:
+        """Since `events` was taken: they are rare, and looking at all takes a while."""
+        going_on = self.loop.evaluating_since is not None
+        return going_on or self.loop.event_total != self.events[0]
 
     def _version(self) -> int:
         """Counts in-place changes of a parameter of the model."""
         model = self.loop.model
-        param = next(model.parameters(), None) if model is not None else None
-        return -1 if param is None else param._version
+        if model is not self.model:  # finding a parameter takes a while
+            self.model = model
+            self.param = None if model is None else next(model.parameters(), None)
+        return -1 if self.param is None else self.param._version
 
     def backward(self, number: int) -> float:
         """Seconds of its share of the backward passes over seconds of the statement:
