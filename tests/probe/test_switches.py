@@ -427,6 +427,18 @@ def test_kept_loader_of_unknown_length_is_read_to_its_end():
     assert next_of(switch, loop, loop.loader) == 0
 
 
+def test_period_is_known_when_the_script_begins_again():
+    """Or starts of workers, which blocks hold, would be counted beside them, too."""
+    loop = make_loop()
+    assert loop.period() == 0
+    loop.restarts = [0, 3, 6, 9]
+    assert loop.period() == 3
+    loop.restarts.clear()
+    assert loop.period() == 3
+    loop.restarts = [12]
+    assert loop.period() == 3
+
+
 def test_loader_that_stays_alive_needs_no_switch():
     loop = make_loop()
     loop.restarts = [0, 3, 6]

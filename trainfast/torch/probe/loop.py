@@ -57,6 +57,7 @@ class Loop:
         self.work: set[int] = set()
         self.stack: list[int] = []  # lines at the first optimizer step, innermost first
         self.restarts: list[int] = []
+        self.last_period = 0
         self.forward_backward = 0.0  # seconds from a batch's arrival to its gradients
         self.stepped: float | None = None  # when the last step ended
         # Seconds from a step's start to its backward pass, and of the whole step.
@@ -165,6 +166,11 @@ class Loop:
         return others and not torch.is_grad_enabled()
 
     def period(self) -> int:
-        """Steps from one start of the training loader to the next; 0: not known."""
+        """Steps from one start of the training loader to the next; 0: not known.
+
+        A run of the script begins with what the run before it has shown.
+        """
         gaps = [b - a for a, b in zip(self.restarts, self.restarts[1:]) if b > a]
-        return sorted(gaps)[len(gaps) // 2] if gaps else 0
+        if gaps:
+            self.last_period = sorted(gaps)[len(gaps) // 2]
+        return self.last_period
