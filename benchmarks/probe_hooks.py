@@ -65,8 +65,11 @@ def train():
 class Hooks:
     """The functions that the probe replaces, to be put there and taken back."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         self.loop = Loop("script.py")
+        self.model = model
         self.places = [
             *((torch.autograd, "backward"), (torch, "save"), (builtins, "print")),
             *((DataLoader, "__init__"), (DataLoader, "__iter__")),
@@ -90,6 +93,11 @@ class Hooks:
             self.places, self.probes if hooked else self.torchs
         ):
             setattr(owner, name, value)
+        if not hooked:  # the hook of the model that find_model() leaves
+            self.of_the_model = self.model._forward_pre_hooks.copy()
+            self.model._forward_pre_hooks.clear()
+        else:
+            self.model._forward_pre_hooks.update(self.of_the_model)
 
 
 def trainers(layers: int, width: int, steps: int) -> dict[bool, Callable[[], float]]:
@@ -103,7 +111,7 @@ def trainers(layers: int, width: int, steps: int) -> dict[bool, Callable[[], flo
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     known = {"torch": torch, "model": model, "optimizer": optimizer, "device": "cpu"}
     known["loader"] = DataLoader(data, BATCH)
-    probe = Hooks(optimizer)
+    probe = Hooks(model, optimizer)
 
     def compiled(statements: Statements | None) -> Callable[[], None]:
         tree = ast.parse(SCRIPT)

@@ -143,6 +143,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """With --quick: leaves out slow tests, and of each test all but a sample of its
     cases. Without it: leaves out those that the file of TRAINFAST_QUICK_TESTS lists.
+    With --cases: a sample of so many cases, in both.
     """
     cases = config.getoption("--cases")
     if config.getoption("--quick"):

@@ -34,8 +34,9 @@ def check_lengths(
     lengths = map(_on_host, (cu_seqlens_q, cu_seqlens_k, kv_lens))
     names = ("cu_seqlens_q", "cu_seqlens_k", "kv_lens")
     options = {"scale": 1.0, "bnhd": bnhd, **dict(zip(names, lengths))}
-    # The core checks all and, without a head, computes nothing. It compares with the
-    # longest item before it looks whether the items lie in the rows; they must first.
+    # The core checks all and, without a head, computes nothing. max_seqlen is compared
+    # with the longest item before the core checks that the items lie within the rows.
+    # So the first call leaves it out (0), and reports bad offsets as such.
     for longest in ((0, 0), (max_seqlen_q, max_seqlen_k)):
         options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest))
         _core.attention(q, k, k, q, None, **options)

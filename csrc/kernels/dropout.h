@@ -18,12 +18,12 @@ fill_dropout(real *tile, const attention_head *h, int64_t query, int64_t n_q,
     const int64_t quads = attention_round_up(n_k, DROPOUT_BLOCK) / 4;
     philox_row row = {.seed = (uint64_t)(args->seed_at ? *args->seed_at : args->seed),
                       .head = (uint32_t)(h->batch * args->heads + h->head),
-                      .quad = (uint32_t)(key / 4),
-                      .n = (int)quads};
+                      .first_quad = (uint32_t)(key / 4),
+                      .n_quads = (int)quads};
     uint32_t words[ATTENTION_KEYS / 4][4][PHILOX_PAIRS];
 
     for (int64_t i = 0; i < n_q; i += DROPOUT_BLOCK) {
-        row.first = (uint32_t)((query + i) / 2);
+        row.first_pair = (uint32_t)((query + i) / 2);
         philox_words(words, row);
         for (int64_t quad = 0; quad < quads; quad++) {
             /* a quad is two neighbouring keys, and two more half a block later */

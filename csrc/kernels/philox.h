@@ -103,11 +103,11 @@ static void
 philox_store(uint32_t to[][4][PHILOX_PAIRS], philox_row row)
 {
     const philox_call call = philox_open(row.seed, row.head);
-    const philox_pairs pairs = philox_pairs_of(&call, row.first);
+    const philox_pairs pairs = philox_pairs_of(&call, row.first_pair);
 
-    for (int i = 0; i < row.n; i++) {
+    for (int i = 0; i < row.n_quads; i++) {
         philox_combine(to[i], &call, &pairs,
-                       philox_quad_of(&call, row.quad + (uint32_t)i));
+                       philox_quad_of(&call, row.first_quad + (uint32_t)i));
     }
 }
 

@@ -1,4 +1,4 @@
-/* Attention's random words of dropout: what a unit SET_words.c exports. */
+/* Random words for attention's dropout: the interface of csrc/simd/SET_words.c. */
 #ifndef PHILOX_ROW_H
 #define PHILOX_ROW_H
 
@@ -6,12 +6,11 @@
 
 enum { PHILOX_PAIRS = 8 };
 
-/* Pairs of queries first .. first + 7 with quads of keys quad .. quad + n - 1; see
- * tfast_attention() in tfast.h. */
+/* Eight pairs of queries with n_quads quads of keys; see tfast_attention() in tfast.h. */
 typedef struct {
     uint64_t seed;
-    uint32_t head, first, quad;
-    int n;
+    uint32_t head, first_pair, first_quad;
+    int n_quads;
 } philox_row;
 
 /* Stores the four words of each quad and pair. */

@@ -1,6 +1,7 @@
 /* v8: eight 64-bit words, for Philox (kernels/philox.h). v8_count(x) is x, x + 1 ..
  * x + 7. v8_mul(a, x) is the 64-bit product of each low half of a and x. v8_high moves
- * the high halves into the low halves. v8_store stores the low halves as uint32_t. */
+ * the high halves into the low halves. v8_store stores the low halves as uint32_t.
+ * philox_words() is the one that SET_words.c compiles from them. */
 // clang-format off
 #ifndef VEC_SCALAR_WORDS_H
 #define VEC_SCALAR_WORDS_H

@@ -212,7 +212,7 @@ def test_channels_last_trains_as_without(fused):
     other.switch.enter(other)
     moved = copy.deepcopy(other.model).to(memory_format=torch.channels_last)
     for p, q in zip(other.model.parameters(), moved.parameters()):
-        assert p.stride() == q.stride()  # of one channel, too, or its output is not
+        assert p.stride() == q.stride()  # the output's layout follows from them
     seen = []
     other.model.inner.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     images = torch.randn(2, 1, 2, 2)
@@ -230,6 +230,8 @@ def test_channels_last_trains_as_without(fused):
 
 def test_channels_last_is_for_convolutions_over_images():
     assert not forward.ChannelsLast().possible(make_loop(), always)
+    moved = Convolutions().to(memory_format=torch.channels_last)
+    assert not forward.ChannelsLast().possible(make_loop(moved), always)
 
 
 @pytest.mark.slow
@@ -392,24 +394,51 @@ def test_kept_loader_goes_on_where_it_was_left():
     assert switch.possible(loop, always)
     for _ in range(2):  # two blocks
         switch.enter(loop)
-        seen = [next_of(switch, loop, loop.loader)[1] for _ in range(6)]
+        seen = [next_of(switch, loop, loop.loader)[1] for loop.steps in range(6)]
         assert torch.equal(torch.cat(seen), torch.arange(12).repeat(2))
 
 
-def test_each_loader_is_kept_apart():
-    """As in semi-supervised training, with labelled and unlabelled batches."""
-    loop = make_loop()
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_loader_is_kept_apart(workers):
+    """As in semi-supervised training, also where one function builds both."""
+    loop = make_loop(workers=workers)
     loop.restarts = [0, 1, 2, 3]
-    other = DataLoader(torch.arange(100, 106), batch_size=2)
-    other._probe_place = {"file": "script.py", "line": 7}
+    other = DataLoader(torch.arange(100, 106), batch_size=2, num_workers=workers)
     switch = loaders.KeptLoader()
     switch.enter(loop)
     seen, others = [], []
-    for _ in range(4):
+    for loop.steps in range(4):
         seen.append(next_of(switch, loop, loop.loader)[1])
         others.append(next_of(switch, loop, other))
     assert torch.equal(torch.cat(seen)[:12], torch.arange(12))
     assert torch.cat(others).tolist() == [100, 101, 102, 103, 104, 105, 100, 101]
+
+
+def test_loader_that_is_built_anew_for_each_epoch_is_kept():
+    loop = make_loop()
+    switch = loaders.KeptLoader()
+    for loop.steps in (0, 3, 6):
+        iterator = switch.iterate(loop, make_loop().loader, iter)
+        for _ in range(3):
+            switch.next_batch(loop, iterator, next)
+    assert len(switch.kept) == 1
+
+
+def test_epoch_that_began_before_the_switch_goes_on():
+    loop = make_loop()
+    iterator, switch = iter(loop.loader), loaders.KeptLoader()
+    next(iterator)
+    switch.enter(loop)
+    assert switch.next_batch(loop, iterator, next)[1].tolist() == [4, 5, 6, 7]
+
+
+def test_epochs_that_a_script_cuts_short_stay_as_long():
+    loop = make_loop()
+    switch = loaders.KeptLoader()
+    switch.enter(loop)
+    for loop.steps in range(0, 8, 2):
+        iterator = switch.iterate(loop, loop.loader, iter)
+        assert all(len(switch.next_batch(loop, iterator, next)[1]) for _ in range(2))
 
 
 def test_kept_loader_of_unknown_length_is_read_to_its_end():
@@ -421,14 +450,17 @@ def test_kept_loader_of_unknown_length_is_read_to_its_end():
     loop.loader = DataLoader(Stream(), batch_size=None)
     switch = loaders.KeptLoader()
     switch.enter(loop)
-    assert [next_of(switch, loop, loop.loader) for _ in range(3)] == [0, 1, 2]
+    given = [next_of(switch, loop, loop.loader) for loop.steps in range(3)]
+    assert given == [0, 1, 2]
+    loop.steps = 3
     with pytest.raises(StopIteration):  # as the script's own loop ends
         next_of(switch, loop, loop.loader)
+    loop.steps = 4
     assert next_of(switch, loop, loop.loader) == 0
 
 
 def test_period_is_known_when_the_script_begins_again():
-    """Or starts of workers, which blocks hold, would be counted beside them, too."""
+    """Otherwise starts of workers inside of blocks would be counted as events, too."""
     loop = make_loop()
     assert loop.period() == 0
     loop.restarts = [0, 3, 6, 9]

@@ -162,6 +162,8 @@ class Child:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             self.loop.reset()
+            if self.statements is not None:
+                self.statements.reset()
             gc.collect()
         self.loop.restarts.clear()  # no period spans two runs
         self.schedule.run_began()

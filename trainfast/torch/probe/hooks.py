@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import sysconfig
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from trainfast.torch.data.batches import tensors
 from trainfast.torch.private import LoaderIterator
+from trainfast.torch.probe.loaders import batches_of
 from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, clock
 from trainfast.torch.probe.switch import Switch
 
@@ -231,8 +232,7 @@ def _mark(iterator: Any, loader: Any, starts: bool) -> None:
     try:
         iterator._probe_loader = loader
         iterator._probe_starts = starts  # until the first batch is there
-        sized = isinstance(loader.dataset, Sized)
-        iterator._probe_left = len(loader) if sized else -1
+        iterator._probe_left = batches_of(loader)
     except AttributeError:  # a generator of a subclass: its inner iterator has no mark
         pass
 

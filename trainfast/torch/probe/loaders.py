@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Sized
 from inspect import unwrap
 from typing import Any
@@ -70,8 +71,11 @@ class KeptLoader(Switch):
     name = "worker-restart"
 
     def __init__(self) -> None:
-        self.loaders: dict[Any, Any] = {}  # by the place where the script builds them
-        self.iterators: dict[Any, Any] = {}
+        # By the place where the script builds a loader, and of several from one place
+        # by the order in which a step begins to read them.
+        self.kept: dict[tuple[str, int], _Kept] = {}
+        self.begun: Counter[str] = Counter()  # in this step, by place
+        self.step_of_begun = 0
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         period = loop.period()
@@ -86,26 +90,55 @@ class KeptLoader(Switch):
         return loader.num_workers > 0 or period == 1
 
     def enter(self, loop: Loop) -> None:
-        self.iterators.clear()
+        for kept in self.kept.values():
+            kept.unread = 0  # or a block would get what was prefetched before it
 
     def iterate(self, loop: Loop, loader: Any, original: Any) -> Any:
-        batches = len(loader) if isinstance(loader.dataset, Sized) else -1
-        place = str(getattr(loader, "_probe_place", None)), batches
-        if place not in self.loaders:
-            self.loaders[place] = like(loader, loader.num_workers)
-        iterator = self.iterators.get(place)
-        if iterator is None or iterator._probe_unread == 0:
-            iterator = self.iterators[place] = original(self.loaders[place])
-            iterator._probe_unread = batches
-        return iterator
+        if loop.steps != self.step_of_begun:
+            self.step_of_begun = loop.steps
+            self.begun.clear()
+        place = str(getattr(loader, "_probe_place", None))
+        key = place, self.begun[place]
+        self.begun[place] += 1
+        if key not in self.kept:
+            self.kept[key] = _Kept(like(loader, loader.num_workers), original)
+        kept = self.kept[key]
+        if kept.unread == 0:
+            kept.begin()
+        return kept.iterator
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
-        iterator._probe_unread -= 1
-        try:
+        kept = getattr(iterator, "_probe_kept", None)
+        if kept is None:  # an epoch that began before the switch was entered
             return original(iterator)
+        if kept.unread == 0:
+            kept.begin()
+        kept.unread -= 1
+        try:
+            return original(kept.iterator)
         except StopIteration:
-            iterator._probe_unread = 0
+            kept.unread = 0
             raise
+
+
+class _Kept:
+    """A loader that is kept, and its iterator."""
+
+    def __init__(self, loader: Any, iterate: Any) -> None:
+        self.loader = loader
+        self.iterate = iterate
+        self.iterator: Any = None
+        self.unread = 0  # batches until the iterator's end; < 0: not known
+
+    def begin(self) -> None:
+        self.iterator = self.iterate(self.loader)
+        self.iterator._probe_kept = self
+        self.unread = batches_of(self.loader)
+
+
+def batches_of(loader: Any) -> int:
+    """How many a loader has; -1: not known."""
+    return len(loader) if isinstance(loader.dataset, Sized) else -1
 
 
 def _versions(batch: Any) -> list[int]:

@@ -168,7 +168,7 @@ class Loop:
     def period(self) -> int:
         """Steps from one start of the training loader to the next; 0: not known.
 
-        A run of the script begins with what the run before it has shown.
+        Until a run of the script shows a period of its own, it is that of the last run.
         """
         gaps = [b - a for a, b in zip(self.restarts, self.restarts[1:]) if b > a]
         if gaps:

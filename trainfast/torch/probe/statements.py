@@ -57,6 +57,10 @@ class Statements:
         self.updates: set[int] = set()
         self.nodes: defaultdict[int, int] = defaultdict(int)
         self.since: tuple[int, float] | None = None  # all nodes, backward seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the objects of a run of the script that has ended."""
         self.model: Any = None  # whose first parameter is `param`
         self.param: Any = None
 
@@ -155,7 +159,10 @@ class Statements:
             self.updates.add(number)
 
     def _events_happened(self) -> bool:
-        """Since `events` was taken: they are rare, and looking at all takes a while."""
+        """Whether an event ended since `events` was taken, or an evaluation goes on.
+
+        Events are rare, and reading the seconds of all at each statement is slow.
+        """
         going_on = self.loop.evaluating_since is not None
         return going_on or self.loop.event_total != self.events[0]
 
