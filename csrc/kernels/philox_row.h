@@ -6,7 +6,8 @@
 
 enum { PHILOX_PAIRS = 8 };
 
-/* Eight pairs of queries with n_quads quads of keys; see tfast_attention() in tfast.h. */
+/* Eight pairs of queries with n_quads quads of keys: see tfast_attention() in tfast.h.
+ */
 typedef struct {
     uint64_t seed;
     uint32_t head, first_pair, first_quad;
