@@ -1,7 +1,6 @@
 /* The public function of trajectory metrics: validates, then calls the backend. */
-#include "trajectory.h"
-
 #include "scratch.h"
+#include "tfast.h"
 
 static tfast_status
 check_sizes(const tfast_trajectory_args *args)

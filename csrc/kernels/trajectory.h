@@ -4,8 +4,8 @@
 #ifndef TRAJECTORY_H
 #define TRAJECTORY_H
 
-#include "../trajectory.h"
 #include "tile.h"
+#include "trajectory_probability.h"
 
 #include <math.h>
 #include <string.h>
@@ -277,14 +277,14 @@ trajectory_is_top(const tfast_trajectory_args *args, int64_t agent, int64_t mode
 {
     const double p = args->top_k == 0 || args->top_k >= args->modes
                          ? -1
-                         : tfast_trajectory_probability(args, agent, mode);
+                         : trajectory_probability(args, agent, mode);
     int64_t before = 0;
 
     if (p < 0) {
         return true;
     }
     for (int64_t other = 0; other < args->modes; other++) {
-        const double q = tfast_trajectory_probability(args, agent, other);
+        const double q = trajectory_probability(args, agent, other);
         before += q > p || (q == p && other < mode);
     }
     return before < args->top_k;
@@ -321,9 +321,9 @@ trajectory_most_probable(const tfast_trajectory_args *args, int64_t agent,
     int64_t found = 0;
 
     for (int64_t mode = 0; args->probabilities != NULL && mode < args->modes; mode++) {
-        const double p = tfast_trajectory_probability(args, agent, mode);
+        const double p = trajectory_probability(args, agent, mode);
 
-        *outside = *outside || tfast_trajectory_is_outside(p);
+        *outside = *outside || trajectory_is_outside(p);
         if (isnan(p)) {
             found = -1;
         }
@@ -376,8 +376,8 @@ trajectory_values(trajectory_agent *a, int64_t most, double *values)
         of_ade = of_fde;
     }
     if (args->probabilities != NULL && most >= 0) {
-        term_of_ade = 1 - tfast_trajectory_probability(args, a->agent, of_ade);
-        term_of_fde = 1 - tfast_trajectory_probability(args, a->agent, of_fde);
+        term_of_ade = 1 - trajectory_probability(args, a->agent, of_ade);
+        term_of_fde = 1 - trajectory_probability(args, a->agent, of_fde);
     }
     values[TFAST_MIN_ADE] = least.ade;
     values[TFAST_MIN_FDE] = least.fde;

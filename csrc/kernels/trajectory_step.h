@@ -5,8 +5,8 @@
 #define TRAJECTORY_STEP_H
 
 #include "../scratch.h"
-#include "../trajectory.h"
 #include "parts.h"
+#include "trajectory_probability.h"
 #include "type_kernels.h"
 
 #include <math.h>
@@ -87,9 +87,9 @@ trajectory_check_probabilities(const tfast_trajectory_args *args)
 {
     for (int64_t agent = 0; agent < args->n; agent++) {
         for (int64_t mode = 0; mode < args->modes; mode++) {
-            const double p = tfast_trajectory_probability(args, agent, mode);
+            const double p = trajectory_probability(args, agent, mode);
 
-            if (tfast_trajectory_is_outside(p)) {
+            if (trajectory_is_outside(p)) {
                 return tfast_fail(TFAST_EINVAL,
                                   "probabilities must be in [0, 1], got %g for agent "
                                   "%lld, mode %lld; apply softmax to logits",

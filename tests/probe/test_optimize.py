@@ -19,7 +19,8 @@ from trainfast.probe import optimize as module
 from trainfast.probe.candidates import ALLOWED, candidates
 from trainfast.probe.optimize import optimize, stays_inside
 from trainfast.torch.probe.child import switches
-from trainfast.torch.probe.switch import Switch, Together
+from trainfast.torch.probe.loop import Switch
+from trainfast.torch.probe.together import Together
 
 needs_sandbox = pytest.mark.skipif(
     run.best_sandbox() is None, reason="no sandbox works on this machine"

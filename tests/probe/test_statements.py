@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from trainfast.torch.probe.loop import Loop
+from trainfast.torch.probe.loop import Loop, Switch
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
-from trainfast.torch.probe.switch import Switch
 
 LOOP = """\
 seen = []

@@ -35,8 +35,7 @@ from trainfast.torch.private import (
 )
 from trainfast.torch.probe import hooks
 from trainfast.torch.probe.child import Child, begin, write
-from trainfast.torch.probe.loop import Loop
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import Loop, Switch
 
 
 class OnFakes(Switch):

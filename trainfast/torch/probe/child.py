@@ -25,14 +25,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainfast.notebook import is_notebook, read_script
 from trainfast.probe.headline import headline
 from trainfast.torch.probe import forward, hooks, loaders, training
-from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.loop import Loop, Switch, clock
 from trainfast.torch.probe.patches import Patched
 from trainfast.torch.probe.ranks import RankSchedule
 from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
-from trainfast.torch.probe.switch import Switch, Together
+from trainfast.torch.probe.together import Together
 
 _MOST_RUNS = 50  # of a script that ends after a few steps
 

@@ -17,8 +17,8 @@ import torch
 from trainfast.patching import patch
 from trainfast.torch.probe import hooks
 from trainfast.torch.probe.child import Child, begin, switches, write
-from trainfast.torch.probe.loop import Loop
-from trainfast.torch.probe.switch import Switch, Together
+from trainfast.torch.probe.loop import Loop, Switch
+from trainfast.torch.probe.together import Together
 
 
 class Recorder(Switch):

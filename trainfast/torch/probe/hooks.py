@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 from trainfast.torch.data.batches import tensors
 from trainfast.torch.private import LoaderIterator
 from trainfast.torch.probe.loaders import batches_of
-from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, clock
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, Switch, clock
 
 _MOST_BATCHES = 8  # copies of batches that stand in for the loader's
 _MOST_BYTES = 1 << 30  # of all copies together

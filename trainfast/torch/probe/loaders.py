@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainfast.torch.data.batches import tensors
 from trainfast.torch.data.loaders import like
-from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, Switch
 
 _LEAST_SHARE = 0.05  # of waiting for data that could be worth a finding
 

@@ -1,15 +1,13 @@
-"""What the probe has seen of a script's training loop, and its stopwatch."""
+"""What the probe has seen of a script's training loop, and what it changes there."""
 
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from trainfast.torch.probe.switch import Switch
 
 clock = time.perf_counter
 
@@ -174,3 +172,54 @@ class Loop:
         if gaps:
             self.last_period = sorted(gaps)[len(gaps) // 2]
         return self.last_period
+
+
+class Switch:
+    """Changes nothing: what each counterfactual is compared with.
+
+    A counterfactual overrides the methods whose part of the loop it changes. Each of
+    these gets torch's own function as `original`. Everything must be undone by `leave`:
+    blocks with and without the switch interleave in one process.
+
+    Attributes:
+        name: unique in a plan.
+        warm: optimizer steps to drop after the switch has been entered.
+        by_name: tried only where a plan names it: it takes long, or needs a process of
+            its own, because a mistake of the script under it could outlast it.
+    """
+
+    name = "base"
+    warm = 1
+    by_name = False
+
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        """Whether the switch applies here and could gain anything.
+
+        Args:
+            loop: the loop after its warm-up.
+            share: the share of the time that a phase has taken.
+        """
+        return True
+
+    def enter(self, loop: Loop) -> None: ...
+
+    def leave(self, loop: Loop) -> None: ...
+
+    def used(self) -> bool:
+        """Whether the steps since `enter` met what the switch changes."""
+        return True
+
+    def iterate(self, loop: Loop, loader: Any, original: Any) -> Any:
+        return original(loader)
+
+    def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
+        return original(iterator)
+
+    def backward(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **kwargs)
+
+    def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    def runs_statement(self, number: int) -> bool:
+        return True

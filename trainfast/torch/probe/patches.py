@@ -5,8 +5,7 @@ from typing import Any
 
 from trainfast.patching import is_patched, patch
 from trainfast.stats import stats
-from trainfast.torch.probe.loop import Loop
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import Loop, Switch
 
 
 class Patched(Switch):

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainfast.torch.probe.loop import Loop
+from trainfast.torch.probe.loop import Loop, Switch
 from trainfast.torch.probe.schedule import LEAST_ROUNDS, Schedule
-from trainfast.torch.probe.switch import Switch
 
 _AHEAD = 2  # steps from rank 0's decision to its effect
 _PATIENCE = 60.0  # seconds that a rank waits for the plan, or for the others to end

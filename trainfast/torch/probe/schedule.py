@@ -4,8 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from trainfast.torch.probe.loop import EVENTS, LONGEST_PERIOD, Loop, clock
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import EVENTS, LONGEST_PERIOD, Loop, Switch, clock
 
 WARM_STEPS, WARM_SECONDS = 6, 0.7  # before the first block, both
 LONGEST_WARM = 6.0  # seconds; with long steps fewer of them warm up

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from trainfast.torch.probe.loop import Loop
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import Loop, Switch
 
 
 class Setting(Switch):

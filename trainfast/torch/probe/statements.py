@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainfast.torch.private import next_node
-from trainfast.torch.probe.loop import EVENTS, Loop, clock
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import EVENTS, Loop, Switch, clock
 
 NAME = "__probe_statements__"  # in the script's globals
 _LEAST_SHARE = 0.08  # of a statement that is worth skipping

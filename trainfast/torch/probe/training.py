@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from trainfast.torch.data.batches import tensors
-from trainfast.torch.probe.loop import Loop
-from trainfast.torch.probe.switch import Switch
+from trainfast.torch.probe.loop import Loop, Switch
 
 _LEAST_OPTIMIZER_SHARE = 0.06
 

@@ -9,11 +9,10 @@ import torch
 from trainfast.probe.report import Diagnosis, conclude
 from trainfast.torch.probe import forward, loaders, training
 from trainfast.torch.probe.hooks import keep_batch
-from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.loop import Loop, Switch, clock
 from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import LEAST_ROUNDS, Schedule
 from trainfast.torch.probe.settings import settings
-from trainfast.torch.probe.switch import Switch
 
 _ROUNDS = 15
 

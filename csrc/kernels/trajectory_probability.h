@@ -1,13 +1,12 @@
 /* How the CPU's backends read the probabilities of trajectories. */
-#ifndef TFAST_TRAJECTORY_H
-#define TFAST_TRAJECTORY_H
+#ifndef TRAJECTORY_PROBABILITY_H
+#define TRAJECTORY_PROBABILITY_H
 
-#include "half.h"
-#include "tfast.h"
+#include "../half.h"
+#include "../tfast.h"
 
 static inline double
-tfast_trajectory_probability(const tfast_trajectory_args *args, int64_t agent,
-                             int64_t mode)
+trajectory_probability(const tfast_trajectory_args *args, int64_t agent, int64_t mode)
 {
     const int64_t i =
         agent * args->probability_stride[0] + mode * args->probability_stride[1];
@@ -26,7 +25,7 @@ tfast_trajectory_probability(const tfast_trajectory_args *args, int64_t agent,
 
 /* Whether it is no probability. NaN passes: padding agents often have it. */
 static inline bool
-tfast_trajectory_is_outside(double p)
+trajectory_is_outside(double p)
 {
     return p < 0 || p > 1;
 }
