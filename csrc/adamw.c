@@ -1,6 +1,7 @@
 /* The public functions of AdamW: validate scalars and steps, then call the backend. The
  * binding has validated the arrays. */
 #include "adamw_half.h"
+#include "backend.h"
 
 #include <math.h>
 

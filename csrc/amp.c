@@ -1,6 +1,6 @@
 /* The public functions of AMP: validate scalars, then call the backend. The binding has
  * validated the arrays. */
-#include "tfast.h"
+#include "backend.h"
 
 #include <math.h>
 

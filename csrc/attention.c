@@ -1,6 +1,6 @@
 /* The public functions of attention: validate sizes, scalars and lengths, then call the
  * backend. The binding has validated the arrays. */
-#include "scratch.h"
+#include "backend.h"
 
 #include <math.h>
 
@@ -256,24 +256,34 @@ tfast_attention_scratch(int64_t *bytes, const tfast_attention_args *args, bool b
                               : status;
 }
 
+/* The backend of a valid call, which must have the operation and get its scratch. */
 static tfast_status
-check_scratch(const tfast_backend *backend, const tfast_attention_args *args,
-              bool backward)
+find_backend(const tfast_backend **backend, const tfast_attention_args *args,
+             bool backward)
 {
     tfast_status status = TFAST_OK;
     int64_t bytes = 0;
 
-    if (args->scratch == NULL && backend->attention_scratch != NULL) {
-        status = backend->attention_scratch(&bytes, args, backward);
+    *backend = tfast_backend_for(args->device.type);
+    if (*backend == NULL) {
+        return TFAST_EUNSUPPORTED;
     }
-    return status == TFAST_OK ? tfast_scratch_check(backend, bytes, args->scratch_bytes)
-                              : status;
+    if ((backward ? (*backend)->attention_backward : (*backend)->attention) == NULL) {
+        return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention%s",
+                          (*backend)->name, backward ? "_backward" : "");
+    }
+    if (args->scratch == NULL && (*backend)->attention_scratch != NULL) {
+        status = (*backend)->attention_scratch(&bytes, args, backward);
+    }
+    return status == TFAST_OK
+               ? tfast_backend_check_scratch(*backend, bytes, args->scratch_bytes)
+               : status;
 }
 
 tfast_status
 tfast_attention(const tfast_attention_args *args)
 {
-    const tfast_backend *backend = tfast_backend_for(args->device.type);
+    const tfast_backend *backend;
     tfast_attention_args own;
     tfast_status status = check(args, &own);
 
@@ -283,14 +293,7 @@ tfast_attention(const tfast_attention_args *args)
     if (own.batch == 0 || own.heads == 0 || own.n_q == 0) {
         return TFAST_OK; /* no row to compute */
     }
-    if (backend == NULL) {
-        return TFAST_EUNSUPPORTED;
-    }
-    if (backend->attention == NULL) {
-        return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention",
-                          backend->name);
-    }
-    status = check_scratch(backend, &own, false);
+    status = find_backend(&backend, &own, false);
     return status == TFAST_OK ? backend->attention(&own) : status;
 }
 
@@ -299,20 +302,12 @@ tfast_attention(const tfast_attention_args *args)
 tfast_status
 tfast_attention_backward(const tfast_attention_args *args)
 {
-    const tfast_backend *backend = tfast_backend_for(args->device.type);
+    const tfast_backend *backend;
     tfast_attention_args own;
     tfast_status status = check(args, &own);
 
-    if (status != TFAST_OK) {
-        return status;
+    if (status == TFAST_OK) {
+        status = find_backend(&backend, &own, true);
     }
-    if (backend == NULL) {
-        return TFAST_EUNSUPPORTED;
-    }
-    if (backend->attention_backward == NULL) {
-        return tfast_fail(TFAST_EUNSUPPORTED, "backend %s has no attention_backward",
-                          backend->name);
-    }
-    status = check_scratch(backend, &own, true);
     return status == TFAST_OK ? backend->attention_backward(&own) : status;
 }

@@ -2,8 +2,9 @@
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE /* dladdr */
 #endif
+#include "backend.h"
+
 #include "library.h"
-#include "tfast.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -299,4 +300,15 @@ tfast_workspace_clear(tfast_workspace *workspace)
         workspace->backend->workspace_clear(workspace->data);
     }
     *workspace = (tfast_workspace){0};
+}
+
+tfast_status
+tfast_backend_check_scratch(const tfast_backend *backend, int64_t needed, int64_t got)
+{
+    return got >= needed
+               ? TFAST_OK
+               : tfast_fail(TFAST_EUNSUPPORTED,
+                            "scratch must have the %lld bytes that backend %s needs, "
+                            "got %lld",
+                            (long long)needed, backend->name, (long long)got);
 }

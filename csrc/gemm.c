@@ -1,5 +1,5 @@
 /* The public function of the matrix product: validates, then calls the backend. */
-#include "tfast.h"
+#include "backend.h"
 
 tfast_status
 tfast_gemm(const tfast_gemm_args *args)

@@ -1,7 +1,7 @@
 /* The public functions of the search for neighbours: they validate, then call the
  * backend. */
+#include "backend.h"
 #include "neighbour_search.h"
-#include "scratch.h"
 
 /* Checks that `ptr` divides n rows into n_graphs graphs. It is on the CPU. */
 static tfast_status
@@ -78,7 +78,7 @@ tfast_neighbours_count(tfast_neighbours_plan **plan, tfast_neighbours_args *args
 
     *plan = NULL;
     if (status == TFAST_OK) {
-        status = tfast_scratch_check(backend, bytes, args->scratch_bytes);
+        status = tfast_backend_check_scratch(backend, bytes, args->scratch_bytes);
     }
     return status == TFAST_OK ? backend->neighbours_count(plan, args) : status;
 }

@@ -69,14 +69,3 @@ tfast_hint_large_pages(void *data, size_t bytes)
     (void)bytes;
 #endif
 }
-
-tfast_status
-tfast_scratch_check(const tfast_backend *backend, int64_t needed, int64_t got)
-{
-    return got >= needed
-               ? TFAST_OK
-               : tfast_fail(TFAST_EUNSUPPORTED,
-                            "scratch must have the %lld bytes that backend %s needs, "
-                            "got %lld",
-                            (long long)needed, backend->name, (long long)got);
-}

@@ -11,11 +11,6 @@ void *tfast_scratch_take(size_t bytes);
 /* Returns memory from tfast_scratch_take(); NULL is allowed. */
 void tfast_scratch_give(void *scratch);
 
-/* Fails if a call needs more memory of its caller than it got: after asking how much, a
- * caller may meet another backend, which another thread has forced. */
-tfast_status tfast_scratch_check(const tfast_backend *backend, int64_t needed,
-                                 int64_t got);
-
 /* Requests large pages (MADV_HUGEPAGE) for an array that is about to be written for the
  * first time, because page faults of 4 KB each are slow. Does nothing for less than 4
  * MB or on systems without large pages. */

@@ -1,6 +1,5 @@
 /* The public function of trajectory metrics: validates, then calls the backend. */
-#include "scratch.h"
-#include "tfast.h"
+#include "backend.h"
 
 static tfast_status
 check_sizes(const tfast_trajectory_args *args)
@@ -68,7 +67,7 @@ tfast_trajectory(const tfast_trajectory_args *args)
     tfast_status status = check(&backend, &bytes, args);
 
     if (status == TFAST_OK) {
-        status = tfast_scratch_check(backend, bytes, args->scratch_bytes);
+        status = tfast_backend_check_scratch(backend, bytes, args->scratch_bytes);
     }
     return status == TFAST_OK ? backend->trajectory(args) : status;
 }

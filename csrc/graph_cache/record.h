@@ -2,6 +2,7 @@
 #ifndef GRAPH_CACHE_RECORD_H
 #define GRAPH_CACHE_RECORD_H
 
+#include "../backend.h"
 #include "../graph_kernels.h"
 #include "schema.h"
 

@@ -1,4 +1,5 @@
 /* The module trainfast._core: its methods and its state. */
+#include "../backend.h"
 #include "../graph_cache/python/binding.h"
 #include "../threads.h"
 

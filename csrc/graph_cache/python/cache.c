@@ -1,4 +1,5 @@
 /* The type GraphCache: an open cache, and its graphs as arrays. */
+#include "../../backend.h"
 #include "binding.h"
 
 #include <stdlib.h>

@@ -1,4 +1,5 @@
 /* Functions of the module: adopt, schema, build, repair and the checksum. */
+#include "../../backend.h"
 #include "binding.h"
 
 #include <string.h>
