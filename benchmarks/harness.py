@@ -59,6 +59,13 @@ def summarize(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     return {"median": float(median), "p10": float(p10), "p90": float(p90)}
 
 
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the bootstrapped 95 % interval of the median."""
+    chosen = np.random.default_rng(0).choice(samples, (10_000, len(samples)))
+    low, high = np.quantile(np.median(chosen, axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """Return the summary of over / under, formed round by round."""
     if len(over) != len(under):

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from benchmarks.harness import median_interval
 from benchmarks.machine import describe
 from trainfast.report import Table
 from trainfast.torch.private import LoaderIterator
@@ -150,14 +151,13 @@ def measure(size: str, pairs: int) -> dict[str, Any]:
         seconds = {each: blocks[each]() for each in random.sample([False, True], 2)}
         ratios.append(seconds[True] / seconds[False])
         plain.append(seconds[False])
-    chosen = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(chosen, axis=1), (0.025, 0.975))
+    low, high = median_interval(ratios)
     return {
         "pairs": pairs,
         "step_ms": 1e3 * float(np.median(plain)),
         "ratio": float(np.median(ratios)),
-        "low": float(low),
-        "high": float(high),
+        "low": low,
+        "high": high,
     }
 
 

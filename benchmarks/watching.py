@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import trainfast
+from benchmarks.harness import median_interval
 from benchmarks.machine import describe
 from trainfast.report import Table
 
@@ -106,15 +107,14 @@ def main() -> None:
         leaks = len(watchers.leaks.leaks)
         watchers.logger.close()
     print(file=sys.stderr)
-    chosen = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(chosen, axis=1), (0.025, 0.975))
+    low, high = median_interval(ratios)
     found = {
         "machine": describe(),
         "pairs": len(ratios),
         "step_ms": 1e3 * float(np.median(plain)),
         "ratio": float(np.median(ratios)),
-        "low": float(low),
-        "high": float(high),
+        "low": low,
+        "high": high,
         "monitor_thread_share": share,
         "leaks": leaks,
     }
