@@ -99,6 +99,18 @@ borrow_fast(const py_state *state, const dlpack_exchange *exchange, PyObject *ob
                : borrow_fast(state, exchange, array->owner, argument, how, array);
 }
 
+/* Whether objects of this type have a word after their count and type. */
+static bool
+has_body(PyTypeObject *type)
+{
+    PyObject *size = PyObject_GetAttrString((PyObject *)type, "__basicsize__");
+    const long bytes = size == NULL ? 0 : PyLong_AsLong(size);
+
+    PyErr_Clear();
+    Py_XDECREF(size);
+    return bytes >= (long)(sizeof(PyObject) + sizeof(uintptr_t));
+}
+
 /* Makes py_borrow() call borrow_fast() for this type from now on. */
 static void
 remember(py_state *state, PyTypeObject *type, const dlpack_exchange *exchange)
@@ -106,6 +118,7 @@ remember(py_state *state, PyTypeObject *type, const dlpack_exchange *exchange)
     if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
         Py_INCREF((PyObject *)type);
         state->fast[state->n_fast].type = type;
+        state->fast[state->n_fast].has_body = has_body(type);
         state->fast[state->n_fast++].exchange = exchange;
     }
 }
@@ -119,6 +132,22 @@ is_remembered(const py_state *state, const PyTypeObject *type)
         found |= state->fast[i].type == type;
     }
     return found;
+}
+
+void
+py_prefetch(const py_state *state, PyObject *object)
+{
+    enum { LINE = 64, LINES = 4 };
+
+    for (int i = 0; i < state->n_fast; i++) {
+        if (state->fast[i].type == Py_TYPE(object) && state->fast[i].has_body) {
+            const uintptr_t body = *(const uintptr_t *)(object + 1);
+
+            for (int line = 0; line < LINES; line++) {
+                __builtin_prefetch((const void *)(body + (uintptr_t)(line * LINE)));
+            }
+        }
+    }
 }
 
 /* ---- Any array ------------------------------------------------------------------- */

@@ -55,7 +55,8 @@ typedef struct {
     struct {
         PyTypeObject *type;
         const struct dlpack_exchange *exchange; /* NULL: use torch's attributes */
-    } fast[8]; /* types that borrow_fast() in borrow.c borrows */
+        bool has_body; /* an object has the word that py_prefetch() reads */
+    } fast[8];         /* types that borrow_fast() in borrow.c borrows */
     int n_fast;
     PyObject *torch_names[PY_N_TORCH_NAMES], *torch_dtypes[PY_N_TORCH_DTYPES],
         *torch_strided; /* NULL until a tensor without the exchange API is borrowed */

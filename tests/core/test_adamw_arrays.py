@@ -93,6 +93,65 @@ def test_arrays_of_jax_are_gradients_and_never_outputs():
     assert all((column[0] == 1).all() for column in plain)
 
 
+# ---- A type of objects without a body ------------------------------------------------
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+VIEW = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(DLTensor))
+
+
+class DLPackExchangeAPI(ctypes.Structure):
+    _fields_ = [
+        ("version", ctypes.c_uint32 * 2),
+        ("three", ctypes.c_void_p * 3),
+        ("managed_to_object", ctypes.c_void_p),
+        ("view_from_object", VIEW),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+def test_objects_that_are_only_a_header_are_not_read_beyond_it(rng):
+    # Of torch's tensors the word behind the header is read, for prefetching.
+    arrays, shape = {}, (ctypes.c_int64 * 1)(6)
+
+    @VIEW
+    def view(address, out):
+        here = arrays[address].ctypes.data
+        kind = (ctypes.c_uint8 * 4)(2, 32, 1, 0)  # float32
+        out[0] = DLTensor(here, (1, 0), 1, kind, shape, None, 0)
+        return 0
+
+    api = DLPackExchangeAPI(version=(1, 3), view_from_object=view)
+    make_capsule = ctypes.pythonapi.PyCapsule_New
+    make_capsule.restype = ctypes.py_object
+    make_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = make_capsule(ctypes.addressof(api), b"dlpack_exchange_api", None)
+    header = type("Header", (), {"__slots__": (), "__dlpack_c_exchange_api__": capsule})
+    assert header.__basicsize__ == object.__basicsize__
+    columns = [[header() for _ in range(3)] for _ in range(4)]
+    for column in columns:
+        for each in column:
+            arrays[id(each)] = rng.random(6, dtype="f")
+    plain = [[arrays[id(each)].copy() for each in column] for column in columns]
+    for step in (1, 2):
+        trainfast.numpy.adamw_step(*columns, step=step, **HYPER)
+        trainfast.numpy.adamw_step(*plain, step=step, **HYPER)
+    for column, expected in zip(columns, plain, strict=True):
+        for each, right in zip(column, expected, strict=True):
+            np.testing.assert_array_equal(arrays[id(each)], right)
+
+
 # ---- Long arrays ---------------------------------------------------------------------
 
 BODY, TAIL, WINDOW = 2**31, 6000, 2**25  # elements of two bytes
