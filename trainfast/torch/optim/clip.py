@@ -131,13 +131,13 @@ class _Measuring(NamedTuple):
     find_inf: bool
     tally: CallTally
 
-    @torch.no_grad()
     def over(self, grads: list[Tensor]) -> Measured:
         if shards.any_sharded(grads):
             return self.over_meshes(grads)
         found = each_device(self.tally, grads, self.on_core, self.by_torch)
         return found[0] if len(found) == 1 else self.combine(found)
 
+    @torch.no_grad()
     def over_meshes(self, grads: list[Tensor]) -> Measured:
         """The same for DTensors among the gradients: one reduction for each mesh.
 
@@ -211,6 +211,7 @@ class _Measuring(NamedTuple):
         )
         return Measured(found, norm, coef)
 
+    @torch.no_grad()
     def by_torch(self, grads: list[Tensor]) -> Measured:
         found = norm = None
         if self.find_inf:
@@ -228,6 +229,7 @@ class _Measuring(NamedTuple):
             return None
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).double()
 
+    @torch.no_grad()
     def combine(self, parts: list[Measured]) -> Measured:
         """Of several devices, on the first one."""
         flags = [part.found_inf for part in parts if part.found_inf is not None]
@@ -418,10 +420,11 @@ def _norm_of(
 
 def _as_torchs(total: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The norm in torch's dtype: half if all tensors have the same half dtype."""
-    dtype = tensors[0].dtype
-    if dtype not in (torch.float16, torch.bfloat16):
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = dtypes.pop()
+    if dtypes or dtype not in (torch.float16, torch.bfloat16):
         return total
-    return total.to(dtype) if all(t.dtype == dtype for t in tensors) else total
+    return total.to(dtype)
 
 
 def _check_finite(total_norm: Tensor, norm_type: float, wanted: bool) -> None:

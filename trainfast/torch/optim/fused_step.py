@@ -198,9 +198,10 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
 
     def _step_all(self, groups: list[dict[str, Any]], key: Any) -> None:
         """Steps all groups; first drops stale leftovers of changed parameters."""
-        self._places.drop_stale(groups, self.state)
+        tailed = half.with_tails(groups)
+        self._places.drop_stale(tailed, self.state)
         self._step_groups(groups, key)
-        self._places.record(groups)
+        self._places.record(tailed)
 
     def _step_groups(self, groups: list[dict[str, Any]], key: Any) -> None:
         """Steps all groups in one call, or apart where that cannot be."""

@@ -6,7 +6,7 @@ csrc/adamw_half.h has the arithmetic.
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
@@ -18,6 +18,7 @@ from trainfast.torch.optim import shards
 HALF = (torch.float16, torch.bfloat16)
 # What the state has beside a parameter, by rounding.
 TAILS = {"kahan": "compensation", "split": "master_remainder"}
+Tailed: TypeAlias = list[tuple[str, dict[str, Any]]]  # groups, by a value of TAILS
 SEED = "rounding_seed"  # in a param group
 WRITTEN = "a parameter was written between two steps: its state of rounding was dropped"
 _NOT_AFFINE = "params must not be DTensors that are sharded in two inner dimensions"
@@ -184,11 +185,9 @@ class Places:
                 known[param] = _shard_of(param, index) if sharded else index
         return [known[param] for param in group["params"]]
 
-    def drop_stale(
-        self, groups: list[dict[str, Any]], state: dict[Tensor, Any]
-    ) -> None:
+    def drop_stale(self, tailed: Tailed, state: dict[Tensor, Any]) -> None:
         """Zeroes the tails of parameters that others have written to since the step."""
-        for name, group in _with_tails(groups):
+        for name, group in tailed:
             for param in group["params"]:
                 before = self._versions.get(param)
                 if before is None or before == param._version:
@@ -198,9 +197,9 @@ class Places:
                     state[param][name].zero_()
                     count_fallback("adamw", WRITTEN)
 
-    def record(self, groups: list[dict[str, Any]]) -> None:
+    def record(self, tailed: Tailed) -> None:
         """Remembers that the parameters have just been stepped."""
-        for _, group in _with_tails(groups):
+        for _, group in tailed:
             self._versions.update((p, p._version) for p in group["params"])
 
     def forget_writes(self) -> None:
@@ -208,8 +207,5 @@ class Places:
         self._versions.clear()
 
 
-def _with_tails(
-    groups: Iterable[dict[str, Any]],
-) -> list[tuple[str, dict[str, Any]]]:
-    named = ((TAILS.get(rounding_of(group)), group) for group in groups)
-    return [(name, group) for name, group in named if name is not None]
+def with_tails(groups: Iterable[dict[str, Any]]) -> Tailed:
+    return [(name, g) for g in groups if (name := TAILS.get(rounding_of(g)))]

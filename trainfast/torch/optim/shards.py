@@ -64,7 +64,6 @@ def _placed_alike(one: Any, other: Any) -> bool:
     )
 
 
-@torch.no_grad()
 def align_grads(params: Iterable[Any], capability: str) -> None:
     """Redistributes each gradient that is not placed as its parameter is.
 
@@ -81,7 +80,8 @@ def align_grads(params: Iterable[Any], capability: str) -> None:
             continue
         if _placed_alike(param, grad) or _is_partial(param):
             continue
-        param.grad = grad.redistribute(param.device_mesh, param.placements)
+        with torch.no_grad():
+            param.grad = grad.redistribute(param.device_mesh, param.placements)
         count_fallback(capability, REDISTRIBUTED)
 
 
