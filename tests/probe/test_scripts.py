@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.probe.test_sandbox import snapshot
+from tests.probe.test_sandbox import processes_with, snapshot
 from trainfast.cli import main
 from trainfast.probe import run
 from trainfast.probe.diagnosis import diagnose
@@ -187,6 +187,23 @@ def test_saving_is_found_and_nothing_is_saved(kind, script, tmp_path, monkeypatc
     before = snapshot(tmp_path)
     first(diagnose(path))
     assert snapshot(tmp_path) == before
+
+
+def test_without_a_sandbox_nothing_runs_unless_asked(script, monkeypatch, tmp_path):
+    left = "__import__('subprocess').Popen(['sleep', '1000.25'])"
+    path = script(epoch_end=f"epoch == 0 and {left}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "best_sandbox", lambda: None)
+    with pytest.raises(run.ProbeError, match="TRAINFAST_SANDBOX=none"):
+        diagnose(path)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("TRAINFAST_SANDBOX", "docker")
+    with pytest.raises(run.ProbeError, match="must be auto or none, got 'docker'"):
+        diagnose(path)
+    monkeypatch.setenv("TRAINFAST_SANDBOX", "none")
+    assert diagnose(path).facts["mfu"] > 0
+    assert (tmp_path / "out").exists()
+    assert not processes_with("1000.25")
 
 
 def test_workers_that_start_anew_in_long_epochs_are_found(script):

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import termios
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -50,6 +50,28 @@ def has(kind: Sequence[str]) -> bool:
 def best_sandbox() -> Sequence[str] | None:
     """The command that runs another one without harm; None: there is none here."""
     return next(filter(has, (NAMESPACES, SYSTEM_CALLS)), None)
+
+
+def _before_command(stage: str) -> list[str]:
+    """What stands before a command so that it changes nothing.
+
+    Raises:
+        ProbeError: there is no sandbox here, and the user has not asked for none.
+    """
+    asked = os.environ.get("TRAINFAST_SANDBOX", "auto")
+    if asked not in ("auto", "none"):
+        raise ProbeError(f"TRAINFAST_SANDBOX must be auto or none, got {asked!r}")
+    if asked == "none":
+        return []
+    kind = best_sandbox()
+    if kind is None:
+        raise ProbeError(
+            "no sandbox here, so the script was not run: it needs user namespaces, or "
+            "Linux 5.9 on x86-64 with seccomp. With TRAINFAST_SANDBOX=none in the "
+            "environment it runs without one, several times, and what it writes and "
+            "deletes is not undone"
+        )
+    return [*kind, stage]
 
 
 def child(
@@ -144,16 +166,10 @@ def _result(
     module: str, script: str, arguments: Sequence[str], job: dict[str, Any]
 ) -> dict[str, Any]:
     """Runs a module of the probe in a sandbox; returns what it wrote."""
-    kind = best_sandbox()
-    if kind is None:
-        raise ProbeError(
-            "no sandbox here, so the script was not run: it needs user namespaces, or "
-            "Linux 5.9 on x86-64 with seccomp"
-        )
     job |= {"script": os.path.abspath(script), "arguments": list(arguments)}
     with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
         job["result"] = result.fileno()
-        command = [*kind, stage, sys.executable, "-m", module]
+        command = [*_before_command(stage), sys.executable, "-m", module]
         environment = (
             os.environ
             | _QUIET
@@ -199,9 +215,9 @@ def _run(command: list[str], environment: dict[str, str], result: int) -> str:
                 "steps had run: give it less data, smaller steps or fewer evaluations"
             ) from None
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):  # without a sandbox some may be left
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
         errors.seek(0)
         return errors.read()
 
