@@ -164,6 +164,44 @@ def test_table_writes_a_cell_readably(cell, text):
     assert last.split() == ["x", *text.split()]
 
 
+WIDE = Table(
+    "Causes", ("cause", "cure"), [("data", "make batches cheaper, " * 3 + "x")]
+)
+
+
+def test_last_column_is_wrapped_only_where_the_terminal_ends():
+    assert WIDE.text(50).splitlines() == [
+        "Causes",
+        "cause  cure",
+        "-----  -------------------------------------------",
+        "data   make batches cheaper, make batches cheaper,",
+        "       make batches cheaper, x",
+    ]
+    assert max(map(len, WIDE.text(10).splitlines())) == 31  # a column of 24 at least
+    assert WIDE.text() == WIDE.text(1000) == str(WIDE)
+
+
+def test_table_without_names_has_only_its_rows():
+    notes = Table("Notes", ("",), [("one",), ("two",)])
+    assert str(notes) == "Notes\none\ntwo"
+    assert "<th" not in notes.html() and notes.html().count("<tr>") == 2
+
+
+def test_verb_prints_json_or_what_fits_the_terminal(monkeypatch):
+    class Causes(Report):
+        def tables(self):
+            return [WIDE]
+
+        def to_dict(self):
+            return {"data": 1}
+
+    monkeypatch.setenv("COLUMNS", "50")
+    assert json.loads(Causes().for_terminal(True)) == {"data": 1}
+    assert Causes().for_terminal(False) == str(WIDE)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert Causes().for_terminal(False) == WIDE.text(50)
+
+
 def test_report_without_its_own_tables_says_so():
     with pytest.raises(NotImplementedError):
         str(Report())

@@ -4,19 +4,27 @@
 of objects that have settings.
 """
 
+import sys
 from collections.abc import Iterable
 from os import PathLike, fspath
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
+_GAP, _LEAST_WIDTH = "  ", 24  # between columns; of a column that is wrapped
 _MOST_ITEMS = 16  # of a tuple or list in a repr
 _TORCHS = ("device", "dtype")  # torch's types that are shown as they are
 _CELL = "padding:2px 10px;border-bottom:1px solid #8884;vertical-align:top;text-align:"
 
 
 class Table:
-    """Rows under a title. Numbers are right-aligned, None and "" leave a gap."""
+    """Rows under a title. Numbers are right-aligned, None and "" leave a gap.
+
+    Columns without names have no line of names. The last column is wrapped where the
+    text must not be wider than a terminal.
+    """
 
     def __init__(
         self,
@@ -31,19 +39,33 @@ class Table:
         self.empty = empty  # what stands there instead of no rows
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
         if not self.rows:
             return f"{self.title}: {self.empty}"
-        cells = [[_text(cell) for cell in row] for row in self.rows]
-        grid = [list(self.columns), *cells]
+        grid = [[_text(cell) for cell in row] for row in self.rows]
+        if any(self.columns):
+            grid.insert(0, list(self.columns))
         widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
         right = [self._right(i) for i in range(len(self.columns))]
+        if width is not None and not right[-1]:
+            left = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
+            widths[-1] = min(widths[-1], max(width - left, _LEAST_WIDTH))
+        if any(self.columns):
+            grid.insert(1, ["-" * each for each in widths])
         lines = [self.title]
-        for row in [*grid[:1], ["-" * width for width in widths], *grid[1:]]:
-            padded = [
-                text.rjust(width) if flush else text.ljust(width)
-                for text, width, flush in zip(row, widths, right, strict=True)
-            ]
-            lines.append("  ".join(padded).rstrip())
+        for row in grid:
+            *start, last = row
+            for part in wrap(last, widths[-1]) if len(last) > widths[-1] else [last]:
+                padded = [
+                    text.rjust(each) if flush else text.ljust(each)
+                    for text, each, flush in zip(
+                        [*start, part], widths, right, strict=True
+                    )
+                ]
+                lines.append(_GAP.join(padded).rstrip())
+                start = [""] * len(start)
         return "\n".join(lines)
 
     def html(self) -> str:
@@ -63,10 +85,11 @@ class Table:
             )
 
         rows = "".join(f"<tr>{line('td', row)}</tr>" for row in self.rows)
+        names = f"<tr>{line('th', self.columns)}</tr>" if any(self.columns) else ""
         return (
             '<table style="border-collapse:collapse">'
             f'<caption style="text-align:left"><b>{escape(self.title)}</b></caption>'
-            f"<tr>{line('th', self.columns)}</tr>{rows}</table>"
+            f"{names}{rows}</table>"
         )
 
     def markdown(self) -> str:
@@ -111,7 +134,19 @@ class Report:
         return "\n\n".join(table.markdown() for table in self.tables())
 
     def __str__(self) -> str:
-        return "\n\n".join(str(table) for table in self.tables())
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The tables, wrapped where they would be wider than a terminal. A report that
+        prints something else overrides this."""
+        return "\n\n".join(table.text(width) for table in self.tables())
+
+    def for_terminal(self, as_json: bool) -> str:
+        """What a verb of the command line prints."""
+        if as_json:
+            return self.to_json()
+        wide = get_terminal_size().columns if sys.stdout.isatty() else None
+        return self.text(wide)
 
     def __repr__(self) -> str:
         """An interactive session shows what `print` does."""

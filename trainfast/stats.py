@@ -100,8 +100,8 @@ class StatsReport(Report):
             ),
         ]
 
-    def __str__(self) -> str:
-        text = super().__str__()
+    def text(self, width: int | None = None) -> str:
+        text = super().text(width)
         return text if self.calls or self.fallbacks else f"{text}\n{_NOTHING}"
 
     def _repr_html_(self) -> str:

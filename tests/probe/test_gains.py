@@ -365,6 +365,20 @@ def test_evaluation_that_never_came_is_noted(events, whole, noted):
     assert any("the first 70 steps were watched" in note for note in notes) == noted
 
 
+def test_statements_that_gain_nothing_share_a_line():
+    cheap = [{**STATEMENT, "number": n, "line": 5 + n} for n in range(3)]
+    events = [[f"statement {n}", 1e-6, 5] for n in range(3)]
+    events += [["statement 3", 0.005, step] for step in range(1, 101)]
+    dear = {**STATEMENT, "number": 3, "line": 9, "text": "g()"}
+    one = result({"threads": 1.0}, events=events, statements=[*cheap, dear])
+    report = conclude("train.py", [one], {}, 1.0)
+    text = str(report)
+    assert "without one of 3 other statements" in text and "line 5" not in text
+    assert "without line 9: g()" in text
+    names = [row["name"] for row in report.to_dict()["tried"]]
+    assert sum(name.startswith("without line") for name in names) == 4
+
+
 def test_what_was_not_tried_is_told_by_its_line():
     failed = {"statement 0": "NameError: x", "data": "no loader", "statement 7": "no"}
     one = result({"threads": 1.0}, statements=[STATEMENT], failed=failed)

@@ -24,7 +24,7 @@ for epoch in range(2):
         if batch == 2:
             continue
         seen.append("not last")
-    evaluate(epoch)
+    evaluate(epoch); "the end of an epoch"
 after = "the loops"
 """
 FORWARD, STEP = 8, 10

@@ -174,9 +174,9 @@ class BenchReport(Report):
             )
         return notes + (_differences(results, self.base) if self.base else [])
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
         notes = [f"* {note}" for note in self.notes()]
-        return "\n".join([super().__str__(), *([""] if notes else []), *notes])
+        return "\n".join([super().text(width), *([""] if notes else []), *notes])
 
 
 # ---- Rows ----------------------------------------------------------------------------

@@ -46,13 +46,14 @@ class CheckReport(Report):
         found = Table("Findings", columns, rows, f"none of {len(RULES)} rules applies")
         return [found, *self._rest()]
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
         """Findings as paragraphs: a table of sentences is too wide for a terminal."""
         if not self.findings:
-            parts = [str(self.tables()[0])]
+            parts = [self.tables()[0].text(width)]
         else:
             parts = ["Findings", *map(_paragraph, self.findings)]
-        return "\n\n".join([*parts, *map(str, self._rest())])
+        rest = [table.text(width) for table in self._rest()]
+        return "\n\n".join([*parts, *rest])
 
     def _rest(self) -> list[Table]:
         tables = [self._machine(), self._profiles(), self._works()]

@@ -58,7 +58,7 @@ class LintReport(Report):
     files: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
         scripts = f"{self.files} script{'s' * (self.files != 1)}"
         end = f"No fault found in {scripts}."
         if self.findings:

@@ -46,7 +46,7 @@ class PatchReport(Report):
         changed, kept = ([str(place) for place in some] for some in (places, left))
         self.changes.append(Change(name, target.old, target.new, changed, kept))
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
         """One line: what changed, and what did not."""
         names = dict.fromkeys(change.name for change in self.changes)
         n = sum(len(change.places) for change in self.changes)
@@ -58,8 +58,6 @@ class PatchReport(Report):
         parts += [f"{place} left alone" for c in self.changes for place in c.left]
         parts += [f"{each.old} skipped: {each.reason}" for each in self.skipped]
         return "; ".join(parts + self.notes)
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         from html import escape

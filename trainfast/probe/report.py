@@ -18,6 +18,7 @@ from trainfast.report import Report, Table
 from trainfast.roof import roof
 
 NOISY = 1.3  # base blocks that vary by more than this allow no verdict
+_SMALL = 1.005  # statements that gain less share a line
 _COMPUTE_BOUND = 0.5  # of the matrix-product rate: what is left is arithmetic
 
 
@@ -82,10 +83,17 @@ class Diagnosis(Report):
             )
             for f in self.findings
         ]
+        statements = [r for r in self.rows if r.name.startswith("statement ")]
+        small = [r for r in statements if r.gain.high < _SMALL]
+        if len(small) < 2:
+            small = []
         tried = [
             (r.label, f"{r.gain.gain:.2f}x", f"{r.gain.low:.2f} to {r.gain.high:.2f}")
             for r in self.rows
+            if r not in small
         ]
+        if small:
+            tried.append((f"without one of {len(small)} other statements", "1.00x", ""))
         tables = [
             Table(
                 f"What {self.script} loses",
@@ -177,8 +185,8 @@ def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[
     if facts["spread"] > NOISY:
         notes.append(
             f"steps without a change vary by {100 * (facts['spread'] - 1):.0f} %: "
-            "another program may be using the machine, and gains are less certain "
-            "than their intervals say"
+            "another program may be using the machine, or steps have more work and "
+            "less, as episodes do; gains are less certain than their intervals say"
         )
     notes += _unseen(results)
     if "mfu" in facts and not found:

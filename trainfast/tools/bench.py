@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         _progress("")
     report = BenchReport(results, base)
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 0 if report.ok else 1
 
 

@@ -65,7 +65,7 @@ def _help(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, report: Report) -> None:
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
 
 
 # ---- build ---------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown:
         print(report.to_markdown())
     else:
-        print(report.to_json() if args.json else report)
+        print(report.for_terminal(args.json))
     return 1 if report.findings else 0
 
 
@@ -85,7 +85,7 @@ def _probe(args: argparse.Namespace) -> int:
     except (ProbeError, OSError, SyntaxError) as error:
         print(f"trainfast diagnose: {error}", file=sys.stderr)
         return 1
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 1 if report.findings else 0
 
 

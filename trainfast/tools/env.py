@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report = env()
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 0
 
 

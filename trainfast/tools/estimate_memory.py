@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps(estimate.to_dict() | tables, indent=2))
     else:
-        print(estimate)
+        print(estimate.for_terminal(False))
     return 0 if estimate.fits else 1
 
 

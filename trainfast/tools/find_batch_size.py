@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         report.notes += _advice(old, report.batch_size)
     if args.plot:
         report.plot(args.plot)
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 0
 
 

@@ -61,5 +61,5 @@ def run(args: argparse.Namespace) -> int:
         line = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"trainfast find-workers: {line}", file=sys.stderr)
         return 1
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 0

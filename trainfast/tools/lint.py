@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
         line = " ".join(str(error).split())
         print(f"trainfast lint: {line}", file=sys.stderr)
         return 1
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 1 if report.findings else 0

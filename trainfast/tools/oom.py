@@ -41,10 +41,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"trainfast oom: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    if args.json:
-        print(advice.to_json())
-        return 0
-    print(advice)
-    if advice.batch is not None:
+    print(advice.for_terminal(args.json))
+    if advice.batch is not None and not args.json:
         print(f"\n{advice.to_yaml()}", end="")
     return 0

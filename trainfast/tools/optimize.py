@@ -88,10 +88,9 @@ def _measure(args: argparse.Namespace) -> int:
     except (ProbeError, OSError, SyntaxError) as error:
         print(f"trainfast optimize: {error}", file=sys.stderr)
         return 1
+    print(report.for_terminal(args.json))
     if args.json:
-        print(report.to_json())
         return 0
-    print(report)
     if args.output:
         print(f"\nwrote {args.output}")
     else:

@@ -24,5 +24,5 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"trainfast roof: {error}")
         return 1
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 0

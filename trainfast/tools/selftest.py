@@ -44,7 +44,7 @@ def _backend_name(name: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     report = selftest(args.backend)
-    print(report.to_json() if args.json else report)
+    print(report.for_terminal(args.json))
     return 0 if report.ok else 1
 
 
@@ -78,10 +78,10 @@ class SelftestReport(Report):
         rows = [(*row[:5], state[row.ok], row.note) for row in self.rows]
         return [Table("selftest", columns, rows)]
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
         failed = sum(row.ok is False for row in self.rows)
         end = "all fine" if self.ok else f"{failed} of {len(self.rows)} FAILED"
-        return f"{super().__str__()}\n{end}"
+        return f"{super().text(width)}\n{end}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"ok": self.ok, "rows": [row._asdict() for row in self.rows]}

@@ -116,6 +116,10 @@ class Statements:
         names = (ast.Pass, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom)
         if isinstance(statement, names) or "zero_grad" in ast.unparse(statement):
             return True
+        if isinstance(statement, ast.Expr) and isinstance(
+            statement.value, ast.Constant
+        ):
+            return True  # a docstring
         return any(isinstance(node, jumps) for node in ast.walk(statement))
 
     def _timed(self, statement: ast.stmt) -> list[ast.stmt]:
