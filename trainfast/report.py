@@ -7,7 +7,6 @@ of objects that have settings.
 import sys
 from collections.abc import Iterable
 from os import PathLike, fspath
-from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any
 
@@ -145,6 +144,8 @@ class Report:
         """What a verb of the command line prints."""
         if as_json:
             return self.to_json()
+        from shutil import get_terminal_size
+
         wide = get_terminal_size().columns if sys.stdout.isatty() else None
         return self.text(wide)
 
