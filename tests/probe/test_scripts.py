@@ -259,7 +259,11 @@ def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatc
     busy = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
     other = subprocess.Popen([sys.executable, "-c", f"{busy}\nwhile True: pass"])
     try:
-        report = diagnose(str(path))
+        for _ in range(3):  # a third program may run meanwhile: then it must say so
+            report = diagnose(str(path))
+            if report.findings:
+                break
+            assert "no verdict, as steps without a change vary too much" in str(report)
     finally:
         other.kill()
         other.wait()
