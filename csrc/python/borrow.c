@@ -118,7 +118,7 @@ remember(py_state *state, PyTypeObject *type, const dlpack_exchange *exchange)
     if (state->n_fast < (int)(sizeof state->fast / sizeof *state->fast)) {
         Py_INCREF((PyObject *)type);
         state->fast[state->n_fast].type = type;
-        state->fast[state->n_fast].has_body = has_body(type);
+        state->fast[state->n_fast].has_body = exchange != NULL && has_body(type);
         state->fast[state->n_fast++].exchange = exchange;
     }
 }

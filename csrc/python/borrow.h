@@ -31,9 +31,9 @@
 int py_borrow(py_state *state, PyObject *object, py_argument argument, int how,
               py_array *array);
 
-/* Fetches into the cache what py_borrow() will read of a tensor: in torch the word
- * behind a Python object's header points there. Several tensors that are fetched before
- * the first is borrowed are waited for once. A wrong address only costs time. */
+/* Fetches into the cache what py_borrow() will read of a tensor: from torch 2.10 the
+ * word behind a Python object's header points there. Several tensors that are fetched
+ * before the first is borrowed are waited for once. A wrong address only costs time. */
 void py_prefetch(const py_state *state, PyObject *object);
 
 /* Gives back what py_borrow() took; accepts a zeroed array. */

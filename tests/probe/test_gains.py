@@ -370,13 +370,15 @@ def test_statements_that_gain_nothing_share_a_line():
     events = [[f"statement {n}", 1e-6, 5] for n in range(3)]
     events += [["statement 3", 0.005, step] for step in range(1, 101)]
     dear = {**STATEMENT, "number": 3, "line": 9, "text": "g()"}
-    one = result({"threads": 1.0}, events=events, statements=[*cheap, dear])
+    slower = {"statement 4": 1.25, "threads": 1.0}  # without it
+    there = [*cheap, dear, {**STATEMENT, "number": 4, "line": 10, "text": "h()"}]
+    one = result(slower, events=events, statements=there)
     report = conclude("train.py", [one], {}, 1.0)
     text = str(report)
     assert "without one of 3 other statements" in text and "line 5" not in text
-    assert "without line 9: g()" in text
+    assert "without line 9: g()" in text and "without line 10: h()" in text
     names = [row["name"] for row in report.to_dict()["tried"]]
-    assert sum(name.startswith("without line") for name in names) == 4
+    assert sum(name.startswith("without line") for name in names) == 5
 
 
 def test_what_was_not_tried_is_told_by_its_line():

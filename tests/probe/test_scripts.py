@@ -267,6 +267,7 @@ def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatc
     finally:
         other.kill()
         other.wait()
+    assert report.findings, "unsure in three runs: other programs use this machine"
     found = report.findings[0]
     assert (found.id, found.exact) == ("threads", True), report.findings
     assert found.fix.startswith("torch.set_num_threads(1)")

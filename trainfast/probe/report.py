@@ -18,7 +18,7 @@ from trainfast.report import Report, Table
 from trainfast.roof import roof
 
 NOISY = 1.3  # base blocks that vary by more than this allow no verdict
-_SMALL = 1.005  # statements that gain less share a line
+_SMALL = 1.005  # statements that gain and lose less share a line
 _COMPUTE_BOUND = 0.5  # of the matrix-product rate: what is left is arithmetic
 
 
@@ -84,7 +84,9 @@ class Diagnosis(Report):
             for f in self.findings
         ]
         statements = [r for r in self.rows if r.name.startswith("statement ")]
-        small = [r for r in statements if r.gain.high < _SMALL]
+        small = [
+            r for r in statements if r.gain.low > 1 / _SMALL and r.gain.high < _SMALL
+        ]
         if len(small) < 2:
             small = []
         tried = [

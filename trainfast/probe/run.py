@@ -165,7 +165,8 @@ def estimated(
 def _result(
     module: str, script: str, arguments: Sequence[str], job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Runs a module of the probe in a sandbox; returns what it wrote."""
+    """Runs a module of the probe in a sandbox, if the user has not asked for none;
+    returns what it wrote."""
     job |= {"script": os.path.abspath(script), "arguments": list(arguments)}
     with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
         job["result"] = result.fileno()

@@ -3,7 +3,7 @@
 Without --probe nothing is run: the machine and the configuration are compared with what
 is known to slow training. With it the script runs unchanged in child processes with one
 thing changed at a time, in a sandbox: whatever it writes or deletes is gone when the
-probe ends, and it has no network.
+probe ends, and it has no network. TRAINFAST_SANDBOX=none runs it without one.
 """
 
 import argparse
