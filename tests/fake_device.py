@@ -16,15 +16,15 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 DLPACK_CUDA = 2
 
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = ctypes.py_object, ctypes.c_char_p
+pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+pointer_of.restype = ctypes.c_void_p
+pointer_of.argtypes = ctypes.py_object, ctypes.c_char_p
 
 
 def claimed(capsule, index=0):
     """The DLPack capsule, which then says that its data lie on GPU `index`."""
     # A DLTensor begins with its data's address, its device's type and index.
-    at = _pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+    at = pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     (ctypes.c_int32 * 2).from_address(at)[:] = DLPACK_CUDA, index
     return capsule
 

@@ -238,17 +238,12 @@ set_cell(py_table *table, py_row *row, int column, py_array *array)
 /* Holds all objects of a row before the first is borrowed: borrowing may run Python
  * code, which may drop the caller's references. */
 static int
-hold_objects(const py_state *state, py_table *table, PyObject *const *objects)
+hold_objects(py_table *table, PyObject *const *objects)
 {
     for (int c = 0; c < table->n_columns; c++) {
         if (objects[c] != NULL && !table->columns[c].held &&
             py_table_hold(table, Py_NewRef(objects[c])) < 0) {
             return -1;
-        }
-    }
-    for (int c = 0; c < table->n_columns; c++) {
-        if (objects[c] != NULL) {
-            py_prefetch(state, objects[c]);
         }
     }
     return 0;
@@ -308,8 +303,13 @@ py_table_add(py_state *state, py_table *table, PyObject *const *objects,
     py_array first, array;
     int status;
 
-    if (hold_objects(state, table, objects) < 0) {
+    if (hold_objects(table, objects) < 0) {
         return -1;
+    }
+    for (int c = 0; c < table->n_columns; c++) {
+        if (objects[c] != NULL) {
+            py_prefetch(state, objects[c]);
+        }
     }
     status = borrow_first(state, table, objects[0], place, &first);
     if (status == 0) {

@@ -18,7 +18,7 @@ from trainfast.report import Report, Table
 from trainfast.roof import roof
 
 NOISY = 1.3  # base blocks that vary by more than this allow no verdict
-_SMALL = 1.005  # statements that gain and lose less share a line
+_SMALL = 1.005  # statements with smaller gains and losses share a line
 _COMPUTE_BOUND = 0.5  # of the matrix-product rate: what is left is arithmetic
 
 
@@ -187,8 +187,8 @@ def notes_of(results: list[Result], facts: dict[str, Any], found: bool) -> list[
     if facts["spread"] > NOISY:
         notes.append(
             f"steps without a change vary by {100 * (facts['spread'] - 1):.0f} %: "
-            "another program may be using the machine, or steps have more work and "
-            "less, as episodes do; gains are less certain than their intervals say"
+            "another program may be using the machine, or steps differ in work, as "
+            "episodes do; gains are less certain than their intervals say"
         )
     notes += _unseen(results)
     if "mfu" in facts and not found:
