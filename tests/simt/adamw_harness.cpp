@@ -1,7 +1,7 @@
 /* AdamW of cuda/ on the runner, bit by bit against one plain loop: a program, because
  * the sanitizers do not get into a Python that runs already. Its arguments are the seed
- * of the order and the largest slot's elements. Every array is an allocation of its own
- * that ends where the array does. */
+ * and the largest slot's elements. Every array is an allocation of its own that ends
+ * where the array does. */
 #include "adamw_codes.h"
 #include "adamw_coef.h"
 #include "adamw_half.h"
@@ -350,7 +350,7 @@ main(int argc, char **argv)
     if (argc != 3) {
         return 2;
     }
-    tfast_simt_seed(strtoull(argv[1], nullptr, 0));
+    seed_with(argv[1]);
     largest = strtoll(argv[2], nullptr, 0);
     backend = tfast_library_open(TFAST_ABI, fail);
     if (backend == nullptr || backend->unusable() != nullptr) {

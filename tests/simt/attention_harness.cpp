@@ -1,6 +1,6 @@
 /* Attention of cuda/ on the runner, against plain loops in double: a program, because
  * the sanitizers do not get into a Python that runs already. Its arguments are the seed
- * of the order and how many random problems to try. */
+ * and how many random problems to try. */
 #include "attention_dropout.h"
 #include "harness.h"
 
@@ -504,7 +504,7 @@ main(int argc, char **argv)
     const tfast_backend *backend = tfast_library_open(TFAST_ABI, fail);
     const int problems = atoi(argv[2]);
 
-    tfast_simt_seed(strtoull(argv[1], nullptr, 0));
+    seed_with(argv[1]);
     for (int i = 0; i < problems; i++) {
         problem p;
         fill_problem(&p, i % 3 == 2);

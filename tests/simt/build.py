@@ -9,6 +9,8 @@ a library can only be loaded by a program that is built with it, see `program()`
 Nothing is compiled again until a source, a flag or the compiler changes.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shlex
@@ -17,7 +19,7 @@ import subprocess
 import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import get_ident
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -94,7 +96,13 @@ def _key(command, files):
     return digest.hexdigest()[:20]
 
 
-LOCKS = {}  # of an object: programs that share it may be built at once
+@contextlib.contextmanager
+def locked(target):
+    """For one thread of one process at a time: others may come to build the same."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f"{target.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _compile(command, source, objects=BUILT / "objects"):
@@ -103,9 +111,8 @@ def _compile(command, source, objects=BUILT / "objects"):
     headers = [file for folder in folders for file in sorted(folder.glob("*.*h"))]
     key = _key(command, [source, *headers])
     target = objects / f"{source.stem}-{key}.o"
-    with LOCKS.setdefault(str(target), Lock()):
+    with locked(target):
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
             fresh = target.with_name(f"{target.name}.{os.getpid()}.{get_ident()}")
             language = "c" if source.suffix == ".c" else "c++"
             _run([*command, "-x", language, "-c", source, "-o", fresh])
@@ -123,18 +130,18 @@ def _build(target, mode, sources, link):
     jobs = [
         ([*start[path.suffix], *FLAGS, *include], path) for path in [*sources, *RUNNER]
     ]
-    with ThreadPool(len(os.sched_getaffinity(0))) as pool:
-        objects = pool.starmap(_compile, jobs, chunksize=1)
-    command = [*cxx, *MODES[mode], *link, *map(str, objects)]
-    stamp = target.with_name(f"{target.name}.key")
-    key = _key(command, [])
-    if target.exists() and stamp.exists() and stamp.read_text() == key:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f"{target.name}.{os.getpid()}")
-    _run([*command, "-o", fresh])
-    fresh.replace(target)  # a process that has the old one loaded lives on
-    stamp.write_text(key)
+    with locked(target):
+        with ThreadPool(len(os.sched_getaffinity(0))) as pool:
+            objects = pool.starmap(_compile, jobs, chunksize=1)
+        command = [*cxx, *MODES[mode], *link, *map(str, objects)]
+        stamp = target.with_name(f"{target.name}.key")
+        key = _key(command, [])
+        if target.exists() and stamp.exists() and stamp.read_text() == key:
+            return target
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")
+        _run([*command, "-o", fresh])
+        fresh.replace(target)  # a process that has the old one loaded lives on
+        stamp.write_text(key)
     return target
 
 

@@ -91,6 +91,14 @@ fail(tfast_status status, const char *format, ...)
     return status;
 }
 
+/* Chooses the problems, and the order in which blocks and warps run. */
+inline void
+seed_with(const char *number)
+{
+    random_state = (uint32_t)strtoul(number, nullptr, 0);
+    tfast_simt_seed(random_state);
+}
+
 /* ---- Programs that solve random problems ----------------------------------------- */
 
 inline const tfast_backend *backend;
@@ -101,7 +109,7 @@ random_below(int n)
     return (int)((random_value() + 1) / 2 * (float)n) % n;
 }
 
-/* The program: its arguments are the seed of the order and the number of problems. */
+/* The program: its arguments are the seed and the number of problems. */
 inline int
 solve_problems(int argc, char **argv, bool (*solve)(int number))
 {
@@ -110,7 +118,7 @@ solve_problems(int argc, char **argv, bool (*solve)(int number))
     if (argc != 3) {
         return 2;
     }
-    tfast_simt_seed(strtoull(argv[1], nullptr, 0));
+    seed_with(argv[1]);
     backend = tfast_library_open(TFAST_ABI, fail);
     if (backend == nullptr || backend->unusable() != nullptr) {
         return 2;

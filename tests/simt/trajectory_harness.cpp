@@ -1,6 +1,6 @@
 /* The trajectory metrics of cuda/ on the runner, against plain loops: a program,
  * because the sanitizers do not get into a Python that runs already. Its arguments are
- * the seed of the order and the number of problems. */
+ * the seed and the number of problems. */
 #include "harness.h"
 
 #include <algorithm>
