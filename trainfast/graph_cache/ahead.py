@@ -70,9 +70,10 @@ class Ahead(Iterator[Any]):
             if self._source is None:
                 self._begin()
             number = self._taken
-            self._fill(max(self._ahead, 1))
             if number == self._submitted:
-                self._end()
+                self._fill(max(self._ahead, 1))
+                if number == self._submitted:
+                    self._end()
             prefetch, position = self._waiting[number]
             try:
                 batch = prefetch.next(number)
