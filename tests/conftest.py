@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,10 @@ def pytest_configure(config):
     quick = config.getoption("--quick")
     left_out = "--quick leaves it out" if quick else None
     # With pytest-xdist, workers inherit what the first process has built.
-    reasons = {name: left_out or _build_library(name) for name in ("simt", "wide")}
+    names = ("simt", "wide")
+    with ThreadPoolExecutor() as pool:  # one is compiled beside the other
+        found = pool.map(lambda name: left_out or _build_library(name), names)
+        reasons = dict(zip(names, found, strict=True))
     for b in trainfast.backends():
         REASONS[b["name"]] = reasons.get(b["name"]) or b["reason"]
     USABLE.extend(name for name, reason in REASONS.items() if reason is None)

@@ -107,7 +107,7 @@ def first(report):
 
 
 def test_slow_data_set_is_found(script):
-    found = first(diagnose(script(item=0.01)))
+    found = first(diagnose(script(item=0.003)))
     assert (found.id, found.exact) == ("data", False)
     assert found.file.endswith("train.py") and found.line == 10
     assert 1.3 < found.low <= found.gain <= found.high
@@ -252,6 +252,7 @@ def test_product_of_large_matrices_is_compute_bound(tmp_path, monkeypatch):
 def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatch):
     for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):  # conftest.py sets the former
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run, "SECONDS", 5.0)
     path = tmp_path / "train.py"
     path.write_text(SMALL_LAYERS)
     # It holds one core at all times, so that each parallel loop waits for its thread
@@ -397,13 +398,12 @@ def test_script_that_cannot_be_probed_is_a_problem(tmp_path, capsys):
     assert "missing.py" in capsys.readouterr().err
 
 
-def test_command_line_prints_json_and_says_by_its_status(script):
-    command = [sys.executable, "-m", "trainfast", "diagnose", "--probe", "--json"]
-    done = subprocess.run([*command, script(item=0.01)], capture_output=True, text=True)
-    report = json.loads(done.stdout)
+def test_command_line_prints_json_and_says_by_its_status(script, capsys):
+    status = main(["diagnose", "--probe", "--json", script(item=0.003)])
+    report = json.loads(capsys.readouterr().out)
     if not report["findings"] and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
         pytest.skip("other programs use this machine: the probe is not sure")
-    assert done.returncode == 1, done.stderr
+    assert status == 1
     assert report["findings"][0]["id"] in ("data", "workers")
     keys = {"id", "file", "line", "gain", "low", "high", "exact", "fix"}
     assert keys <= set(report["findings"][0])

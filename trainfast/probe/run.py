@@ -84,7 +84,7 @@ def child(
     flops: bool = False,
     ranks: int | None = None,
     rounds: int = 9,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Runs one child to the end of its plan and returns its result.
@@ -98,7 +98,8 @@ def child(
         flops: also count the operations of a step.
         ranks: processes of distributed training; None: the script starts none.
         rounds: blocks of each switch.
-        seconds: how long blocks may take; three rounds are run in any case.
+        seconds: how long blocks may take, SECONDS unless given; three rounds are run in
+            any case.
         seed: of the order of the blocks.
 
     Raises:
@@ -111,7 +112,7 @@ def child(
         "flops": flops,
         "ranks": ranks,
         "rounds": rounds,
-        "seconds": seconds,
+        "seconds": SECONDS if seconds is None else seconds,
         "seed": seed,
     }
     module = "ranks" if ranks else "child"
