@@ -5,12 +5,13 @@ import linecache
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from trainfast.cli import main
 from trainfast.lint.report import lint_files
-from trainfast.notebook import read_script
+from trainfast.notebook import place_name, read_script
 
 LOOP = """\
 for step in range({steps}):
@@ -176,3 +177,16 @@ def test_memory_of_a_notebook_is_estimated(tmp_path, capsys):
     path = notebook(tmp_path / "a.ipynb", SETUP, LOOP.format(steps=3))
     assert main(["estimate-memory", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["total"] > 0
+
+
+def test_cells_have_the_names_that_ipython_shows(monkeypatch):
+    path = "/tmp/ipykernel_7/240.py"
+    assert place_name("train.py", 3) == "train.py:3"
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    assert place_name(path, 3) == "line 3 of a cell"
+    names = {path: ("Cell", "In[12]")}
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=names.get))
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert place_name(path, 3) == "line 3 of cell In[12]"
+    assert place_name("/tmp/ipykernel_7/9.py", 3) == "line 3 of a cell"

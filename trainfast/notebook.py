@@ -1,10 +1,12 @@
-"""Reads a notebook as a script, for the commands that read or run scripts."""
+"""Reads a notebook as a script, for the commands that read or run scripts; names the
+cells of a notebook that runs."""
 
 import ast
 import json
 import linecache
 import os
 import re
+import sys
 import tokenize
 from typing import Any
 
@@ -91,3 +93,25 @@ def _without_magics(cell: str) -> str:
             lines[i] = f"{other[1]}pass"
         goes_on = (goes_on or other is not None) and line.endswith("\\")
     return "\n".join(lines)
+
+
+# ---- A notebook that runs ------------------------------------------------------------
+
+
+def is_cell(path: str) -> bool:
+    """Whether it is the name that IPython gives to a notebook's cell."""
+    return "ipykernel_" in path or path.startswith("<ipython")
+
+
+def place_name(path: str, line: int) -> str:
+    """Such as "train.py:88", or "line 3 of cell In[2]"."""
+    return f"line {line} of {cell_name(path)}" if is_cell(path) else f"{path}:{line}"
+
+
+def cell_name(path: str) -> str:
+    """As in IPython's tracebacks, "cell In[2]"; "a cell" if IPython does not say."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = name_of(path) if name_of is not None else None
+    return f"cell {found[1]}" if found else "a cell"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainfast.notebook import LINES, is_notebook
+from trainfast.notebook import LINES, cell_name, is_cell, is_notebook, place_name
 from trainfast.probe.findings import (
     LEAST,
     Finding,
@@ -78,7 +78,7 @@ class Diagnosis(Report):
                 f.id,
                 f"{'gives' if f.exact else 'at most'} {f.gain:.2f}x",
                 f"{f.low:.2f} to {f.high:.2f}",
-                f"{f.file}:{f.line}" if f.file and f.line else "",
+                place_name(f.file, f.line) if f.file and f.line else "",
                 f.fix + (" (changes the training)" if f.changes_training else ""),
             )
             for f in self.findings
@@ -98,7 +98,7 @@ class Diagnosis(Report):
             tried.append((f"without one of {len(small)} other statements", "1.00x", ""))
         tables = [
             Table(
-                f"What {self.script} loses",
+                f"What {_name(self.script)} loses",
                 ("cause", "mending it", "95 % interval", "place", "how"),
                 lines,
                 self._without_findings(),
@@ -119,6 +119,10 @@ class Diagnosis(Report):
         if self.facts["spread"] > NOISY:
             return "no verdict, as steps without a change vary too much"
         return f"no cure that was tried surely gives {LEAST} times the speed"
+
+
+def _name(script: str) -> str:
+    return f"the loop in {cell_name(script)}" if is_cell(script) else script
 
 
 def conclude(

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from trainfast.graph_cache.digest import is_own_file
+from trainfast.notebook import is_cell
 
 _ADDING = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
 _OPTIMIZED = 1  # flag of a function's code, whose f_locals is a copy
@@ -25,16 +26,6 @@ def is_script(path: str) -> bool:
         return False
     path = os.path.abspath(path)
     return not path.startswith(_PACKAGE) and is_own_file("", path)
-
-
-def is_cell(path: str) -> bool:
-    """Whether it is the name that IPython gives a notebook's cell."""
-    return "ipykernel_" in path or path.startswith("<ipython")
-
-
-def place_name(path: str, line: int) -> str:
-    """Such as "train.py:88", or "line 3 of a cell"."""
-    return f"line {line} of a cell" if is_cell(path) else f"{Path(path).name}:{line}"
 
 
 def frames() -> Iterator[FrameType]:

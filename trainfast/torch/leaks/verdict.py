@@ -1,5 +1,6 @@
 """What grows, in words: how much a step, what holds it, where, and what to do."""
 
+import os
 import sys
 import tracemalloc
 from collections import Counter
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainfast.notebook import is_cell, place_name
 from trainfast.torch.leaks import graphs, scopes
 from trainfast.torch.leaks.census import Growth
 from trainfast.torch.leaks.owner import Owner, find_owner, place
@@ -41,8 +43,12 @@ class Leak:
     remedy: str
 
     def __str__(self) -> str:
-        where = f" in {scopes.place_name(self.file, self.line)}" if self.line else ""
+        where = f" in {_place_name(self.file, self.line)}" if self.line else ""
         return f"{self.growth}: {self.what}{where}, {self.contents}; {self.remedy}"
+
+
+def _place_name(path: str, line: int) -> str:
+    return place_name(path if is_cell(path) else os.path.basename(path), line)
 
 
 def size(n: float) -> str:
@@ -164,7 +170,7 @@ def _of_container(
     else:
         added = scopes.additions(file, owner.variable)
         if added:
-            text += f" (added in {scopes.place_name(*added[-1])})"
+            text += f" (added in {_place_name(*added[-1])})"
     grows = _a_step(max(measured, contents.bytes))
     return Leak(what, text, file, line, grows, _remedy(container, owner, contents))
 
