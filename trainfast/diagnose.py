@@ -73,13 +73,16 @@ def step() -> AbstractContextManager[None]:
 def report() -> "Diagnosis":
     """The report of the last loop.
 
+    A measurement that still runs ends here, once it has three rounds.
+
     Raises:
         RuntimeError: no loop was watched, or not for long enough.
     """
     if _watch is None:
         raise RuntimeError("no loop was watched; iterate over diagnose.watch(loader)")
     if _watch.report is None:
-        raise RuntimeError(
-            f"too early for a report: {_watch.missing()}; train for longer"
-        )
+        if missing := _watch.missing():
+            raise RuntimeError(f"too early for a report: {missing}; train for longer")
+        _watch.conclude()
+    assert _watch.report is not None
     return _watch.report

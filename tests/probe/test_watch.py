@@ -155,3 +155,24 @@ def test_too_early_is_said(parts):
     train(loader, parts, until=lambda n: n == 3)
     with pytest.raises(RuntimeError, match="3 steps seen, 0 of 3 rounds; train for"):
         diagnose.report()
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_report_ends_a_measurement_that_runs(within, capsys):
+    loader = DataLoader(Slow(), batch_size=8)
+    model = torch.nn.Linear(8, 2)
+    optimizer = Waiting(model.parameters())
+    while diagnose._watch is None or diagnose._watch.missing():
+        for x, y in diagnose.watch(loader, optimizer=optimizer, seconds=600):
+            with diagnose.step():
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            if within and not diagnose._watch.missing():
+                break
+    assert "step" in vars(optimizer)
+    names = {row.name for row in diagnose.report().rows}
+    assert {"data", "no optimizer step"} <= names
+    assert "step" not in vars(optimizer)
+    assert diagnose.report() is diagnose.report()
+    assert not capsys.readouterr().out  # it is returned, not printed

@@ -134,8 +134,11 @@ class Schedule:
         workers = getattr(loader, "num_workers", 0) or 0
         return 2 + workers * (loader.prefetch_factor or 0) if workers else 1
 
+    def whole_rounds(self) -> int:
+        return self.plan[0][0] if self.plan else 0
+
     def _is_over(self) -> bool:
-        number = self.plan[0][0] if self.plan else 0
+        number = self.whole_rounds()
         late = clock() - self.began > self.seconds
         starts_a_round = not self.blocks or self.blocks[-1][0] != number
         return late and number >= LEAST_ROUNDS and starts_a_round

@@ -52,7 +52,7 @@ class Watch:
             *settings(),
         ]
         self.schedule = Schedule(
-            self.loop, offered, _ROUNDS, seconds, 0, lambda: None, self.finish
+            self.loop, offered, _ROUNDS, seconds, 0, lambda: None, self._finish
         )
 
     def _route(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,13 +111,16 @@ class Watch:
         self.loop.steps_under[self.loop.switch.name] += 1
         self.schedule.step_ended()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
+        self.conclude()
+        print(self.report)
+
+    def conclude(self) -> None:
         """Restores what was switched and makes the report."""
         self.give_up()
         result = measured(self.loop, self.schedule, [(0, self.loop.steps, False)])
         script = self.loop.script
         self.report = conclude(script, [result], {}, clock() - self.began)
-        print(self.report)
 
     def give_up(self) -> None:
         """Restores what was switched."""
@@ -129,6 +132,8 @@ class Watch:
                 self.optimizer.step = self.own_step  # type: ignore[method-assign]
 
     def missing(self) -> str:
-        """What is to be seen before there is a report."""
-        rounds = len({block[0] for block in self.schedule.blocks})
+        """What is to be seen before there can be a report; empty if nothing is."""
+        rounds = self.schedule.whole_rounds()
+        if rounds >= LEAST_ROUNDS:
+            return ""
         return f"{self.loop.steps} steps seen, {rounds} of {LEAST_ROUNDS} rounds"
