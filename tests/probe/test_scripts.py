@@ -252,7 +252,7 @@ def test_product_of_large_matrices_is_compute_bound(tmp_path, monkeypatch):
 def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatch):
     for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):  # conftest.py sets the former
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(run, "SECONDS", 5.0)
+    monkeypatch.setattr(run, "SECONDS", 4.0)
     path = tmp_path / "train.py"
     path.write_text(SMALL_LAYERS)
     # It holds one core at all times, so that each parallel loop waits for its thread
