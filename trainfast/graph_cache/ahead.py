@@ -110,33 +110,28 @@ class Ahead(Iterator[Any]):
         raise StopIteration
 
     def _fill(self, most: int) -> None:
-        """Submits batches until `most` are submitted and not yet handed out."""
-        while self._submitted - self._taken < most and self._submit():
-            pass
-
-    def _submit(self) -> bool:
-        """Submits the next batch; False at the source's end or error."""
-        number = self._submitted
-        try:
-            if self._given is None:
-                assert self._source is not None
-                # A loop stores an item without a call that Ctrl-C could follow.
-                for given in self._source:
-                    self._given = given
-                    break
-                else:
-                    self._source = iter(())
-                    return False
-            prefetch, graphs, position = self._plan(self._given)
-            self._waiting[number] = prefetch, position
-            prefetch.submit(number, graphs)
-        except Exception as error:
-            self._waiting.pop(number, None)
-            self._given, self._source, self._error = None, iter(()), error
-            return False
-        self._given = None
-        self._submitted = number + 1
-        return True
+        """Submits batches until `most` are submitted and not yet handed out, or until
+        the source's end or error."""
+        while (number := self._submitted) - self._taken < most:
+            try:
+                if self._given is None:
+                    assert self._source is not None
+                    # A loop stores an item without a call that Ctrl-C could follow.
+                    for given in self._source:
+                        self._given = given
+                        break
+                    else:
+                        self._source = iter(())
+                        return
+                prefetch, graphs, position = self._plan(self._given)
+                self._waiting[number] = prefetch, position
+                prefetch.submit(number, graphs)
+            except Exception as error:
+                self._waiting.pop(number, None)
+                self._given, self._source, self._error = None, iter(()), error
+                return
+            self._given = None
+            self._submitted = number + 1
 
     def __reduce__(self) -> Any:
         raise TypeError("an iteration cannot be pickled; pickle its loader instead")

@@ -160,13 +160,13 @@ def dict_assembler(plan: BatchPlan) -> Assemble:
         key for key, i in zip(keys, plan.fields) if schema.fields[i].optional
     )
     more = bool(texts or follows or plan.padded or optional)
+    first_keys = (*keys, *batch_keys)  # behind these, `batches` has those of `follows`
 
     def assemble(batch: GraphBatch) -> dict[Hashable, Any]:
-        out = dict(zip(keys, batch.fields))
+        out = dict(zip(first_keys, batch.fields + batch.batches))
         ptrs = batch.ptrs
         if more:
             _finish(out, batch, ptrs)
-        out.update(zip(batch_keys, batch.batches))
         for key, count in ptr_keys:
             out[key] = ptrs[count]
         return out
