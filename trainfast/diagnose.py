@@ -73,7 +73,8 @@ def step() -> AbstractContextManager[None]:
 def report() -> "Diagnosis":
     """The report of the last loop.
 
-    A measurement that still runs ends here, once it has three rounds.
+    Called while the measurement still runs, it ends the measurement and reports what
+    was measured, if that is at least three rounds.
 
     Raises:
         RuntimeError: no loop was watched, or not for long enough.

@@ -120,7 +120,7 @@ def measure(
     gradient's device; there must be one. Waits for nothing. Of DTensors all processes
     get the same, as plain tensors.
     """
-    wide = torch.float64 in {grad.dtype for grad in grads}
+    wide = max_norm is not None and torch.float64 in {grad.dtype for grad in grads}
     tally = CallTally("amp")
     how = _Measuring(norm_type, max_norm, grad_scale, find_inf, tally, wide)
     return how.over(list(grads))
