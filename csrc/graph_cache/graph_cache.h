@@ -232,9 +232,10 @@ void tfast_graph_batch_release(tfast_graph_batch *batch);
 
 typedef struct tfast_graph_prefetch tfast_graph_prefetch;
 
-/* Starts up to `threads` native threads, which collate submitted batches; these come
- * back in the order in which they were submitted. threads = 0: each is collated when it
- * is asked for. The selection must outlive the prefetch; the cache is retained. */
+/* Up to `threads` native threads collate submitted batches, which come back in the
+ * order in which they were submitted. The threads start when a batch takes longer than
+ * waking a thread. threads = 0: each batch is collated when it is asked for. The
+ * selection must outlive the prefetch; the cache is retained. */
 tfast_status tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch,
                                       tfast_graph_cache *cache,
                                       const tfast_graph_selection *selection,

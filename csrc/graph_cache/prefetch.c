@@ -2,7 +2,8 @@
  * delivered in the order of submission. A caller that asks for a batch which is not
  * done first collates the first job that no thread has begun: either the wanted batch
  * itself, which costs less than waking a thread and waiting for it, or a later one
- * while a thread collates the wanted batch. */
+ * while a thread collates the wanted batch. So where batches take less time than waking
+ * a thread, the caller collates them all and the threads sleep. */
 #if !defined(_GNU_SOURCE)
 #    define _GNU_SOURCE
 #endif
@@ -18,6 +19,12 @@
 
 enum { MAX_THREADS = 64 };
 
+/* A batch is quick if it is collated within QUICK_NS nanoseconds, about what it costs
+ * to wake a thread that has slept for a training step. The threads sleep while the last
+ * QUICK_RUN batches were quick, as they are at first: where all graphs are in memory,
+ * few come from the disk, and those that do wake the threads. */
+enum { QUICK_NS = 10000, QUICK_RUN = 16 };
+
 enum { QUEUED, RUNNING, DONE };
 
 typedef struct job {
@@ -30,20 +37,23 @@ typedef struct job {
     tfast_graph_batch *batch;
 } job;
 
-/* The caller's thread alone changes first, last, spare and pending. `lock` protects
- * first, last, unstarted, waiting, stopping, and each job's next and state. */
+/* The caller's thread alone uses n_threads, most_threads, pending and spare, and alone
+ * changes first and last. `lock` protects all from first on, and each job's next and
+ * state. */
 struct tfast_graph_prefetch {
     tfast_graph_cache *cache;
     const tfast_graph_selection *selection;
-    int64_t forks; /* value of `forks` at creation; it differs in a forked child */
+    int64_t forks;    /* value of `forks` at creation; it differs in a forked child */
+    bool has_threads; /* or will have: then one thread copies a batch, else several */
+    int n_threads, most_threads; /* started; to be started when they are first woken */
     int64_t pending;
     job *spare; /* list of delivered jobs for reuse */
     pthread_mutex_t lock;
     pthread_cond_t work, done; /* a job was queued; the first job is DONE */
     job *first, *last;      /* list of undelivered jobs, in the order of submission */
     job *unstarted;         /* the first job of the list that is QUEUED */
+    int quick;              /* quick batches in a row, at most QUICK_RUN */
     bool waiting, stopping; /* the caller waits for `done`; threads must return */
-    int n_threads;
     pthread_t threads[MAX_THREADS];
 };
 
@@ -63,45 +73,41 @@ at_load(void)
     pthread_atfork(NULL, NULL, count_fork); /* runs in the child */
 }
 
-/* Without threads no lock is needed. */
-static void
-lock(tfast_graph_prefetch *p)
+static int64_t
+nanoseconds(void)
 {
-    if (p->n_threads > 0) {
-        pthread_mutex_lock(&p->lock);
-    }
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void
-unlock(tfast_graph_prefetch *p)
-{
-    if (p->n_threads > 0) {
-        pthread_mutex_unlock(&p->lock);
-    }
-}
-
-/* Takes the first QUEUED job, which must exist. The caller holds the lock. */
+/* Collates the batch of the first QUEUED job, which must exist, and returns the job.
+ * The caller holds the lock. It is released meanwhile: no other thread uses the data of
+ * a RUNNING job. */
 static job *
-start(tfast_graph_prefetch *p)
+run_next(tfast_graph_prefetch *p)
 {
     job *j = p->unstarted;
+    tfast_status status;
+    int64_t began;
+    bool quick;
 
     j->state = RUNNING;
     p->unstarted = j->next;
-    return j;
-}
-
-/* Collates a job's batch. No lock: no other thread uses a RUNNING job's data. */
-static void
-run(const tfast_graph_prefetch *p, job *j)
-{
-    const tfast_status status = tfast_graph_collate(p->cache, p->selection, j->indices,
-                                                    j->n, p->n_threads > 0, &j->batch);
-
+    pthread_mutex_unlock(&p->lock);
+    began = nanoseconds();
+    status = tfast_graph_collate(p->cache, p->selection, j->indices, j->n,
+                                 p->has_threads, &j->batch);
+    quick = nanoseconds() - began < QUICK_NS;
     j->error.status = status;
     if (status != TFAST_OK) {
         graph_keep_error(&j->error, status);
     }
+    pthread_mutex_lock(&p->lock);
+    j->state = DONE;
+    p->quick = !quick ? 0 : p->quick < QUICK_RUN ? p->quick + 1 : QUICK_RUN;
+    return j;
 }
 
 static void *
@@ -117,11 +123,7 @@ thread_main(void *context)
             pthread_cond_wait(&p->work, &p->lock);
             continue;
         }
-        j = start(p);
-        pthread_mutex_unlock(&p->lock);
-        run(p, j);
-        pthread_mutex_lock(&p->lock);
-        j->state = DONE;
+        j = run_next(p);
         if (p->waiting && j == p->first) {
             pthread_cond_signal(&p->done);
         }
@@ -130,18 +132,19 @@ thread_main(void *context)
     return NULL;
 }
 
-/* Starts up to `threads` threads. Fewer are no error: the caller collates the rest. */
+/* Starts up to most_threads. Fewer are no error: the caller collates the rest. */
 static void
-start_threads(tfast_graph_prefetch *p, int threads)
+start_threads(tfast_graph_prefetch *p)
 {
     sigset_t all, before;
 
     sigfillset(&all); /* signals go to the interpreter's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (p->n_threads < threads &&
+    while (p->n_threads < p->most_threads &&
            pthread_create(&p->threads[p->n_threads], NULL, thread_main, p) == 0) {
         p->n_threads++;
     }
+    p->most_threads = p->n_threads; /* no second try */
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
@@ -171,7 +174,9 @@ tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch, tfast_graph_cache *cac
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&p->done, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    start_threads(p, threads);
+    p->most_threads = threads;
+    p->has_threads = threads > 0;
+    p->quick = QUICK_RUN;
     *prefetch = p;
     return TFAST_OK;
 }
@@ -227,6 +232,7 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
 {
     tfast_status status = check_owner(p);
     job *j = NULL;
+    bool wake;
 
     if (status != TFAST_OK) {
         return status;
@@ -241,14 +247,17 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
         return tfast_fail(TFAST_ENOMEM, "no memory for the indices of %lld graphs",
                           (long long)n);
     }
-    lock(p);
+    pthread_mutex_lock(&p->lock);
     *(p->first == NULL ? &p->first : &p->last->next) = j;
     p->last = j;
     if (p->unstarted == NULL) {
         p->unstarted = j;
     }
-    unlock(p);
-    if (p->n_threads > 0) {
+    wake = p->quick < QUICK_RUN;
+    pthread_mutex_unlock(&p->lock);
+    if (wake && p->n_threads < p->most_threads) {
+        start_threads(p);
+    } else if (wake && p->n_threads > 0) {
         pthread_cond_signal(&p->work);
     }
     p->pending++;
@@ -260,15 +269,10 @@ static struct timespec
 time_after(double seconds)
 {
     const double most = 1e6; /* avoids overflow; callers wait in a loop */
-    struct timespec at;
-    long long nanoseconds;
+    const double wait = seconds > 0 ? (seconds < most ? seconds : most) : 0;
+    const int64_t at = nanoseconds() + (int64_t)(wait * 1e9);
 
-    seconds = seconds > 0 ? (seconds < most ? seconds : most) : 0;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    nanoseconds = at.tv_nsec + (long long)(seconds * 1e9);
-    at.tv_sec += (time_t)(nanoseconds / 1000000000);
-    at.tv_nsec = (long)(nanoseconds % 1000000000);
-    return at;
+    return (struct timespec){.tv_sec = at / 1000000000, .tv_nsec = at % 1000000000};
 }
 
 /* Waits until job j is DONE; false after a timeout. The caller holds the lock. */
@@ -301,20 +305,15 @@ tfast_graph_prefetch_next(tfast_graph_prefetch *p, double seconds,
     if (status != TFAST_OK || p->pending == 0) {
         return status;
     }
-    lock(p);
+    pthread_mutex_lock(&p->lock);
     if (j->state != DONE && p->unstarted != NULL) {
-        job *own = start(p); /* j, or a later job if a thread runs j */
-
-        unlock(p);
-        run(p, own);
-        lock(p);
-        own->state = DONE;
+        run_next(p); /* j, or a later job if a thread runs j */
     }
     done = wait_for(p, j, seconds);
     if (done) {
         p->first = j->next;
     }
-    unlock(p);
+    pthread_mutex_unlock(&p->lock);
     if (!done) {
         return TFAST_OK;
     }

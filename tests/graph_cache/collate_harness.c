@@ -184,16 +184,31 @@ next(tfast_graph_prefetch *prefetch, int64_t expected_tag)
     return batch;
 }
 
+/* A prefetch whose threads are awake: its first batch took longer than waking them. */
+static tfast_graph_prefetch *
+prefetch_awake(tfast_graph_cache *cache, int threads)
+{
+    static int64_t many[20 * GRAPHS];
+    tfast_graph_prefetch *prefetch;
+
+    for (int i = 0; i < 20 * GRAPHS; i++) {
+        many[i] = i % GRAPHS;
+    }
+    must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
+    must(tfast_graph_prefetch_submit(prefetch, many, 20 * GRAPHS, 7));
+    tfast_graph_batch_release(next(prefetch, 7));
+    return prefetch;
+}
+
 /* Batches come in order, whatever is held, each with its tag; every seventh is held to
  * the end. */
 static void
 drain(tfast_graph_cache *cache, int threads)
 {
     tfast_graph_batch *held[BATCHES];
-    tfast_graph_prefetch *prefetch;
+    tfast_graph_prefetch *prefetch = prefetch_awake(cache, threads);
     int n_held = 0, submitted = 0;
 
-    must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
     for (int b = 0; b < BATCHES; b++) {
         tfast_graph_batch *batch;
 
@@ -223,12 +238,11 @@ static void
 fail_one(tfast_graph_cache *cache, int threads)
 {
     const int64_t wrong[1] = {GRAPHS};
-    tfast_graph_prefetch *prefetch;
+    tfast_graph_prefetch *prefetch = prefetch_awake(cache, threads);
     tfast_graph_batch *batch;
     tfast_status status;
     int64_t tag;
 
-    must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
     must(tfast_graph_prefetch_submit(prefetch, indices[0], BATCH, 0));
     must(tfast_graph_prefetch_submit(prefetch, wrong, 1, 1));
     must(tfast_graph_prefetch_submit(prefetch, indices[1], BATCH, 2));
@@ -250,17 +264,14 @@ fail_one(tfast_graph_cache *cache, int threads)
 static void
 stop_early(tfast_graph_cache *cache, int threads)
 {
-    tfast_graph_prefetch *prefetch;
-    tfast_graph_batch *batch;
-
     for (int taken = 0; taken < 5; taken++) {
-        must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
+        tfast_graph_prefetch *prefetch = prefetch_awake(cache, threads);
+
         for (int b = 0; b < 10; b++) {
             must(tfast_graph_prefetch_submit(prefetch, indices[b], BATCH, b));
         }
         for (int b = 0; b < taken; b++) {
-            batch = next(prefetch, b);
-            tfast_graph_batch_release(batch);
+            tfast_graph_batch_release(next(prefetch, b));
         }
         must_be(tfast_graph_prefetch_pending(prefetch) == 10 - taken, "10 are pending");
         tfast_graph_prefetch_free(prefetch);
@@ -271,12 +282,11 @@ stop_early(tfast_graph_cache *cache, int threads)
 static void
 fork_while_busy(tfast_graph_cache *cache, int threads)
 {
-    tfast_graph_prefetch *prefetch;
+    tfast_graph_prefetch *prefetch = prefetch_awake(cache, threads);
     tfast_graph_batch *batch;
     pid_t child;
     int state;
 
-    must(tfast_graph_prefetch_new(&prefetch, cache, &selection, threads));
     for (int b = 0; b < BATCHES; b++) {
         must(tfast_graph_prefetch_submit(prefetch, indices[b], BATCH, b));
     }

@@ -320,20 +320,26 @@ def test_batches_leak_nothing(cache):
 # ---- Prefetch ----------------------------------------------------------------------
 
 
+def awake(cache, fields, threads):
+    """A prefetch whose threads run, for its batch 0 took longer than waking them."""
+    made = _core.GraphPrefetch(_core.GraphSelection(cache, fields), threads)
+    made.submit(0, [0] * 50_000)
+    made.next(0)
+    return made
+
+
 @pytest.fixture(params=[(0, False), (1, False), (3, False), (0, True), (2, True)])
 def prefetch(request, tmp_path, graphs):
     threads, pread = request.param
     cache = cached(tmp_path / "c", PLAIN, graphs, pread=pread)
-    selection = _core.GraphSelection(cache, [0, 1, 2])
-    made = _core.GraphPrefetch(selection, threads)
-    return made
+    return awake(cache, [0, 1, 2], threads)
 
 
 def test_prefetched_batches_come_in_order(prefetch, graphs):
-    order = [i * 7 % 5 for i in range(40)]
-    for at, i in enumerate(order[:10]):
+    order = [i * 7 % 5 for i in range(41)]
+    for at, i in enumerate(order[1:11], 1):
         prefetch.submit(at, [i])
-    for at, i in enumerate(order):
+    for at, i in enumerate(order[1:], 1):
         if at + 10 < len(order):
             prefetch.submit(at + 10, np.array([order[at + 10]]))
         assert same(prefetch.next(at).fields[0], graphs[i]["x"])
@@ -342,47 +348,47 @@ def test_prefetched_batches_come_in_order(prefetch, graphs):
 def test_prefetched_batch_comes_as_often_as_its_number_is_asked_for(prefetch, graphs):
     for number, i in ((3, 0), (3, 1), (2, 1), (7, 2)):
         prefetch.submit(number, [i])  # 3 again and 2 are ignored
-    for number, i in ((0, 0), (0, 0), (5, 2), (5, 2)):
+    for number, i in ((1, 0), (1, 0), (5, 2), (5, 2)):
         assert same(prefetch.next(number).fields[0], graphs[i]["x"])
     with pytest.raises(ValueError, match=r"call submit\(\) before next"):
         prefetch.next(6)
 
 
 def test_error_comes_with_its_batch(prefetch, graphs):
-    for number, index in enumerate((0, 99, 2)):
+    for number, index in enumerate((0, 99, 2), 1):
         prefetch.submit(number, [index])
-    assert same(prefetch.next(0).fields[0], graphs[0]["x"])
+    assert same(prefetch.next(1).fields[0], graphs[0]["x"])
     with pytest.raises(ValueError, match="99"):
-        prefetch.next(1)
-    assert same(prefetch.next(2).fields[0], graphs[2]["x"])
+        prefetch.next(2)
+    assert same(prefetch.next(3).fields[0], graphs[2]["x"])
 
 
-def test_dropped_prefetch_stops_its_threads(cache):
-    selection = _core.GraphSelection(cache, [0])
+def test_threads_start_after_a_batch_that_took_long_and_end_with_their_prefetch(cache):
     before = native_threads()
-    prefetch = _core.GraphPrefetch(selection, 2)
+    prefetch = awake(cache, [0], 2)
+    assert not native_threads() - before
+    prefetch.submit(1, [0])
     own = native_threads() - before
     assert len(own) == 2
-    prefetch.submit(0, [0])
     del prefetch
     assert end(own)
 
 
 @pytest.mark.forks
 def test_prefetch_in_forked_child_is_an_error_and_no_hang(cache):
-    prefetch = _core.GraphPrefetch(_core.GraphSelection(cache, [0]), 2)
-    prefetch.submit(0, [0])
+    prefetch = awake(cache, [0], 2)
+    prefetch.submit(1, [0])
     child = os.fork()
     if child == 0:
         signal.alarm(120)
         try:
-            prefetch.next(0)
+            prefetch.next(1)
         except ValueError:
             del prefetch
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert prefetch.next(0).n_graphs == 1
+    assert prefetch.next(1).n_graphs == 1
 
 
 def test_wrong_prefetch_is_refused(cache):

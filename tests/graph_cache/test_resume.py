@@ -29,6 +29,14 @@ def cache(world, tmp_path_factory):
     return gc.open(world.write(tmp_path_factory.mktemp("loader") / "cache"))
 
 
+LONG = 4000  # graphs of a batch that takes longer than waking a thread
+
+
+@pytest.fixture
+def long_batches(cache):
+    return cache[[i % N for i in range(7 * LONG)]]
+
+
 # ---- Resuming ----------------------------------------------------------------------
 
 WAYS = {
@@ -185,9 +193,9 @@ def test_one_array_of_a_batch_keeps_its_memory(cache, world):
     assert all(same(x, batch["x"]) for x, batch in zip(kept, want))
 
 
-def test_iteration_left_early_ends_its_threads(cache):
+def test_iteration_left_early_ends_its_threads(long_batches):
     before = native_threads()
-    loader = gc.Loader(cache, 4, threads=3)
+    loader = gc.Loader(long_batches, LONG, threads=3)
     iteration = iter(loader)
     next(iteration)
     own = native_threads() - before
@@ -245,8 +253,8 @@ def test_loader_works_in_other_process(cache, method):
 
 
 @pytest.mark.forks
-def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
-    loader = gc.Loader(cache, 8, shuffle=True, threads=2)
+def test_fork_in_the_middle_of_an_epoch_leaves_both_well(long_batches):
+    loader = gc.Loader(long_batches, LONG, shuffle=True, threads=2)
     want = epoch(loader)
     loader.set_epoch(0)
     iteration = iter(loader)
@@ -265,8 +273,8 @@ def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
     assert [rows(batch) for batch in iteration] == want[1:]
 
 
-def test_ctrl_c_ends_iteration_and_next_one_works(cache):
-    loader = gc.Loader(cache, 4, shuffle=True, threads=2)
+def test_ctrl_c_ends_iteration_and_next_one_works(long_batches):
+    loader = gc.Loader(long_batches, LONG, shuffle=True, threads=2)
     want = epoch(loader)
     main = threading.main_thread().ident
     for _ in range(20):
@@ -297,8 +305,8 @@ def test_own_assembler_gets_plan_and_core_batches(cache):
 
 
 @pytest.mark.forks
-def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
-    iteration = iter(gc.Loader(cache, 8))
+def test_iteration_of_the_parent_is_error_in_a_forked_child(long_batches):
+    iteration = iter(gc.Loader(long_batches, LONG))
     next(iteration)
     child = os.fork()
     if child == 0:

@@ -69,8 +69,9 @@ class Loader:
             loader is made, else 0 and 1; world_size=1 gives every process all graphs. A
             sampler or batch_sampler must divide the graphs among ranks itself.
         prefetch: batches made ahead.
-        threads: native threads that make batches. 0: a batch is made when it is asked
-            for, a large one on torch's threads. One thread is enough unless graphs are
+        threads: native threads that make batches. They start when a batch takes longer
+            than waking a thread, about 10 us. 0: a batch is made when it is asked for,
+            a large one on torch's threads. One thread is enough unless graphs are
             large. If all cores are busy, 0 can be faster, because a thread takes time
             from the training step.
         output: "dict": a dict of arrays by key, with "batch" (the graph of each node)
