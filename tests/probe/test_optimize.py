@@ -161,7 +161,8 @@ def test_nothing_kept_on_a_busy_machine_is_no_verdict(measured, monkeypatch):
     measured({})
     quiet = run.child
 
-    def child(*args, **kwargs):
+    def child(*args, keep_memory, **kwargs):
+        assert keep_memory  # as `trainfast run` sets it for what optimize writes
         found = quiet(*args, **kwargs)
         for block in found["blocks"]:
             block[2] *= 1 + 0.2 * block[0]

@@ -371,6 +371,22 @@ def test_neither_bare_except_nor_finally_breaks_the_probe(tmp_path, script):
     assert result["blocks"] and result["seconds"] < 60
 
 
+@pytest.mark.parametrize(
+    ("asked", "own", "seen"),
+    [(False, None, None), (True, None, str(16 << 30)), (True, "4096", "4096")],
+)
+def test_memory_is_kept_where_asked_and_the_user_did_not_choose(
+    script, monkeypatch, asked, own, seen
+):
+    name = "MALLOC_TRIM_THRESHOLD_"
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    statement = f"1 / (os.environ.get({name!r}) == {seen!r})"
+    path = script(item=0.001, statement=statement)
+    run.child(path, switches=["data"], seconds=0.5, keep_memory=asked)
+
+
 def test_switch_that_breaks_the_script_is_listed(script):
     """A script that is not content with batches that it has seen."""
     check = "seen.append(x.sum().item()) or 1 / (len(set(seen[-9:])) > 8)"

@@ -91,6 +91,7 @@ class Optimizer:
                 seconds=seconds,
                 seed=len(self.results),
                 flops=flops,
+                keep_memory=True,  # as the settings will be used: by `trainfast run`
             )
         except run.ProbeError as error:
             if not self.results:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -83,6 +83,7 @@ def child(
     work: Sequence[int] = (),
     flops: bool = False,
     ranks: int | None = None,
+    keep_memory: bool = False,
     rounds: int = 9,
     seconds: float | None = None,
     seed: int = 0,
@@ -97,6 +98,8 @@ def child(
             itself; with them the statements around the step are timed.
         flops: also count the operations of a step.
         ranks: processes of distributed training; None: the script starts none.
+        keep_memory: glibc keeps freed memory, as under `trainfast run`. Otherwise the
+            script has its own page faults, and a switch gains what it saves of them.
         rounds: blocks of each switch.
         seconds: how long blocks may take, SECONDS unless given; three rounds are run in
             any case.
@@ -116,7 +119,10 @@ def child(
         "seed": seed,
     }
     module = "ranks" if ranks else "child"
-    return _result(f"trainfast.torch.probe.{module}", script, arguments, job)
+    environment = KEEP_MEMORY if keep_memory else {}
+    return _result(
+        f"trainfast.torch.probe.{module}", script, arguments, job, environment
+    )
 
 
 def curve(
@@ -164,21 +170,25 @@ def estimated(
 
 
 def _result(
-    module: str, script: str, arguments: Sequence[str], job: dict[str, Any]
+    module: str,
+    script: str,
+    arguments: Sequence[str],
+    job: dict[str, Any],
+    environment: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """Runs a module of the probe in a sandbox, if the user has not asked for none;
-    returns what it wrote."""
+    returns what it wrote. The user's variables come before those of `environment`."""
     job |= {"script": os.path.abspath(script), "arguments": list(arguments)}
     with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
         job["result"] = result.fileno()
         command = [*_before_command(stage), sys.executable, "-m", module]
-        environment = (
-            os.environ
-            | _QUIET
-            | KEEP_MEMORY  # else page faults would count as a switch's gain or loss
-            | {"TRAINFAST_PROBE_JOB": json.dumps(job)}
-        )
-        errors = _run(command, environment, result.fileno())
+        variables = {
+            **environment,
+            **os.environ,
+            **_QUIET,
+            "TRAINFAST_PROBE_JOB": json.dumps(job),
+        }
+        errors = _run(command, variables, result.fileno())
         result.seek(0)
         data = result.read()
     if not data:
