@@ -13,7 +13,9 @@ counts for the script and the probe that made it.
 import argparse
 import hashlib
 import json
+import math
 import os
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,33 @@ def table(entries: dict[str, dict[str, Any]]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     score = f"Fault named first: {right} of {len(entries) - twins}. "
     score += f"Mended twins in which it is still found: {again} of {twins}."
-    return "\n".join([score, "", *lines])
+    return "\n".join([score, *_errors(entries, faults), "", *lines])
+
+
+def _errors(entries: dict[str, dict[str, Any]], faults: dict[str, Any]) -> list[str]:
+    """How far the gains of the findings are from those of mending.
+
+    An exact gain is that of the cure which the probe tried: it is compared with the
+    script that has this cure. A bound holds if mending's median gain is not above the
+    upper end of its interval.
+    """
+    errors, bounds = [], []
+    for name, entry in entries.items():
+        if name not in faults or _first(entry) != planted.FAULTS[name]:
+            continue
+        first, row = entry["findings"][0], faults[name]
+        if first["exact"]:
+            errors.append(abs(first["gain"] / row.get("advised", row)["gain"] - 1))
+        else:
+            bounds.append(row["gain"] <= first["high"])
+    if not errors or not bounds:
+        return []
+    errors.sort()
+    most = errors[math.ceil(0.9 * len(errors)) - 1]
+    return [
+        f"Exact gains: {len(errors)}, median error {statistics.median(errors):.0%}, "
+        f"90th percentile {most:.0%}. Bounds that hold: {sum(bounds)} of {len(bounds)}."
+    ]
 
 
 def _interval(entry: dict[str, Any]) -> str:

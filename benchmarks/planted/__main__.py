@@ -4,11 +4,12 @@
     python -m benchmarks.planted yaml_anomaly     one pair, measured anew
 
 Each NAME.py is a training script as people write them, with one fault planted, and
-NAME_mended.py is the same script without the fault. Both do the same training. They run
-in turns, each in a fresh process and an empty folder. The time is from the end of the
-first optimizer step to the end of the script, so imports and the preparation of data do
-not count. The results go to benchmarks/planted/measured.json; `id` is the kind of
-the fault.
+NAME_mended.py is the same script without the fault. NAME_advised.py, where there is
+one, has the cure that the probe tries, if that is another. All do the same training.
+They run in turns, each in a fresh process and an empty folder. The time is from the end
+of the first optimizer step to the end of the script, so imports and the preparation of
+data do not count. The results go to benchmarks/planted/measured.json; `id` is the kind
+of the fault.
 """
 
 import argparse
@@ -68,10 +69,18 @@ with open("seconds.txt", "w") as file:
 """
 
 
+def scripts_of(name: str) -> dict[str, str]:
+    """The script with the fault and those without, by "slow", "mended", "advised"."""
+    found = {"slow": name, "mended": f"{name}_mended"}
+    if (HERE / f"{name}_advised.py").exists():
+        found["advised"] = f"{name}_advised"
+    return found
+
+
 def digest(name: str) -> str:
-    """Of both scripts of a pair: a measurement counts for these alone."""
+    """Of the scripts of a fault: a measurement counts for these alone."""
     texts = [
-        (HERE / f"{script}.py").read_bytes() for script in (name, f"{name}_mended")
+        (HERE / f"{script}.py").read_bytes() for script in scripts_of(name).values()
     ]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
@@ -88,28 +97,35 @@ def run(name: str) -> tuple[float, int]:
 
 
 def measure(name: str, rounds: int) -> dict:
-    """The gain of mending NAME.py, by pairs of runs in alternating order."""
-    seconds: dict[str, list[float]] = {"slow": [], "mended": []}
+    """The gain of mending NAME.py, by runs of its scripts in alternating order."""
+    scripts = scripts_of(name)
+    seconds: dict[str, list[float]] = {which: [] for which in scripts}
     steps = {}
     for number in range(rounds):
-        order = ("slow", "mended") if number % 2 == 0 else ("mended", "slow")
+        order = list(scripts) if number % 2 == 0 else list(scripts)[::-1]
         for which in order:
-            script = name if which == "slow" else f"{name}_mended"
-            took, steps[which] = run(script)
+            took, steps[which] = run(scripts[which])
             seconds[which].append(took)
-    if steps["slow"] != steps["mended"]:
-        raise RuntimeError(f"both scripts must take the same steps, got {steps}")
-    gains = [slow / mended for slow, mended in zip(*seconds.values(), strict=True)]
+    if len(set(steps.values())) > 1:
+        raise RuntimeError(f"the scripts must take the same steps, got {steps}")
     medians = {which: round(statistics.median(s), 2) for which, s in seconds.items()}
-    return {
+    row = {
         "id": FAULTS[name],
-        "gain": round(statistics.median(gains), 2),
-        "low": round(min(gains), 2),
-        "high": round(max(gains), 2),
+        **_gain(seconds["slow"], seconds["mended"]),
         "seconds": medians,
         "steps": steps["slow"],
         "sha256": digest(name),
     }
+    if "advised" in scripts:
+        row["advised"] = _gain(seconds["slow"], seconds["advised"])
+    return row
+
+
+def _gain(slow: list[float], mended: list[float]) -> dict[str, float]:
+    """The median gain of pairs of runs, the least and the most."""
+    gains = [a / b for a, b in zip(slow, mended, strict=True)]
+    found = {"gain": statistics.median(gains), "low": min(gains), "high": max(gains)}
+    return {name: round(gain, 2) for name, gain in found.items()}
 
 
 def table(scripts: dict) -> str:
