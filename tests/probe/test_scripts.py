@@ -11,6 +11,7 @@ import torch
 
 from tests.probe.test_sandbox import processes_with, snapshot
 from trainfast.cli import main
+from trainfast.launch.environment import KEEP_MEMORY
 from trainfast.probe import run
 from trainfast.probe.diagnosis import diagnose
 from trainfast.probe.findings import findings, rows
@@ -252,6 +253,8 @@ def test_product_of_large_matrices_is_compute_bound(tmp_path, monkeypatch):
 def test_threads_that_wait_beside_another_program_are_found(tmp_path, monkeypatch):
     for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):  # conftest.py sets the former
         monkeypatch.delenv(name, raising=False)
+    for name, value in KEEP_MEMORY.items():  # page faults vary beside other programs
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(run, "SECONDS", 4.0)
     path = tmp_path / "train.py"
     path.write_text(SMALL_LAYERS)
