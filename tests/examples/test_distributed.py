@@ -39,13 +39,15 @@ import json, os, sys
 sys.path.insert(0, {examples!r})
 import distributed as example
 group = example.distributed
-init, group.destroy_process_group = group.init_process_group, lambda: None
+init, destroy = group.init_process_group, group.destroy_process_group
+group.destroy_process_group = lambda: None
 group.init_process_group = lambda kind: group.is_initialized() or init(kind)
 for run in json.loads(sys.argv[1]):
     sys.argv[1:] = run
     if os.environ["RANK"] == "0":
         print("run", flush=True)
     example.main()
+destroy()  # or a thread of gloo's may abort the process at its end
 """
 
 
