@@ -184,7 +184,7 @@ next(tfast_graph_prefetch *prefetch, int64_t expected_tag)
     return batch;
 }
 
-/* A prefetch whose threads are awake: its first batch took longer than waking them. */
+/* A prefetch that starts its threads at the next submit: its first batch took long. */
 static tfast_graph_prefetch *
 prefetch_awake(tfast_graph_cache *cache, int threads)
 {

@@ -4,6 +4,13 @@ from tests.graph_cache.reference import collate, same
 
 N = 53  # graphs: enough for several batches, and no multiple of anything
 
+LONG = 4000  # graphs of a batch that takes so long that threads start
+
+
+def long_batches(cache):
+    """A data set of seven batches of LONG graphs."""
+    return cache[[i % N for i in range(7 * LONG)]]
+
 
 def rows(batch):
     """The graphs of a batch: y is their number."""

@@ -25,11 +25,14 @@ class Iteration(ahead.Ahead):
     def __init__(self, source, cache, threads=1, ahead=2):
         super().__init__(source, ahead)
         selection = _core.GraphSelection(cache, [0])
-        self._prefetches[0] = _core.GraphPrefetch(selection, threads)
+        prefetch = self._prefetches[0] = _core.GraphPrefetch(selection, threads)
+        prefetch.submit(0, [0] * 50_000)  # takes long: the next submit() starts threads
+        prefetch.next(0)
+        self._submitted = self._taken = 1
         self.most = 0
 
     def _plan(self, given):
-        return self._prefetches[0], given, self._submitted + 1
+        return self._prefetches[0], given, self._submitted
 
     def _assemble(self, batch):
         self.most = max(self.most, self._submitted - self._taken)
@@ -79,7 +82,7 @@ def test_error_of_an_order_comes_once_and_after_the_batches_before_it(tmp_path, 
 def test_error_of_a_batch_or_its_assembly_is_raised_once(cache):
     class Failing(Iteration):
         def _assemble(self, batch):
-            if self._taken == 2:
+            if self._taken == 3:  # the first is 1
                 raise RuntimeError("no batch 2")
             return super()._assemble(batch)
 

@@ -321,7 +321,7 @@ def test_batches_leak_nothing(cache):
 
 
 def awake(cache, fields, threads):
-    """A prefetch whose threads run, for its batch 0 took longer than waking them."""
+    """A prefetch whose next submit() starts its threads: its batch 0 took long."""
     made = _core.GraphPrefetch(_core.GraphSelection(cache, fields), threads)
     made.submit(0, [0] * 50_000)
     made.next(0)

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.graph_cache.loading import N, assert_is_batch_of, epoch, flat, rows
+from tests.graph_cache.loading import (
+    LONG,
+    N,
+    assert_is_batch_of,
+    epoch,
+    flat,
+    long_batches,
+    rows,
+)
 from tests.graph_cache.worlds import molecules
 from trainfast import _core
 from trainfast import graph_cache as gc
@@ -42,6 +50,16 @@ def test_batches_are_unions_of_their_graphs(cache, world, threads, prefetch):
     assert flat(rows(batch) for batch in batches) == list(range(N))
     for batch in batches:
         assert list(batch) == ["x", "edge_index", "edge_attr", "y", "batch", "ptr"]
+        assert_is_batch_of(world, batch, rows(batch))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("prefetch", [1, 7])
+def test_batches_of_threads_come_in_order(cache, world, threads, prefetch):
+    data = long_batches(cache)
+    batches = list(gc.Loader(data, LONG, threads=threads, prefetch=prefetch))
+    assert flat(map(rows, batches)) == [i % N for i in range(len(data))]
+    for batch in batches:
         assert_is_batch_of(world, batch, rows(batch))
 
 

@@ -11,7 +11,15 @@ import weakref
 
 import pytest
 
-from tests.graph_cache.loading import N, assert_is_batch_of, epoch, flat, rows
+from tests.graph_cache.loading import (
+    LONG,
+    N,
+    assert_is_batch_of,
+    epoch,
+    flat,
+    long_batches,
+    rows,
+)
 from tests.graph_cache.native_threads import end, native_threads
 from tests.graph_cache.reference import same
 from tests.graph_cache.worlds import molecules
@@ -27,14 +35,6 @@ def world():
 @pytest.fixture(scope="module")
 def cache(world, tmp_path_factory):
     return gc.open(world.write(tmp_path_factory.mktemp("loader") / "cache"))
-
-
-LONG = 4000  # graphs of a batch that takes longer than waking a thread
-
-
-@pytest.fixture
-def long_batches(cache):
-    return cache[[i % N for i in range(7 * LONG)]]
 
 
 # ---- Resuming ----------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_state_of_another_cache_is_error(cache, world, tmp_path):
 
 def test_batches_kept_for_ever_stay_as_they_were(cache, world):
     kept = []
-    loader = gc.Loader(cache, 8, shuffle=True, threads=2, prefetch=3)
+    loader = gc.Loader(long_batches(cache), LONG, shuffle=True, threads=2, prefetch=3)
     for _ in range(5):
         kept += list(loader)
     for batch in kept:
@@ -193,9 +193,9 @@ def test_one_array_of_a_batch_keeps_its_memory(cache, world):
     assert all(same(x, batch["x"]) for x, batch in zip(kept, want))
 
 
-def test_iteration_left_early_ends_its_threads(long_batches):
+def test_iteration_left_early_ends_its_threads(cache):
     before = native_threads()
-    loader = gc.Loader(long_batches, LONG, threads=3)
+    loader = gc.Loader(long_batches(cache), LONG, threads=3)
     iteration = iter(loader)
     next(iteration)
     own = native_threads() - before
@@ -240,7 +240,7 @@ def _epoch_in_child(loader, queue):
     [pytest.param("fork", marks=pytest.mark.forks), "spawn", "forkserver"],
 )
 def test_loader_works_in_other_process(cache, method):
-    loader = gc.Loader(cache, 8, shuffle=True, threads=2)
+    loader = gc.Loader(long_batches(cache), LONG, shuffle=True, threads=2)
     want = epoch(loader)
     loader.set_epoch(0)
     context = multiprocessing.get_context(method)
@@ -253,8 +253,8 @@ def test_loader_works_in_other_process(cache, method):
 
 
 @pytest.mark.forks
-def test_fork_in_the_middle_of_an_epoch_leaves_both_well(long_batches):
-    loader = gc.Loader(long_batches, LONG, shuffle=True, threads=2)
+def test_fork_in_the_middle_of_an_epoch_leaves_both_well(cache):
+    loader = gc.Loader(long_batches(cache), LONG, shuffle=True, threads=2)
     want = epoch(loader)
     loader.set_epoch(0)
     iteration = iter(loader)
@@ -273,8 +273,8 @@ def test_fork_in_the_middle_of_an_epoch_leaves_both_well(long_batches):
     assert [rows(batch) for batch in iteration] == want[1:]
 
 
-def test_ctrl_c_ends_iteration_and_next_one_works(long_batches):
-    loader = gc.Loader(long_batches, LONG, shuffle=True, threads=2)
+def test_ctrl_c_ends_iteration_and_next_one_works(cache):
+    loader = gc.Loader(long_batches(cache), LONG, shuffle=True, threads=2)
     want = epoch(loader)
     main = threading.main_thread().ident
     for _ in range(20):
@@ -305,8 +305,8 @@ def test_own_assembler_gets_plan_and_core_batches(cache):
 
 
 @pytest.mark.forks
-def test_iteration_of_the_parent_is_error_in_a_forked_child(long_batches):
-    iteration = iter(gc.Loader(long_batches, LONG))
+def test_iteration_of_the_parent_is_error_in_a_forked_child(cache):
+    iteration = iter(gc.Loader(long_batches(cache), LONG))
     next(iteration)
     child = os.fork()
     if child == 0:
@@ -338,7 +338,8 @@ def test_threads_read_one_cache_at_once(cache, world):
     wrong = []
 
     def read(seed):
-        loader = gc.Loader(cache, 4, shuffle=True, seed=seed, threads=seed % 3)
+        long = long_batches(cache)
+        loader = gc.Loader(long, LONG, shuffle=True, seed=seed, threads=seed % 3)
         for _ in range(3):
             for batch in loader:
                 try:
@@ -356,13 +357,21 @@ def test_threads_read_one_cache_at_once(cache, world):
 
 
 @needs_honest_free
-@pytest.mark.parametrize("keywords", [{}, {"threads": 0}])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"batch_size": 2, "shuffle": True},
+        {"batch_size": 2, "shuffle": True, "threads": 0},
+        # The first batch takes so long that each epoch starts a thread.
+        {"batch_sampler": [[0] * LONG, *([i, i + 1] for i in range(N - 1))]},
+    ],
+)
 def test_many_epochs_need_no_more_memory_than_a_few(cache, keywords):
-    loader = gc.Loader(cache, 2, shuffle=True, **keywords)
+    loader = gc.Loader(cache, **keywords)
     for _ in range(20):
         list(loader)
     before = resident_bytes()
-    for _ in range(400):  # 10800 batches of about 2 KB
+    for _ in range(400):  # 10800 batches of about 2 KB, or more
         for _ in loader:
             pass
     # The system's allocator may take memory for each thread that meets another one.
