@@ -20,9 +20,9 @@
 enum { MAX_THREADS = 64 };
 
 /* A batch is quick if it is collated within QUICK_NS nanoseconds, about what it costs
- * to wake a thread that has slept for a training step. The threads sleep while the last
- * QUICK_RUN batches were quick, as they are at first: where all graphs are in memory,
- * few come from the disk, and those that do wake the threads. */
+ * to wake a thread that has slept for a training step. No thread is woken while the
+ * last QUICK_RUN batches were quick, nor before the first that was not. A batch that is
+ * large or comes from the disk is not quick, and wakes a thread for those after it. */
 enum { QUICK_NS = 10000, QUICK_RUN = 16 };
 
 enum { QUEUED, RUNNING, DONE };
@@ -45,14 +45,14 @@ struct tfast_graph_prefetch {
     const tfast_graph_selection *selection;
     int64_t forks;    /* value of `forks` at creation; it differs in a forked child */
     bool has_threads; /* or will have: then one thread copies a batch, else several */
-    int n_threads, most_threads; /* started; to be started when they are first woken */
+    int n_threads, most_threads; /* started; how many start when one is first woken */
     int64_t pending;
     job *spare; /* list of delivered jobs for reuse */
     pthread_mutex_t lock;
     pthread_cond_t work, done; /* a job was queued; the first job is DONE */
     job *first, *last;      /* list of undelivered jobs, in the order of submission */
     job *unstarted;         /* the first job of the list that is QUEUED */
-    int quick;              /* quick batches in a row, at most QUICK_RUN */
+    int quick_run;          /* quick batches in a row, at most QUICK_RUN */
     bool waiting, stopping; /* the caller waits for `done`; threads must return */
     pthread_t threads[MAX_THREADS];
 };
@@ -106,7 +106,11 @@ run_next(tfast_graph_prefetch *p)
     }
     pthread_mutex_lock(&p->lock);
     j->state = DONE;
-    p->quick = !quick ? 0 : p->quick < QUICK_RUN ? p->quick + 1 : QUICK_RUN;
+    if (!quick) {
+        p->quick_run = 0;
+    } else if (p->quick_run < QUICK_RUN) {
+        p->quick_run++;
+    }
     return j;
 }
 
@@ -176,7 +180,7 @@ tfast_graph_prefetch_new(tfast_graph_prefetch **prefetch, tfast_graph_cache *cac
     pthread_condattr_destroy(&monotonic);
     p->most_threads = threads;
     p->has_threads = threads > 0;
-    p->quick = QUICK_RUN;
+    p->quick_run = QUICK_RUN;
     *prefetch = p;
     return TFAST_OK;
 }
@@ -253,7 +257,7 @@ tfast_graph_prefetch_submit(tfast_graph_prefetch *p, const int64_t *indices, int
     if (p->unstarted == NULL) {
         p->unstarted = j;
     }
-    wake = p->quick < QUICK_RUN;
+    wake = p->quick_run < QUICK_RUN;
     pthread_mutex_unlock(&p->lock);
     if (wake && p->n_threads < p->most_threads) {
         start_threads(p);
