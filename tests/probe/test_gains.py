@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from trainfast.probe.diagnosis import _left_out
 from trainfast.probe.findings import CURES, Row, findings, rows
 from trainfast.probe.gains import Gain, Process, Sample, interval, noise, over_processes
 from trainfast.probe.report import conclude
@@ -389,3 +390,28 @@ def test_what_was_not_tried_is_told_by_its_line():
         "data": "no loader",
         "statement 7": "no",
     }
+
+
+def test_what_another_script_or_deep_would_have_tried_is_told():
+    shares = {"data": 0.02, "optimizer": 0.004, "forward": 0.6}
+    one = result({"threads": 1.0}, shares=shares)
+    assert _left_out([one], {"batch"}) == {
+        "data": "it takes 2.0% of a step",
+        "optimizer": "it takes 0.4% of a step",
+        "bfloat16": "only with --deep",
+        "compile": "only with --deep",
+    }
+    tried = result({"data": 1.0, "fused optimizer": 1.0}, shares=shares)
+    assert _left_out([tried], {"batch", "bfloat16", "compile"}) == {}
+    large = result({"threads": 1.0}, shares={"optimizer": 0.9})  # of LBFGS, and no data
+    assert _left_out([large], {"batch", "bfloat16", "compile"}) == {}
+    assert _left_out([result({}, rounds=0, shares=shares)], set()) == {}
+
+
+@pytest.mark.parametrize(
+    ("faults", "share"), [(0.0009, None), (0.0031, "31%"), (0.02, "100%")]
+)
+def test_memory_that_is_given_back_in_each_step_is_a_note(faults, share):
+    one = result({"threads": 1.0}, step_seconds=0.01, fault_seconds=faults)
+    notes = [n for n in conclude("a.py", [one], {}, 1.0).notes if "trainfast run" in n]
+    assert notes == [] if share is None else notes[0].startswith(f"up to {share} of")

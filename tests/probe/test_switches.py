@@ -336,6 +336,66 @@ def test_doubled_batch_of_a_mapping_and_a_graph():
     assert training._twice(data.Batch.from_data_list(graphs)).num_graphs == 6
 
 
+def graph_loop(size=7, **options):
+    data = pytest.importorskip("torch_geometric.data")
+    loaders_of_pyg = pytest.importorskip("torch_geometric.loader")
+    graphs = [
+        data.Data(x=torch.full((2 + i % 3, 4), float(i)), y=torch.tensor([i]))
+        for i in range(size)
+    ]
+    loop = make_loop()
+    loop.loader = loaders_of_pyg.DataLoader(graphs, batch_size=3, **options)
+    return loop
+
+
+def test_graph_cache_gives_batches_of_the_data_sets_graphs():
+    loop = graph_loop(follow_batch=["x"])
+    switch = loaders.GraphCache()
+    assert switch.possible(loop, always)
+    seen = set()
+    for _ in range(2):  # blocks
+        switch.enter(loop)
+        for _ in range(5):  # more than the epoch's two whole batches
+            batch = switch.next_batch(loop, None, None)
+            assert batch.num_graphs == 3 and "x_batch" in batch
+            for graph in batch.to_data_list():
+                i = int(graph.y)
+                assert torch.equal(graph.x, torch.full((2 + i % 3, 4), float(i)))
+                seen.add(i)
+        switch.leave(loop)
+    assert seen == set(range(7))
+
+
+def test_graph_cache_is_filled_for_a_short_time_only(monkeypatch):
+    class Slow(list):
+        taken = 0
+
+        def __getitem__(self, i):
+            Slow.taken += 1
+            return super().__getitem__(i)
+
+    loop = graph_loop(size=50)
+    loop.loader = type(loop.loader)(Slow(loop.loader.dataset), batch_size=3)
+    monkeypatch.setattr(loaders, "_BUILD_SECONDS", 0.0)
+    switch = loaders.GraphCache()
+    switch.enter(loop)
+    assert switch.next_batch(loop, None, None).num_graphs == 3
+    assert Slow.taken == 3  # a batch is needed in any case
+
+
+def test_graph_cache_needs_a_loader_of_graphs_that_is_not_its_own(tmp_path):
+    from trainfast.torch.pyg import DataLoader as CacheLoader
+    from trainfast.torch.pyg import cached
+
+    assert not loaders.GraphCache().possible(make_loop(), always)
+    loop = graph_loop()
+    graphs = loop.loader.dataset
+    loop.loader = CacheLoader(cached(graphs, tmp_path / "c", progress=False), 3)
+    assert not loaders.GraphCache().possible(loop, always)
+    loop.loader = None
+    assert not loaders.GraphCache().possible(loop, always)
+
+
 def padded(lengths, columns, pad=0):
     ids = torch.full((len(lengths), columns), pad)
     for row, length in enumerate(lengths):

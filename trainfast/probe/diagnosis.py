@@ -9,7 +9,7 @@ from trainfast.probe.findings import LEAST, findings, rows
 from trainfast.probe.gains import Process, Result
 from trainfast.probe.report import Diagnosis, conclude
 
-_LADDER = ("workers 0", "workers 1", "workers 2", "workers 4")
+_LOADERS = ("workers 0", "workers 1", "workers 2", "workers 4", "graph cache")
 # None of these changes which collectives a step enters.
 RANK_SAFE = (
     *("data", "worker-restart", "no optimizer step", "fused optimizer"),
@@ -17,6 +17,11 @@ RANK_SAFE = (
     *("anomaly", "threads", "one thread", "deterministic", "cudnn benchmark", "tf32"),
 )
 _OPEN = 1.10  # a gain from which on a row needs a second process
+_SMALL = 0.1  # of a step: a phase that is not worth a switch
+_SWITCHES_OF = {
+    "data": {"data"},
+    "optimizer": {"fused optimizer", "trainfast optimizer", "no optimizer step"},
+}
 
 
 def diagnose(
@@ -53,11 +58,13 @@ def diagnose(
     results = [first]
     results.append(run.child(script, arguments, seed=1, **places))
     not_tried: dict[str, str] = {}
+    asked = {"batch", "bfloat16", "compile"} if deep else set()
 
     def more(
         names: list[str], stage: str, statements: bool = False, **extra: Any
     ) -> None:
         progress(stage)
+        asked.update(names)
         extra["switches"] = names
         extra.setdefault("seconds", run.SECONDS / 2)
         if statements:
@@ -71,7 +78,7 @@ def diagnose(
 
     by_name = {row.name: row.gain for row in rows(results)}
     if "data" in by_name and by_name["data"].gain >= LEAST:
-        more(list(_LADDER), "numbers of workers")
+        more(list(_LOADERS), "other loaders")
     if first.get("dtype") == "float64":
         more(["dtype"], "float32")
     if first.get("device", "cpu") == "cpu":
@@ -87,6 +94,7 @@ def diagnose(
     if again:
         plain = [n for n in again if not n.startswith("statement ")]
         more(plain, "once more, what is undecided", statements=plain != again)
+    not_tried |= _left_out(results, asked)
     return conclude(script, results, not_tried, time.perf_counter() - began)
 
 
@@ -107,6 +115,25 @@ def _diagnose_ranks(
         )
     left_out = dict.fromkeys(("statements", "batch"), "they may hold collectives")
     return conclude(script, results, left_out, time.perf_counter() - began)
+
+
+def _left_out(results: list[Result], asked: set[str]) -> dict[str, str]:
+    """Why switches were not tried that another script, or --deep, would have met.
+
+    Args:
+        results: of all processes.
+        asked: switches that a process was started for.
+    """
+    tried = {block[1] for result in results for block in result["blocks"]}
+    if not tried:
+        return {}
+    why = {}
+    for phase, names in _SWITCHES_OF.items():
+        share = results[0]["shares"].get(phase, 1.0)
+        if share < _SMALL and not names & tried:
+            why[phase] = f"it takes {share:.1%} of a step"
+    deep = ("batch", "bfloat16", "compile")
+    return why | {name: "only with --deep" for name in deep if name not in asked}
 
 
 def _undecided(results: list[Result]) -> list[str]:

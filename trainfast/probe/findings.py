@@ -25,6 +25,11 @@ _DATA = {("data", None)}
 # changes what is trained, and its cure.
 CURES: dict[str, tuple[str, bool, bool, str]] = {
     "data": ("data", BOUND, False, "make batches cheaper: see {dataset}"),
+    "graph cache": (
+        *("data", EXACT, False),
+        "store the graphs: trainfast.torch.pyg.cached(dataset, path, transform=None), "
+        "with trainfast.torch.pyg.DataLoader; random transforms stay outside",
+    ),
     "worker-restart": (
         *("worker-restart", EXACT, False),
         "create the DataLoader once, with persistent_workers=True, and iterate it to "

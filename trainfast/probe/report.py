@@ -19,6 +19,7 @@ from trainfast.roof import roof
 
 NOISY = 1.3  # base blocks that vary by more than this allow no verdict
 _SMALL = 1.005  # statements with smaller gains and losses share a line
+_MANY_FAULTS = 0.1  # of a step, that page faults take
 _COMPUTE_BOUND = 0.5  # of the matrix-product rate: what is left is arithmetic
 
 
@@ -141,6 +142,8 @@ def conclude(
     found.sort(key=lambda finding: -finding.gain)
     facts = facts_of(results)
     notes = notes_of(results, facts, bool(found))
+    if not is_cell(script):
+        notes += _page_faults(facts)
     if found and is_notebook(script):
         notes.append(LINES)
     return Diagnosis(script, found, tried, facts, not_tried, notes, seconds)
@@ -148,7 +151,7 @@ def conclude(
 
 def facts_of(results: list[Result]) -> dict[str, Any]:
     names = ["step_seconds", "device", "dtype", "optimizer", "tensors", "parameters"]
-    names += ["workers", "batch_size", "dataset", "threads"]
+    names += ["workers", "batch_size", "dataset", "threads", "fault_seconds"]
     facts = {name: results[0][name] for name in names if name in results[0]}
     facts["spread"] = round(noise([Process.of(result) for result in results]), 3)
     counted = next((r for r in results if r.get("flops")), None)
@@ -178,6 +181,21 @@ def _unseen(results: list[Result]) -> list[str]:
     return [
         f"the first {most} steps were watched, with no evaluation or checkpoint among "
         "them: what a later one costs is not known; make them come earlier to see it"
+    ]
+
+
+def _page_faults(facts: dict[str, Any]) -> list[str]:
+    """Says what memory costs that each step gives back to the system.
+
+    The share is a bound: threads get pages at the same time.
+    """
+    faults = facts.get("fault_seconds", 0.0)
+    if faults <= _MANY_FAULTS * facts.get("step_seconds", 0.0):
+        return []
+    share = min(1.0, faults / facts["step_seconds"])
+    return [
+        f"up to {share:.0%} of a step go into memory that the step before has given "
+        "back to the system: start the script with `trainfast run`, which keeps it"
     ]
 
 

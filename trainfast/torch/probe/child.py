@@ -58,6 +58,7 @@ def switches(names: list[str] | None) -> list[Switch]:
         forward.Compiled(),
         *map(Patched, ("attention", "clip")),
         *(loaders.Workers(workers) for workers in (0, 1, 2, 4, 8)),
+        loaders.GraphCache(),
     ]
     if names is None:
         return [switch for switch in every if not switch.by_name]

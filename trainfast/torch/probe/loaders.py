@@ -2,6 +2,9 @@
 
 import copy
 import os
+import random
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sized
 from inspect import unwrap
@@ -11,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from trainfast.torch.data.batches import tensors
 from trainfast.torch.data.loaders import like
-from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, Switch
+from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, Switch, clock
 
 _LEAST_SHARE = 0.05  # of waiting for data that could be worth a finding
+_BUILD_SECONDS = 2.0  # for which graphs are taken into a cache
 
 
 class CachedBatches(Switch):
@@ -62,6 +66,60 @@ class Workers(Switch):
         if self.batches is None:
             self.batches = _endless(like(loop.loader, self.workers), original)
         return next(self.batches)
+
+
+class GraphCache(Switch):
+    """PyG's graphs from trainfast's cache, as the data set has returned them once.
+
+    The cache holds at least a batch of them, and no more than a short time allows.
+    """
+
+    name = "graph cache"
+    by_name = True
+
+    def __init__(self) -> None:
+        self.batches: Any = None
+
+    def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
+        pyg, loader = sys.modules.get("torch_geometric.loader"), loop.loader
+        if pyg is None or not isinstance(loader, pyg.DataLoader):
+            return False
+        ours = type(loader).__module__.startswith("trainfast")
+        return bool(loader.batch_size and batches_of(loader) > 0 and not ours)
+
+    def enter(self, loop: Loop) -> None:
+        if self.batches is None:
+            self.batches = _endless_cache(loop.loader)
+
+    def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
+        return next(self.batches)
+
+
+def _endless_cache(loader: Any) -> Any:
+    """Batches of graphs from a new cache, in shuffled order."""
+    from trainfast.torch.pyg import DataLoader as CacheLoader
+    from trainfast.torch.pyg import cached
+
+    size = len(loader.dataset)
+    least = min(loader.batch_size, size)
+    graphs: list[Any] = []
+    began = clock()
+    for i in random.Random(0).sample(range(size), size):
+        if len(graphs) >= least and clock() - began > _BUILD_SECONDS:
+            break
+        graphs.append(loader.dataset[i])
+    folder = tempfile.mkdtemp()  # gone with the sandbox
+    ours = CacheLoader(
+        cached(graphs, folder, progress=False),
+        least,
+        shuffle=True,
+        drop_last=True,
+        follow_batch=loader.follow_batch,
+        exclude_keys=loader.exclude_keys,
+        pin_memory=loader.pin_memory,
+    )
+    while True:
+        yield from ours
 
 
 class KeptLoader(Switch):

@@ -1,13 +1,16 @@
 """What was measured, as the plain data that gains and findings are made of."""
 
+import mmap
 import os
 import statistics
 from typing import Any
 
 import torch
 
-from trainfast.torch.probe.loop import Loop
-from trainfast.torch.probe.schedule import Schedule
+from trainfast.torch.probe.loop import Loop, clock
+from trainfast.torch.probe.schedule import Schedule, page_faults
+
+_PAGES = 1024
 
 # Packages whose optimizers are not the script's own.
 _KNOWN = ("torch", "trainfast", "apex", "bitsandbytes", "deepspeed", "transformers")
@@ -22,6 +25,7 @@ def measured(
         "shares": schedule.shares,
         "failed": schedule.failed,
         "step_seconds": schedule.step_seconds,
+        "fault_seconds": statistics.median(schedule.faults or [0]) * _fault_seconds(),
         "block_steps": getattr(schedule, "steps", 0),
         "events": loop.events,
         "runs": runs,
@@ -35,6 +39,15 @@ def measured(
         "stack": loop.stack,
         **_facts(loop),
     }
+
+
+def _fault_seconds() -> float:
+    """What a page fault takes: much more in a virtual machine than outside of one."""
+    memory = mmap.mmap(-1, _PAGES * mmap.PAGESIZE)
+    then, start = page_faults(), clock()
+    for page in range(_PAGES):
+        memory[page * mmap.PAGESIZE] = 1
+    return (clock() - start) / max(1, page_faults() - then)
 
 
 def _facts(loop: Loop) -> dict[str, Any]:

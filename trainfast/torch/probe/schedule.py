@@ -1,6 +1,7 @@
 """Blocks of steps with and without each switch, in shuffled order, and their times."""
 
 import random
+import resource
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,11 @@ WARM_STEPS, WARM_SECONDS = 6, 0.7  # before the first block, both
 LONGEST_WARM = 6.0  # seconds; with long steps fewer of them warm up
 BLOCK_SECONDS, MOST_STEPS = 0.12, 40  # of a block
 LEAST_ROUNDS = 3
+
+
+def page_faults() -> int:
+    """How often this process has got a page of memory from the system so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Schedule:
@@ -22,6 +28,7 @@ class Schedule:
     Attributes:
         blocks: (round, switch, seconds a step, seconds from a batch to its gradients).
         shares: what part of the warm-up each phase took.
+        faults: page faults a step, of each block of the base.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class Schedule:
         self.blocks: list[tuple[int, str, float, float]] = []
         self.shares: dict[str, float] = {}
         self.step_seconds = 0.0
+        self.faults: list[float] = []
         self.failed: dict[str, str] = {}
         self.began = clock()
         self.warm_seconds, self.warm_steps = 0.0, 0  # of earlier runs of the script
@@ -143,22 +151,35 @@ class Schedule:
         starts_a_round = not self.blocks or self.blocks[-1][0] != number
         return late and number >= LEAST_ROUNDS and starts_a_round
 
+    def _is_short(self, elapsed: float, steps: int) -> bool:
+        """Whether a block goes on: twice as fast, it lasts as long as without a switch.
+
+        The first steps after slow ones can be slow, too.
+        """
+        share = 0.5 if steps == self.steps else 1.0
+        return elapsed < share * self.steps * self.step_seconds and steps < MOST_STEPS
+
     def _event_seconds(self) -> float:
         return sum(self.loop.event_seconds().values())
 
     def _advance(self) -> None:
         assert self.plan is not None and self.entered is not None
-        done = self.loop.steps - self.entered
-        if done == self.drop:
+        done = self.loop.steps - self.entered - self.drop
+        if done == 0:
             self.loop.synchronize()
             self.loop.forward_backward = 0.0
+            self.faults_then = page_faults()
             self.events_then, self.start = self._event_seconds(), clock()
-        elif done == self.drop + self.steps:
+        elif done > 0 and done % self.steps == 0:
             self.loop.synchronize()
-            events = self._event_seconds() - self.events_then
-            took = (clock() - self.start - events) / self.steps
-            inner = self.loop.forward_backward / self.steps
+            elapsed = clock() - self.start
+            if self._is_short(elapsed, done):
+                return
+            took = (elapsed - self._event_seconds() + self.events_then) / done
+            inner = self.loop.forward_backward / done
             number, switch = self.plan.pop(0)
+            if switch is self.base:
+                self.faults.append((page_faults() - self.faults_then) / done)
             if switch.used():
                 self.blocks.append((number, switch.name, took, inner))
             else:
