@@ -156,6 +156,22 @@ def test_comparison_fails_where_something_is_slower():
     assert BenchReport(base, base).ok
 
 
+def test_what_the_rivals_changed_by_too_is_undecided():
+    """The whole machine is slower, or in the other direction faster."""
+    rng = seeded()
+    quick, slow = (results(timing(rng=rng)) for _ in range(2))
+    for one in slow.timings:
+        for processes_of_one in one.times.values():
+            for rounds in processes_of_one:
+                rounds[:] = [1.3 * t for t in rounds]
+    for now, base, gain in ((slow, quick, 1 / 1.3), (quick, slow, 1.3)):
+        (change,) = BenchReport(now, base).changes
+        assert change.verdict == "UNDECIDED"
+        assert change.gain.gain == pytest.approx(gain, rel=0.05)
+        assert change.rivals == pytest.approx(gain, rel=0.05)
+        assert BenchReport(now, base).ok
+
+
 def test_base_of_another_machine_is_told():
     rng = seeded()
     base = results(timing(rng=rng))

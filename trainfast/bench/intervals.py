@@ -34,6 +34,17 @@ def changed(base: Processes, now: Processes) -> Gain:
     )
 
 
+def beside(times: dict[str, Processes], who: str, rivals: Sequence[str]) -> Processes:
+    """A contender's rounds, each over the geometric mean of its rivals' there."""
+    return [
+        [
+            t / statistics.geometric_mean(times[rival][process][i] for rival in rivals)
+            for i, t in enumerate(rounds)
+        ]
+        for process, rounds in enumerate(times[who])
+    ]
+
+
 def verdict(gain: Gain) -> str:
     """FASTER or SLOWER if the whole interval is beyond the tolerance, SAME if it is
     within, and otherwise UNDECIDED."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from trainfast.bench.cases import TRAINING
 from trainfast.bench.data_sheets import peaks
-from trainfast.bench.intervals import changed, faster, verdict
+from trainfast.bench.intervals import beside, changed, faster, verdict
 from trainfast.bench.results import Results, Timing
 from trainfast.probe.gains import Gain
 from trainfast.report import Report, Table
@@ -215,12 +215,18 @@ def _changes(results: Results, base: Results) -> list[Change]:
         old = before[timing.key]
         both = [who for who in timing.times if who in old.times]
         gains = {who: changed(old.times[who], timing.times[who]) for who in both}
-        rivals = [gains[who].gain for who in both if timing.roles[who] == "rival"]
-        control = statistics.geometric_mean(rivals) if rivals else None
+        rivals = [who for who in both if timing.roles[who] == "rival"]
+        control = None
+        if rivals:
+            control = statistics.geometric_mean(gains[who].gain for who in rivals)
         for who in (who for who in both if timing.roles[who] == "ours"):
             times, gain = (old.seconds(who), timing.seconds(who)), gains[who]
-            change = Change(*timing.key, who, *times, gain, verdict(gain), control)
-            changes.append(change)
+            says = verdict(gain)
+            if rivals and says in ("FASTER", "SLOWER"):
+                sides = (beside(each.times, who, rivals) for each in (old, timing))
+                if verdict(changed(*sides)) != says:  # the rivals changed as much
+                    says = "UNDECIDED"
+            changes.append(Change(*timing.key, who, *times, gain, says, control))
     return changes
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 
@@ -10,6 +11,7 @@ from torch import nn  # noqa: E402
 
 import trainfast  # noqa: E402
 from benchmarks.estimates.models import MODELS, resnet_of  # noqa: E402
+from trainfast.torch.memory.checkpointing import _cost, best_ends  # noqa: E402
 
 
 def encoder():
@@ -66,7 +68,7 @@ def test_gradients_are_the_same_bits(make, offload):
     assert list(model.state_dict()) == keys
     handle.remove()
     handle.remove()
-    assert not any(hasattr(m, "_checkpointed") for m in model.modules())
+    assert not any(hasattr(m, "_recomputed") for m in model.modules())
     assert all(
         torch.equal(a, b) for a, b in zip(plain, gradients(model, x), strict=True)
     )
@@ -92,15 +94,99 @@ def test_blocks_run_twice_only_where_gradients_are_wanted():
     assert len(calls) == 3
 
 
-def test_copies_and_pickles_are_without_it():
+def test_a_copy_is_checkpointed_and_a_pickle_is_not():
     model, x = encoder()
     trainfast.enable_checkpointing(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other.layers[0]) is nn.TransformerEncoderLayer
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert type(copied.layers[0]) is type(model.layers[0])
+    assert copied.layers[0].linear1.weight is not model.layers[0].linear1.weight
+    assert type(pickled.layers[0]) is nn.TransformerEncoderLayer
+    for other in (copied, pickled):
         torch.manual_seed(1)
         expected = model(x)
         torch.manual_seed(1)
         assert torch.equal(other(x), expected)
+
+
+def test_estimate_of_a_checkpointed_model_is_that_with_checkpointing():
+    model, x = encoder()
+    plain = trainfast.estimate_memory(model, x, device="cpu")
+    asked = trainfast.estimate_memory(model, x, device="cpu", checkpointing=True)
+    trainfast.enable_checkpointing(model)
+    found = trainfast.estimate_memory(model, x, device="cpu")
+    assert found.allocated == asked.allocated < plain.allocated
+    assert found.settings["checkpointing"]
+
+
+def pyramid():
+    """Convolutions whose activations become smaller, as in VGG: cuts of one length put
+    the large ones into one segment."""
+    layers, channels = [], 3
+    for width in (16, 32, 64, 64):
+        for _ in range(2):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)]
+            layers.append(nn.Softplus())
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(64 * 16, 10)]
+    model = nn.Sequential(OrderedDict((f"l{i}", m) for i, m in enumerate(layers)))
+    return model, torch.randn(16, 3, 64, 64)
+
+
+def test_segments_are_chosen_by_what_layers_keep():
+    model, x = pyramid()
+    plain = trainfast.estimate_memory(model, x, device="cpu", steps=1).allocated
+    equal = trainfast.estimate_memory(
+        model, x, device="cpu", steps=1, checkpointing=True
+    ).allocated
+    before = gradients(model, x)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    handle = trainfast.enable_checkpointing(model, x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before))
+    assert handle.before.memory == plain
+    assert handle.after.memory < 0.9 * equal < plain
+    assert handle.before.seconds > 0 and handle.after.seconds > 0
+    assert "after=" in repr(handle) and "MiB" in repr(handle)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(model, x)))
+    handle.remove()
+    assert not any(hasattr(m, "_recomputed") for m in model.modules())
+
+
+def cost_of(made, ends):
+    inputs, last = [0], 0
+    for size in made[:-1]:
+        last = size or last
+        inputs.append(last)
+    begins = (0, *ends[:-1])
+    inner = max(sum(made[a:b]) for a, b in zip(begins, ends))
+    return sum(inputs[a] for a in begins) + inner
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_ends_are_the_best_of_all(seed):
+    made = torch.randint(0, 9, (7,), generator=torch.Generator().manual_seed(seed))
+    made = made.tolist()
+    every = [(*(i + 1 for i in range(6) if cuts >> i & 1), 7) for cuts in range(64)]
+    ends = best_ends(made)
+    assert ends in every
+    assert cost_of(made, ends) == min(cost_of(made, each) for each in every)
+
+
+def test_what_does_not_fit_is_not_timed():
+    model, x = encoder()
+    cost = _cost(trainfast.estimate_memory(model, x, gpu=1 << 20), model, x, None)
+    assert cost.seconds is None and cost.memory > 1 << 20
+
+
+@pytest.mark.parametrize("make", [encoder, mlp])
+def test_offloaded_models_are_told_too(make):
+    model, x = make()
+    x = x.repeat(100, *[1] * (x.dim() - 1))  # the optimizer's state is smaller then
+    handle = trainfast.enable_checkpointing(model, x, offload=True)
+    assert handle.after.memory < handle.before.memory
 
 
 def test_a_models_own_switch_is_used():

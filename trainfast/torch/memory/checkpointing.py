@@ -1,16 +1,41 @@
 """Activation checkpointing for models that do not offer it."""
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable
-from functools import cache, partial
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trainfast.report import one_line
+from trainfast.torch.memory.estimate import Estimate, estimate_memory
+from trainfast.torch.memory.recompute import Recomputed, recompute
+from trainfast.torch.memory.snapshot import Snapshot
+from trainfast.torch.memory.step import forward_and_loss
+from trainfast.torch.private import tree_map
+
+_RUNS = 3  # of forward and backward, of which the fastest counts
+_MOST_LIMITS = 100  # for a segment's activations that are tried
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a training step.
+
+    Attributes:
+        memory: most bytes that tensors take at once, as `estimate_memory` says.
+        seconds: of the forward and backward pass; None where it would not fit.
+    """
+
+    memory: int
+    seconds: float | None
+
+    def __str__(self) -> str:
+        took = "" if self.seconds is None else f", {1e3 * self.seconds:.0f} ms"
+        return f"{self.memory / (1 << 20):,.0f} MiB{took}"
 
 
 class Checkpointing:
@@ -19,11 +44,15 @@ class Checkpointing:
     Attributes:
         how: "blocks", or the name of the model's own switch.
         modules: the names of the modules that are run again in the backward pass.
+        before, after: the `Cost` of a step; None without a batch.
     """
 
-    def __init__(self, how: str, modules: list[str], undo: Callable[[], None]) -> None:
-        self.how, self.modules = how, modules
-        self._undo: Callable[[], None] | None = undo
+    before: Cost | None = None
+    after: Cost | None = None
+
+    def __init__(self, done: Recomputed) -> None:
+        self.how, self.modules = done.how, done.modules
+        self._undo: Callable[[], None] | None = done.undo
 
     def remove(self) -> None:
         if self._undo is not None:
@@ -31,10 +60,18 @@ class Checkpointing:
             self._undo = None
 
     def __repr__(self) -> str:
-        return one_line(self, how=self.how, modules=len(self.modules) or None)
+        costs = {"before": self.before, "after": self.after}
+        told = {name: f"{cost}" for name, cost in costs.items() if cost is not None}
+        return one_line(self, how=self.how, modules=len(self.modules) or None, **told)
 
 
-def enable_checkpointing(model: nn.Module, *, offload: bool = False) -> Checkpointing:
+def enable_checkpointing(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    offload: bool = False,
+) -> Checkpointing:
     """Keeps only the inputs of a model's repeated blocks for the backward pass.
 
     Each block runs again when its gradients are needed, with the same random numbers,
@@ -44,130 +81,123 @@ def enable_checkpointing(model: nn.Module, *, offload: bool = False) -> Checkpoi
     A model's own switch is used where it has one (transformers, timm). Else the blocks
     are the modules of one class that stand in one nn.ModuleList or nn.Sequential and
     hold most parameters, as in nn.TransformerEncoder; a plain nn.Sequential of other
-    layers is cut into segments of about the square root of its length.
+    layers is cut into segments: with a batch where its layers' activations make memory
+    smallest, otherwise of about the square root of its length.
 
     Args:
-        model: it is changed in place. Its state_dict keeps its keys; a copy or a pickle
-            of the model is without checkpointing.
+        model: it is changed in place. Its state_dict keeps its keys; a copy is
+            checkpointed, too, a pickle is not.
+        batch: as for `trainfast.estimate_memory`. With it the result says what memory
+            and time a step takes, before and after: some steps run, if they fit, after
+            which weights, gradients, buffers and random states are as before.
+        loss_fn: as for `trainfast.estimate_memory`.
         offload: also move the blocks' inputs to the host until they are needed. Not
             for models with a switch of their own.
 
     Raises:
         ValueError: the model has no blocks to choose, or is checkpointed already.
     """
-    if not offload:
-        own = _own_switch(model)
-        if own is not None:
-            return own
-    if any(hasattr(module, "_checkpointed") for module in model.modules()):
-        raise ValueError("`model` is checkpointed already; call remove() first")
-    blocks = _blocks(model)
-    kind = _checkpointed_class
-    if not blocks:
-        blocks = _sequentials(model)
-        kind = _segmented_class
-    if not blocks:
-        raise ValueError(
-            "`model` has neither repeated blocks nor an nn.Sequential; call "
-            "torch.utils.checkpoint.checkpoint in its forward() instead"
-        )
-    classes = {name: type(block) for name, block in blocks.items()}
-    for block in blocks.values():
-        block.__class__ = kind(type(block), offload)  # type: ignore[arg-type]
+    if batch is None:
+        return Checkpointing(recompute(model, offload=offload))
 
-    def undo() -> None:
-        for name, block in blocks.items():
-            block.__class__ = classes[name]
+    def estimate() -> Estimate:
+        device = _device(model).type
+        return estimate_memory(model, batch, loss_fn=loss_fn, device=device, steps=1)
 
-    return Checkpointing("blocks", list(blocks), undo)
+    plain = estimate()
+    before = _cost(plain, model, batch, loss_fn)
+    done = recompute(model, offload=offload)
+    less = estimate()
+    if done.sequential:
+        (name,) = done.modules
+        ends = best_ends(_by_layer(plain, model, name))
+        done.undo()
+        other = recompute(model, offload=offload, ends=ends)
+        chosen = estimate()
+        if chosen.allocated < less.allocated:
+            done, less = other, chosen
+        else:
+            other.undo()
+            done = recompute(model, offload=offload)
+    made = Checkpointing(done)
+    made.before, made.after = before, _cost(less, model, batch, loss_fn)
+    return made
 
 
-def _own_switch(model: nn.Module) -> Checkpointing | None:
-    """The switch of transformers' or timm's models."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        disable: Any = model.gradient_checkpointing_disable
-        return Checkpointing("gradient_checkpointing_enable", [], disable)
-    switch: Any = getattr(model, "set_grad_checkpointing", None)
-    if switch is None:
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _by_layer(estimate: Estimate, model: nn.Module, name: str) -> list[int]:
+    """Bytes of activations that each layer of the nn.Sequential `name` has made."""
+    prefix = f"{name}." if name else ""
+    found = dict.fromkeys(model.get_submodule(name)._modules, 0)
+    for module, size in estimate.activations.items():
+        layer = module.removeprefix(prefix).partition(".")[0]
+        if module.startswith(prefix) and layer in found:
+            found[layer] += size
+    return list(found.values())
+
+
+def best_ends(made: Sequence[int]) -> tuple[int, ...]:
+    """Where segments of layers end that keep the fewest bytes.
+
+    What is kept are the inputs of all segments, and the activations of the one that
+    runs again. For each limit of the latter the cheapest inputs are found by dynamic
+    programming.
+
+    Args:
+        made: bytes of activations that each layer makes; the last bytes before a layer
+            are taken for those of its input. The first input is the batch's.
+    """
+    n = len(made)
+    inputs = [0]
+    for size in made[:-1]:
+        inputs.append(size or inputs[-1])
+    until = [0, *itertools.accumulate(made)]
+    sums = {until[b] - until[a] for a in range(n) for b in range(a + 1, n + 1)}
+    limits = sorted(size for size in sums if size >= max(made))
+    best: tuple[float, tuple[int, ...]] = (math.inf, (n,))
+    for limit in limits[:: max(1, len(limits) // _MOST_LIMITS)]:
+        kept = [0.0] + [math.inf] * n
+        begin = [0] * (n + 1)
+        for end in range(1, n + 1):
+            for first in range(end):
+                if until[end] - until[first] <= limit:
+                    bytes_kept = kept[first] + inputs[first]
+                    if bytes_kept < kept[end]:
+                        kept[end], begin[end] = bytes_kept, first
+        if kept[n] + limit < best[0]:
+            ends, at = [], n
+            while at:
+                ends.append(at)
+                at = begin[at]
+            best = kept[n] + limit, tuple(reversed(ends))
+    return best[1]
+
+
+def _cost(estimate: Estimate, model: nn.Module, batch: Any, loss_fn: Any) -> Cost:
+    seconds = None
+    if estimate.fits:
+        seconds = _seconds(model, batch, loss_fn)
+    return Cost(estimate.allocated, seconds)
+
+
+def _seconds(model: nn.Module, batch: Any, loss_fn: Any) -> float | None:
+    """Of forward and backward on the model's device; None: no memory for it."""
+    device = _device(model)
+    batch = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, batch)
+    snapshot = Snapshot(model)
+    times = []
+    try:
+        for _ in range(1 + _RUNS):
+            began = time.perf_counter()
+            forward_and_loss(model, batch, loss_fn, {}).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    except torch.OutOfMemoryError:
         return None
-    switch(True)
-    return Checkpointing("set_grad_checkpointing", [], partial(switch, False))
-
-
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The largest group of modules of one class in one container."""
-    best: dict[str, nn.Module] = {}
-    most = 0
-    for outer, container in model.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
-            continue
-        groups: defaultdict[type, dict[str, nn.Module]] = defaultdict(dict)
-        for name, child in container.named_children():
-            if next(child.children(), None) is not None:  # not a single layer
-                groups[type(child)][f"{outer}.{name}".lstrip(".")] = child
-        for group in groups.values():
-            size = sum(
-                p.numel() for child in group.values() for p in child.parameters()
-            )
-            if len(group) > 1 and size > most:
-                best, most = group, size
-    return best
-
-
-def _sequentials(model: nn.Module) -> dict[str, nn.Module]:
-    """The longest nn.Sequential, where it has segments."""
-    found = {n: m for n, m in model.named_modules() if type(m) is nn.Sequential}
-    name = max(found, key=lambda name: len(found[name]), default=None)
-    if name is None or len(found[name]) < 3:
-        return {}
-    return {name: found[name]}
-
-
-def _saving(offload: bool) -> Any:
-    if not offload:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-
-
-def _new(of: type[nn.Module]) -> nn.Module:
-    return of.__new__(of)
-
-
-def _class(of: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """A subclass with this forward(); its objects are pickled as those of `of`."""
-
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        return (_new, (of,), *object.__reduce_ex__(self, protocol)[2:])
-
-    names = {"forward": forward, "__reduce_ex__": reduce, "_checkpointed": True}
-    return type(of.__name__, (of,), {**names, "__module__": of.__module__})
-
-
-@cache
-def _checkpointed_class(of: type[nn.Module], offload: bool) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = partial(of.forward, self)
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        with _saving(offload):
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    return _class(of, forward)
-
-
-@cache
-def _segmented_class(of: type[nn.Module], offload: bool) -> type[nn.Module]:
-    def forward(self: nn.Sequential, x: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return of.forward(self, x)
-        layers = list(self)
-        length = max(1, round(len(layers) ** 0.5))
-        for begin in range(0, len(layers), length):
-            segment = nn.Sequential(*layers[begin : begin + length])
-            with _saving(offload):
-                x = checkpoint(segment, x, use_reentrant=False)
-        return x
-
-    return _class(of, forward)
+    finally:
+        snapshot.restore()
+    return min(times[1:])

@@ -18,6 +18,7 @@ from trainfast.memory.gpus import MIB, Gpu, gpu_of
 from trainfast.memory.trace import Replay, Trace, replay
 from trainfast.torch.memory.batches import batch_size, resized
 from trainfast.torch.memory.cuda_rules import cuda_rules
+from trainfast.torch.memory.recompute import is_recomputed, recompute
 from trainfast.torch.memory.redirect import (
     copied_as_fakes,
     cuda_means_cpu,
@@ -124,7 +125,8 @@ def estimate_memory(
     plan = _Plan(
         *(model, _plain(batch), loss_fn, step, optimizer, amp, device),
         *(gpu_of(gpu) if device == "cuda" else None, steps, _plain(validation)),
-        *(checkpointing, expandable_segments, release_gradients, attention_patch),
+        *(checkpointing or is_recomputed(model), expandable_segments),
+        *(release_gradients, attention_patch),
     )
     return plan.estimate()
 
@@ -239,10 +241,8 @@ class _Plan:
         return forward_and_loss(model, batch, self.loss_fn, variables)
 
     def _run(self, tracker: Tracker, model: Any, batch: Any, validation: Any) -> None:
-        if self.checkpointing:
-            from trainfast.torch.memory.checkpointing import enable_checkpointing
-
-            enable_checkpointing(model)
+        if self.checkpointing and not is_recomputed(model):
+            recompute(model)
         tracker.name_modules(model)
         run_steps(
             tracker,
