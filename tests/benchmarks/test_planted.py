@@ -19,7 +19,8 @@ def test_every_script_has_a_twin_and_a_fault():
     files = {path.stem for path in planted.HERE.glob("[a-z]*.py")}
     twins = {f"{name}_mended" for name in planted.FAULTS}
     assert len(planted.FAULTS) >= 20
-    assert files == set(planted.FAULTS) | twins | {"accumulation_micro_batch_advised"}
+    advised = {"accumulation_micro_batch_advised", "gin_transform_advised"}
+    assert files == set(planted.FAULTS) | twins | advised
 
 
 @pytest.mark.parametrize("name", planted.FAULTS)
@@ -112,3 +113,9 @@ def test_repeats_count_the_runs_that_name_the_same_place(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": []})
     diagnose.repeat(results, ["next_iter"], 1)
     assert results["repeats"]["next_iter"]["verdicts"] == ["none"]
+    version = diagnose.digest(planted.HERE / "yaml_anomaly.py")
+    in_table = {"findings": [finding("anomaly", 9, 2.0)], "digest": version}
+    results["scripts"]["yaml_anomaly"] = in_table  # counts as the first run
+    diagnose.repeat(results, ["yaml_anomaly"], 2)
+    first, second = results["repeats"]["yaml_anomaly"]["verdicts"]
+    assert first.startswith("anomaly, line 9: ") and second == "none"
