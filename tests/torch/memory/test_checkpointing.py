@@ -155,6 +155,31 @@ def test_segments_are_chosen_by_what_layers_keep():
     assert not any(hasattr(m, "_recomputed") for m in model.modules())
 
 
+def test_a_step_that_fails_leaves_the_model_as_it_was():
+    class Failing(Exception):
+        pass
+
+    model, x = encoder()
+    model.eval()
+    calls = []
+
+    def fail_at_last(module, args):
+        calls.append(module)
+        if len(calls) > most[0]:
+            raise Failing
+
+    model.layers[0].linear1.register_forward_pre_hook(fail_at_last)
+    most = [1000]
+    trainfast.enable_checkpointing(model, x).remove()
+    assert not model.training and not model.layers[0].training
+    for most[0] in range(len(calls)):  # in each estimate and run
+        calls.clear()
+        with pytest.raises(Failing):
+            trainfast.enable_checkpointing(model, x)
+        assert not any(hasattr(m, "_recomputed") for m in model.modules())
+        assert not model.training and all(p.grad is None for p in model.parameters())
+
+
 def cost_of(made, ends):
     inputs, last = [0], 0
     for size in made[:-1]:

@@ -96,6 +96,7 @@ def enable_checkpointing(
 
     Raises:
         ValueError: the model has no blocks to choose, or is checkpointed already.
+        Exception: what a step with the batch raises; the model is as before then.
     """
     if batch is None:
         return Checkpointing(recompute(model, offload=offload))
@@ -104,23 +105,29 @@ def enable_checkpointing(
         device = _device(model).type
         return estimate_memory(model, batch, loss_fn=loss_fn, device=device, steps=1)
 
+    def checkpointed(ends: Sequence[int] = ()) -> tuple[Recomputed, Estimate]:
+        done = recompute(model, offload=offload, ends=ends)
+        try:
+            return done, estimate()
+        finally:
+            done.undo()
+
     plain = estimate()
-    before = _cost(plain, model, batch, loss_fn)
-    done = recompute(model, offload=offload)
-    less = estimate()
+    ends: tuple[int, ...] = ()
+    done, less = checkpointed()
     if done.sequential:
         (name,) = done.modules
-        ends = best_ends(_by_layer(plain, model, name))
-        done.undo()
-        other = recompute(model, offload=offload, ends=ends)
-        chosen = estimate()
+        best = best_ends(_by_layer(plain, model, name))
+        chosen = checkpointed(best)[1]
         if chosen.allocated < less.allocated:
-            done, less = other, chosen
-        else:
-            other.undo()
-            done = recompute(model, offload=offload)
-    made = Checkpointing(done)
-    made.before, made.after = before, _cost(less, model, batch, loss_fn)
+            ends, less = best, chosen
+    before = _cost(plain, model, batch, loss_fn)
+    made = Checkpointing(recompute(model, offload=offload, ends=ends))
+    try:
+        made.before, made.after = before, _cost(less, model, batch, loss_fn)
+    except BaseException:
+        made.remove()
+        raise
     return made
 
 
@@ -188,6 +195,7 @@ def _seconds(model: nn.Module, batch: Any, loss_fn: Any) -> float | None:
     device = _device(model)
     batch = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, batch)
     snapshot = Snapshot(model)
+    model.train()
     times = []
     try:
         for _ in range(1 + _RUNS):
