@@ -71,7 +71,9 @@ def build(kind, source, out):
 def unpack(sdist):
     """The sdist's tree, with the objects of this tree: only changes are compiled."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(BUILT / "tree", filter="data")
+        # Python has the filter from 3.11.4 on.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(BUILT / "tree")
     (tree,) = (BUILT / "tree").iterdir()
     objects = ROOT / "build" / "objects"
     objects.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,9 @@ def run(tmp_path):
             text=True,
         )
         with tarfile.open(tmp_path / "out" / f"gpu-{part}.tar") as tar:
-            tar.extractall(tmp_path, filter="data")
+            # Python has the filter from 3.11.4 on.
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)
+            tar.extractall(tmp_path)
         return done, tmp_path / f"gpu-{part}"
 
     return run
