@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,25 @@ def test_saving_is_found_and_nothing_is_saved(kind, script, tmp_path, monkeypatc
     assert snapshot(tmp_path) == before
 
 
+GRAPHS = """\
+import time
+import torch
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
+
+torch.set_num_threads(1)
+graph = Data(x=torch.ones(3, 4), edge_index=torch.tensor([[0, 1], [1, 2]]))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(1000):
+    for batch in DataLoader([graph] * 64, batch_size=8):
+        time.sleep(0.002)
+        optimizer.zero_grad()
+        model(batch.x).sum().backward()
+        optimizer.step()
+"""
+
+
 def test_without_a_sandbox_nothing_runs_unless_asked(script, monkeypatch, tmp_path):
     left = "__import__('subprocess').Popen(['sleep', '1000.25'])"
     path = script(epoch_end=f"epoch == 0 and {left}")
@@ -205,6 +225,19 @@ def test_without_a_sandbox_nothing_runs_unless_asked(script, monkeypatch, tmp_pa
     assert diagnose(path).facts["mfu"] > 0
     assert (tmp_path / "out").exists()
     assert not processes_with("1000.25")
+
+
+def test_graph_cache_leaves_nothing_without_a_sandbox(monkeypatch, tmp_path):
+    pytest.importorskip("torch_geometric")
+    path, files = tmp_path / "graphs.py", tmp_path / "files"
+    path.write_text(GRAPHS)
+    files.mkdir()
+    monkeypatch.setenv("TRAINFAST_SANDBOX", "none")
+    monkeypatch.setenv("TMPDIR", str(files))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what it has read before
+    result = run.child(str(path), switches=["graph cache"], seconds=1.0)
+    assert {block[1] for block in result["blocks"]} == {"base", "graph cache"}
+    assert not list(files.iterdir())
 
 
 def test_workers_that_start_anew_in_long_epochs_are_found(script):

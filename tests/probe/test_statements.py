@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from trainfast.torch.probe.loop import Loop, Switch
+from trainfast.torch.probe.loop import Loop
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
 
 LOOP = """\
@@ -174,8 +174,7 @@ def test_statement_that_logs_is_named_so():
 
     def report():
         time.sleep(0.001)
-        with statements.loop.phase("logging"):
-            time.sleep(0.001)
+        statements.loop.timed("logging", time.sleep, 0.001)
 
     exec(code, {"step": int, "report": report, NAME: statements})
     assert statements.kind(0) == "logging"
@@ -191,6 +190,28 @@ def test_costly_statements_are_the_most_expensive_ones():
     assert statements.costly(share.__getitem__) == [1, 3, 4, 5]
 
 
-@pytest.mark.parametrize("number", [0, 7])
-def test_plain_switch_skips_nothing(number):
-    assert Switch().runs_statement(number)
+def test_run_that_is_too_short_to_gain_from_does_not_count():
+    source = "for i in range(4):\n    step()\n    look(i)\n"
+    statements, code = instrument(source, [2], [2])
+    statements.least = 0.005
+    looks = lambda i: time.sleep(0.01 if i == 2 else 0.0)  # noqa: E731
+    exec(code, {"step": int, "look": looks, NAME: statements})
+    assert [name for name, *_ in statements.loop.events] == ["statement 0"]
+    assert 0.005 <= statements.seconds[0] < 0.1
+
+
+def test_update_is_seen_in_the_first_runs_of_its_statement():
+    source = "for i in range(30):\n    step()\n    rarely(i)\n    late(i)\n"
+    statements, code = instrument(source, [2], [2])
+    model = torch.nn.Linear(2, 2)
+    statements.loop.model = model
+
+    def update(i, rest):
+        if i % 8 == rest and i > 5:
+            with torch.no_grad():
+                model.weight.sub_(0.1)
+
+    rarely = lambda i: update(i, 7)  # noqa: E731
+    late = lambda i: update(i, 5) if i > 20 else None  # noqa: E731
+    exec(code, {"step": int, "rarely": rarely, "late": late, NAME: statements})
+    assert statements.updates == {0}

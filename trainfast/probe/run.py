@@ -181,7 +181,9 @@ def _result(
     job |= {"script": os.path.abspath(script), "arguments": list(arguments)}
     with tempfile.TemporaryFile() as result, tempfile.TemporaryDirectory() as stage:
         job["result"] = result.fileno()
-        command = [*_before_command(stage), sys.executable, "-m", module]
+        before = _before_command(stage)
+        job["scratch"] = None if before else stage  # a sandbox has a folder of its own
+        command = [*before, sys.executable, "-m", module]
         variables = {
             **environment,
             **os.environ,

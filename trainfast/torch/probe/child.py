@@ -31,7 +31,12 @@ from trainfast.torch.probe.ranks import RankSchedule
 from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
-from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
+from trainfast.torch.probe.statements import (
+    LEAST_COUNTED,
+    NAME,
+    SkipStatement,
+    Statements,
+)
 from trainfast.torch.probe.together import Together
 
 _MOST_RUNS = 50  # of a script that ends after a few steps
@@ -97,6 +102,7 @@ class Child:
         self.job = job
         self.script: str = job["script"]
         self.loop = Loop(self.script)
+        self.loop.scratch = job["scratch"]
         self.began = clock()
         self.runs: list[tuple[int, int, bool]] = []  # first step, last step, whole
         self.flops: int | None = None  # of one optimizer step
@@ -202,6 +208,7 @@ class Child:
             costly = statements.costly(lambda n: statements.seconds[n] / elapsed)
             skips = [SkipStatement(number) for number in costly]
             self.schedule.offered = [*self.schedule.offered, *skips]
+            statements.least = LEAST_COUNTED * self.schedule.step_seconds
 
     def finish(
         self, error: str | None = None, backwards: int = 0, cut: bool = False

@@ -67,8 +67,7 @@ def install(loop: Loop, step_ended: Callable[[], None]) -> None:
 def _timed(loop: Loop, phase: str, original: Any) -> Any:
     def timed(*args: Any, **kwargs: Any) -> Any:
         loop.note(phase)
-        with loop.phase(phase):
-            return original(*args, **kwargs)
+        return loop.timed(phase, original, *args, **kwargs)
 
     timed.__wrapped__ = original  # type: ignore[attr-defined]
     return timed
@@ -109,8 +108,10 @@ def _hook_optimizers(loop: Loop, step_ended: Callable[[], None]) -> None:
             loop.order.append(optimizer)
             if optimizer is loop.optimizers[0] and loop.steps == 0:
                 loop.stack = loop.script_lines()
-            with loop.phase("optimizer"):
-                result = loop.switch.step(loop, hooked, (optimizer, *args), kwargs)
+            result = loop.timed(
+                *("optimizer", loop.switch.step),
+                *(loop, hooked, (optimizer, *args), kwargs),
+            )
             if optimizer is loop.optimizers[0]:
                 _count_step(loop, step_ended)
             return result
@@ -130,8 +131,7 @@ def _hook_backward(loop: Loop, step_ended: Callable[[], None]) -> None:
         loop.order.append(None)
         if loop.backward_began is None:
             loop.backward_began = clock()
-        with loop.phase("backward"):
-            loop.switch.backward(loop, torchs, args, kwargs)
+        loop.timed("backward", loop.switch.backward, loop, torchs, args, kwargs)
         if loop.arrived is not None:
             loop.forward_backward += clock() - loop.arrived
             loop.arrived = None
@@ -179,8 +179,8 @@ def _hook_loaders(loop: Loop) -> None:
                 loop.restarts.append(loop.steps)
             loop.note("data")
             starts = _starts_workers(loop, loader)
-            with loop.phase("worker-start" if starts else "data"):
-                iterator = loop.switch.iterate(loop, loader, iterate)
+            phase = "worker-start" if starts else "data"
+            iterator = loop.timed(phase, loop.switch.iterate, loop, loader, iterate)
             _mark(iterator, loader, starts)
             return iterator
         return iterate(loader)
@@ -193,8 +193,8 @@ def _hook_loaders(loop: Loop) -> None:
         if iterator._probe_left == 0:  # an epoch keeps its length under every switch
             raise StopIteration
         starts, iterator._probe_starts = iterator._probe_starts, False
-        with loop.phase("worker-start" if starts else "data"):
-            batch = loop.switch.next_batch(loop, iterator, next_batch)
+        phase = "worker-start" if starts else "data"
+        batch = loop.timed(phase, loop.switch.next_batch, loop, iterator, next_batch)
         iterator._probe_left -= 1
         if loop.switch.name == "base":
             keep_batch(loop, batch)

@@ -89,14 +89,14 @@ class GraphCache(Switch):
 
     def enter(self, loop: Loop) -> None:
         if self.batches is None:
-            self.batches = _endless_cache(loop.loader)
+            self.batches = _endless_cache(loop.loader, loop.scratch)
 
     def next_batch(self, loop: Loop, iterator: Any, original: Any) -> Any:
         return next(self.batches)
 
 
-def _endless_cache(loader: Any) -> Any:
-    """Batches of graphs from a new cache, in shuffled order."""
+def _endless_cache(loader: Any, scratch: str | None) -> Any:
+    """Batches of graphs from a new cache in a scratch folder, in shuffled order."""
     from trainfast.torch.pyg import DataLoader as CacheLoader
     from trainfast.torch.pyg import cached
 
@@ -108,7 +108,7 @@ def _endless_cache(loader: Any) -> Any:
         if len(graphs) >= least and clock() - began > _BUILD_SECONDS:
             break
         graphs.append(loader.dataset[i])
-    folder = tempfile.mkdtemp()  # gone with the sandbox
+    folder = tempfile.mkdtemp(dir=scratch)
     ours = CacheLoader(
         cached(graphs, folder, progress=False),
         least,

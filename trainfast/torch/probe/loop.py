@@ -3,8 +3,7 @@
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ class Loop:
         work: all lines of the script that lead to the step itself.
         restarts: the steps at which the training loader was iterated anew.
         once: seconds that a switch takes before its first step, by its name.
+        scratch: a folder that goes with the probe; None: every one does, in a sandbox.
     """
 
     def __init__(self, script: str) -> None:
@@ -52,6 +52,7 @@ class Loop:
         self.steps_under: Counter[str] = Counter()  # optimizer steps by switch
         self.lines: defaultdict[str, set[int]] = defaultdict(set)
         self.once: dict[str, float] = {}
+        self.scratch: str | None = None
         self.work: set[int] = set()
         self.stack: list[int] = []  # lines at the first optimizer step, innermost first
         self.restarts: list[int] = []
@@ -75,24 +76,23 @@ class Loop:
 
     # ---- The stopwatch ---------------------------------------------------------------
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times what runs inside; phases inside of a phase count for the outer one."""
-        if self.phases or (self.evaluating_since is not None and name != "save"):
-            yield
-            return
-        self.phases.append(name)
-        if name in EVENTS:
+    def timed(self, phase: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function; what it takes counts for the outermost phase alone."""
+        if self.phases or (self.evaluating_since is not None and phase != "save"):
+            return function(*args, **kwargs)
+        is_event = phase in EVENTS
+        self.phases.append(phase)
+        if is_event:
             self.synchronize()
         start = clock()
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
-            if name in EVENTS:
+            if is_event:
                 self.synchronize()
             took = clock() - start
             self.phases.clear()
-            self._count(name, took)
+            self._count(phase, took)
             if self.evaluating_since is not None:  # a save is no part of an evaluation
                 self.evaluating_since += took
 
@@ -186,11 +186,13 @@ class Switch:
         warm: optimizer steps to drop after the switch has been entered.
         by_name: tried only where a plan names it: it takes long, or needs a process of
             its own, because a mistake of the script under it could outlast it.
+        skipped: the number of a statement that does not run.
     """
 
     name = "base"
     warm = 1
     by_name = False
+    skipped = -1
 
     def possible(self, loop: Loop, share: Callable[[str], float]) -> bool:
         """Whether the switch applies here and could gain anything.
@@ -220,6 +222,3 @@ class Switch:
 
     def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
-
-    def runs_statement(self, number: int) -> bool:
-        return True

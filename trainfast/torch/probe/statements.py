@@ -10,12 +10,14 @@ from trainfast.torch.private import next_node
 from trainfast.torch.probe.loop import EVENTS, Loop, Switch, clock
 
 NAME = "__probe_statements__"  # in the script's globals
+LEAST_COUNTED = 0.01  # share of a step that a run of a statement must take to count
 _LEAST_SHARE = 0.08  # of a statement that is worth skipping
 _LEAST_OWN = 0.8  # share of a statement that blocks must see to measure its skip
 _LOGS = 0.05  # a statement that spends this share on writing logs is there for them
 # A statement's share of the backward pass is at most so many times its own time.
 _MOST_BACKWARD = 2.0
 _MOST = 4  # statements that are skipped, the most expensive ones
+_YOUNG = 20  # first runs of a statement, in which a change of parameters is looked for
 
 # Of these only what is inside is timed: their own cost is next to none.
 _TRANSPARENT = (ast.If, ast.With, ast.AsyncWith, ast.Try)
@@ -38,6 +40,7 @@ class Statements:
 
     Attributes:
         found: number, first line, last line and text of each statement.
+        least: seconds; shorter runs are not counted, as no gain can come from them.
         seconds: by number, in total; a call of the probe's own events included.
         inside: seconds of events inside, by number and event.
         updates: numbers of statements that change parameters.
@@ -51,8 +54,12 @@ class Statements:
         self.found: list[tuple[int, int, int, str]] = []
         self.seconds: defaultdict[int, float] = defaultdict(float)
         self.inside: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self.open: tuple[int, float, int, int] | None = None
-        self.events: tuple[float, dict[str, float]] = (-1.0, {})  # before the open one
+        self.least = 0.0
+        self.young: list[int] = []  # runs that are left of the first ones, by number
+        # Of the statement that runs: its number, start, and what was there before it.
+        self.open, self.start = -1, 0.0
+        self.node, self.version = 0, -1
+        self.events: tuple[float, dict[str, float]] = (-1.0, {})
         self.updates: set[int] = set()
         self.nodes: defaultdict[int, int] = defaultdict(int)
         self.since: tuple[int, float] | None = None  # all nodes, backward seconds
@@ -127,47 +134,50 @@ class Statements:
         text = ast.unparse(statement).splitlines()[0][:70]
         last = statement.end_lineno or statement.lineno
         self.found.append((number, statement.lineno, last, text))
+        self.young.append(_YOUNG)
         guard = ast.If(_call("begin", number), [statement], [])
         after = ast.Expr(_call("end", number))
         return [ast.copy_location(new, statement) for new in (guard, after)]
 
     # ---- The stopwatch ---------------------------------------------------------------
 
+    # These two run at each statement of each step, with cold caches: every line counts.
+
     def begin(self, number: int) -> bool:
-        if not self.loop.switch.runs_statement(number):
-            self.open = None
+        loop = self.loop
+        if loop.switch.skipped == number:
+            self.open = -1
             return False
-        version = self._version() if number not in self.updates else -1
-        self.open = (number, clock(), version, next_node())
-        if self._events_happened():
-            self.events = self.loop.event_total, self.loop.event_seconds()
+        if loop.event_total != self.events[0] or loop.evaluating_since is not None:
+            self.events = loop.event_total, loop.event_seconds()
+        self.version = -1
+        if self.young[number]:
+            self.young[number] -= 1
+            self.version = self._version()
+        self.open = number
+        self.node = next_node()
+        self.start = clock()
         return True
 
     def end(self, number: int) -> None:
-        if self.open is None or self.open[0] != number or self.loop.steps == 0:
-            return
-        _, start, version, node = self.open
-        self.open = None
-        took = clock() - start
+        took = clock() - self.start
+        if took >= self.least and self.open == number and self.loop.steps > 0:
+            self._count(number, took)
+
+    def _count(self, number: int, took: float) -> None:
+        """Adds a run of a statement, the one that is open."""
+        loop, self.open = self.loop, -1
         if self.since is None:
-            self.since = node, self.loop.seconds["backward"]
-        self.nodes[number] += next_node() - node
+            self.since = self.node, loop.seconds["backward"]
+        self.nodes[number] += next_node() - self.node
         self.seconds[number] += took
-        self.loop.events.append((f"statement {number}", took, self.loop.steps))
-        if self._events_happened():
-            before, after = self.events[1], self.loop.event_seconds()
+        loop.events.append((f"statement {number}", took, loop.steps))
+        if loop.event_total != self.events[0] or loop.evaluating_since is not None:
+            before, after = self.events[1], loop.event_seconds()
             for name in EVENTS:
                 self.inside[number, name] += after[name] - before[name]
-        if version not in (-1, self._version()):
+        if self.version not in (-1, self._version()):
             self.updates.add(number)
-
-    def _events_happened(self) -> bool:
-        """Whether an event ended since `events` was taken, or an evaluation goes on.
-
-        Events are rare, and reading the seconds of all at each statement is slow.
-        """
-        going_on = self.loop.evaluating_since is not None
-        return going_on or self.loop.event_total != self.events[0]
 
     def _version(self) -> int:
         """Counts in-place changes of a parameter of the model."""
@@ -220,11 +230,8 @@ class SkipStatement(Switch):
     """Leaves one statement out."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.skipped = number
         self.name = f"statement {number}"
-
-    def runs_statement(self, number: int) -> bool:
-        return number != self.number
 
 
 def _holds(node: Any, line: int) -> bool:

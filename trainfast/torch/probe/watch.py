@@ -64,9 +64,10 @@ class Watch:
             return original(*args, **kwargs)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            loop = self.loop
-            with loop.phase("optimizer"):
-                return loop.switch.step(loop, through, (optimizer, *args), kwargs)
+            loop, all_args = self.loop, (optimizer, *args)
+            return loop.timed(
+                "optimizer", loop.switch.step, loop, through, all_args, kwargs
+            )
 
         optimizer.step = step  # type: ignore[method-assign]
 
@@ -80,8 +81,9 @@ class Watch:
         try:
             while left != 0:
                 try:
-                    with loop.phase("data"):
-                        batch = loop.switch.next_batch(loop, iterator, next)
+                    batch = loop.timed(
+                        "data", loop.switch.next_batch, loop, iterator, next
+                    )
                 except StopIteration:
                     break
                 left -= 1
