@@ -34,7 +34,7 @@ from trainfast.torch.private import LoaderIterator
 from trainfast.torch.probe import hooks
 from trainfast.torch.probe.loop import Loop
 from trainfast.torch.probe.schedule import Schedule
-from trainfast.torch.probe.statements import LEAST_COUNTED, NAME, Statements
+from trainfast.torch.probe.statements import NAME, Statements
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from small_gpt import GPT, Corpus
@@ -137,7 +137,7 @@ def trainers(layers: int, width: int, steps: int) -> dict[bool, Callable[[], flo
     timed(plain, True)  # as the probe's first process, which finds the loop
     statements = Statements(probe.loop, probe.loop.stack, probe.loop.work)
     watched = compiled(statements)
-    statements.least = LEAST_COUNTED * timed(watched, True)  # as after its warm-up
+    statements.leave_out_short_runs(timed(watched, True), steps)  # as after a warm-up
     return {
         False: lambda: timed(plain, False),
         True: lambda: timed(watched, True),

@@ -190,14 +190,33 @@ def test_costly_statements_are_the_most_expensive_ones():
     assert statements.costly(share.__getitem__) == [1, 3, 4, 5]
 
 
-def test_run_that_is_too_short_to_gain_from_does_not_count():
-    source = "for i in range(4):\n    step()\n    look(i)\n"
+def test_runs_that_are_too_short_to_gain_from_do_not_count():
+    source = "for i in range(20):\n    step()\n    look(i)\n"
     statements, code = instrument(source, [2], [2])
-    statements.least = 0.005
-    looks = lambda i: time.sleep(0.01 if i == 2 else 0.0)  # noqa: E731
-    exec(code, {"step": int, "look": looks, NAME: statements})
-    assert [name for name, *_ in statements.loop.events] == ["statement 0"]
-    assert 0.005 <= statements.seconds[0] < 0.1
+    looks = lambda i: time.sleep(0.12 if i == 15 else 0.0)  # noqa: E731
+
+    def step():
+        statements.loop.steps += 1
+        if statements.loop.steps == 10:
+            statements.leave_out_short_runs(10.0, 10)
+
+    exec(code, {"step": step, "look": looks, NAME: statements})
+    counted = [took for _, took, step in statements.loop.events if step > 10]
+    assert len(counted) == 1 and counted[0] >= 0.12  # of the last ten runs
+
+
+def test_short_runs_of_which_a_step_has_many_count():
+    source = "for i in range(3000):\n    step(i)\n    look()\n"
+    statements, code = instrument(source, [2], [2])
+
+    def step(i):
+        statements.loop.steps += i % 1000 == 0
+        if i == 1000:
+            statements.leave_out_short_runs(0.01, statements.loop.steps)
+
+    exec(code, {"step": step, "look": lambda: sum(range(1000)), NAME: statements})
+    late = [took for _, took, step in statements.loop.events if step == 3]
+    assert len(late) > 990 and min(late) < 0.0001  # 1 % of a step
 
 
 def test_update_is_seen_in_the_first_runs_of_its_statement():

@@ -31,12 +31,7 @@ from trainfast.torch.probe.ranks import RankSchedule
 from trainfast.torch.probe.result import measured
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
-from trainfast.torch.probe.statements import (
-    LEAST_COUNTED,
-    NAME,
-    SkipStatement,
-    Statements,
-)
+from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
 from trainfast.torch.probe.together import Together
 
 _MOST_RUNS = 50  # of a script that ends after a few steps
@@ -208,7 +203,8 @@ class Child:
             costly = statements.costly(lambda n: statements.seconds[n] / elapsed)
             skips = [SkipStatement(number) for number in costly]
             self.schedule.offered = [*self.schedule.offered, *skips]
-            statements.least = LEAST_COUNTED * self.schedule.step_seconds
+            steps = self.loop.steps
+            statements.leave_out_short_runs(self.schedule.step_seconds, steps)
 
     def finish(
         self, error: str | None = None, backwards: int = 0, cut: bool = False

@@ -10,8 +10,8 @@ from trainfast.torch.private import next_node
 from trainfast.torch.probe.loop import EVENTS, Loop, Switch, clock
 
 NAME = "__probe_statements__"  # in the script's globals
-LEAST_COUNTED = 0.01  # share of a step that a run of a statement must take to count
 _LEAST_SHARE = 0.08  # of a statement that is worth skipping
+_LEAST_COUNTED = 0.01  # of a step, for the runs of a statement in it
 _LEAST_OWN = 0.8  # share of a statement that blocks must see to measure its skip
 _LOGS = 0.05  # a statement that spends this share on writing logs is there for them
 # A statement's share of the backward pass is at most so many times its own time.
@@ -40,7 +40,7 @@ class Statements:
 
     Attributes:
         found: number, first line, last line and text of each statement.
-        least: seconds; shorter runs are not counted, as no gain can come from them.
+        least: seconds by number; shorter runs are not counted.
         seconds: by number, in total; a call of the probe's own events included.
         inside: seconds of events inside, by number and event.
         updates: numbers of statements that change parameters.
@@ -54,8 +54,9 @@ class Statements:
         self.found: list[tuple[int, int, int, str]] = []
         self.seconds: defaultdict[int, float] = defaultdict(float)
         self.inside: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self.least = 0.0
+        self.least: list[float] = []
         self.young: list[int] = []  # runs that are left of the first ones, by number
+        self.runs: list[int] = []  # that were counted, by number
         # Of the statement that runs: its number, start, and what was there before it.
         self.open, self.start = -1, 0.0
         self.node, self.version = 0, -1
@@ -134,7 +135,9 @@ class Statements:
         text = ast.unparse(statement).splitlines()[0][:70]
         last = statement.end_lineno or statement.lineno
         self.found.append((number, statement.lineno, last, text))
+        self.least.append(0.0)
         self.young.append(_YOUNG)
+        self.runs.append(0)
         guard = ast.If(_call("begin", number), [statement], [])
         after = ast.Expr(_call("end", number))
         return [ast.copy_location(new, statement) for new in (guard, after)]
@@ -161,7 +164,7 @@ class Statements:
 
     def end(self, number: int) -> None:
         took = clock() - self.start
-        if took >= self.least and self.open == number and self.loop.steps > 0:
+        if took >= self.least[number] and self.open == number and self.loop.steps > 0:
             self._count(number, took)
 
     def _count(self, number: int, took: float) -> None:
@@ -169,6 +172,7 @@ class Statements:
         loop, self.open = self.loop, -1
         if self.since is None:
             self.since = self.node, loop.seconds["backward"]
+        self.runs[number] += 1
         self.nodes[number] += next_node() - self.node
         self.seconds[number] += took
         loop.events.append((f"statement {number}", took, loop.steps))
@@ -178,6 +182,17 @@ class Statements:
                 self.inside[number, name] += after[name] - before[name]
         if self.version not in (-1, self._version()):
             self.updates.add(number)
+
+    def leave_out_short_runs(self, step_seconds: float, steps: int) -> None:
+        """Runs too short to gain from do not count from now on.
+
+        Args:
+            step_seconds: of a step.
+            steps: since runs are counted. A statement can run often in a step.
+        """
+        for number, runs in enumerate(self.runs):
+            share = _LEAST_COUNTED * min(1.0, steps / max(1, runs))
+            self.least[number] = share * step_seconds
 
     def _version(self) -> int:
         """Counts in-place changes of a parameter of the model."""
