@@ -182,6 +182,11 @@ def test_statement_that_logs_is_named_so():
     assert statements.costly(lambda n: 1.0) == []  # the stopwatch knows it better
 
 
+def test_arguments_of_a_timed_call_may_have_any_name():
+    given = {"phase": "train", "function": "relu", "self": 1}
+    assert Loop("script.py").timed("logging", dict, **given) == given  # set_postfix()
+
+
 def test_costly_statements_are_the_most_expensive_ones():
     statements = Statements(Loop("script.py"), [], set())
     statements.found = [(n, n, n, "") for n in range(9)]

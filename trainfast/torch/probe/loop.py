@@ -76,7 +76,7 @@ class Loop:
 
     # ---- The stopwatch ---------------------------------------------------------------
 
-    def timed(self, phase: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def timed(self, phase: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function; what it takes counts for the outermost phase alone."""
         if self.phases or (self.evaluating_since is not None and phase != "save"):
             return function(*args, **kwargs)
