@@ -1,13 +1,15 @@
 """Whether `trainfast diagnose` names the planted fault, and what it predicts.
 
     python -m benchmarks.diagnose                  all scripts; goes on where it stopped
+    python -m benchmarks.diagnose --rounds 5       until each was examined five times
     python -m benchmarks.diagnose yaml_anomaly     these scripts, anew
-    python -m benchmarks.diagnose --mended         the mended twins: nothing to find
-    python -m benchmarks.diagnose --repeats 5      whether five runs say the same
-    python -m benchmarks.diagnose --clean --repeats 5   scripts without a fault
+    python -m benchmarks.diagnose --mended         the mended twins
+    python -m benchmarks.diagnose --clean --rounds 5    scripts without a fault
 
-Takes a minute a script. The results go to benchmarks/planted/diagnosed.json; an entry
-counts for the script and the probe that made it.
+A round examines a script, then times it and its mended twin: where a machine's speed
+drifts, the prediction and the truth drift alike. It takes a minute and a half a script.
+The results go to benchmarks/planted/diagnosed.json, and count for the scripts and the
+probe that made them.
 """
 
 import argparse
@@ -33,9 +35,10 @@ CLEAN = planted.HERE / "clean"  # scripts in which nothing is known to be slow
 PROBE = ("trainfast/probe", "trainfast/torch/probe")
 
 
-def digest(script: Path) -> str:
-    """Of a script and of the probe's source."""
-    files = [script]
+def digest(name: str) -> str:
+    """Of a script, its twins and the probe's source."""
+    scripts = planted.scripts_of(name).values() if name in planted.FAULTS else [name]
+    files = [planted.HERE / f"{script}.py" for script in scripts]
     for folder in PROBE:
         files += sorted((ROOT / folder).rglob("*.py"))
     texts = b"\0".join(file.read_bytes() for file in files)
@@ -47,58 +50,105 @@ def examine(script: Path) -> dict[str, Any]:
     try:
         report = diagnose(str(script))
     except ProbeError as error:
-        return {"error": str(error)[-500:], "findings": [], "digest": digest(script)}
+        return {"error": str(error)[-500:], "findings": []}
     full = report.to_dict()
     for finding in full["findings"]:
         finding["file"] = os.path.basename(finding["file"] or "")
-    kept = {key: full[key] for key in ("findings", "tried", "notes", "seconds")}
-    return {**kept, "digest": digest(script)}
+    for row in full["tried"]:
+        row.update({key: round(row[key], 3) for key in ("gain", "low", "high")})
+    return {key: full[key] for key in ("findings", "tried", "notes", "seconds")}
 
 
-def table(entries: dict[str, dict[str, Any]]) -> str:
-    """The score, and one row a script.
+def examine_all(results: dict[str, Any], names: list[str], rounds: int) -> None:
+    """Examines scripts in turn, until each has `rounds` rounds of the present probe."""
+    scripts = results["scripts"]
+    for name in names:
+        version = digest(name)
+        if scripts.get(name, {}).get("digest") != version:
+            scripts[name] = {"digest": version, "rounds": []}
+    todo = [
+        name
+        for number in range(rounds)
+        for name in names
+        if len(scripts[name]["rounds"]) <= number
+    ]
+    for name in tqdm(todo, unit="script", disable=None):
+        done = scripts[name]["rounds"]
+        entry = examine(planted.HERE / f"{name}.py")
+        if name in planted.FAULTS:
+            entry["mending"], _ = planted.one_round(name, len(done))
+        done.append(entry)
+        write(results)
 
-    A mended twin may be slow for further reasons, so that a finding in it is no false
-    alarm by itself; that the mended fault is still found is the weaker result.
-    """
-    faults = json.loads(planted.MEASURED.read_text())["scripts"]
-    lines = ["| script | fault | gain of mending | first finding | its gain | s |"]
+
+def first_of(entry: dict[str, Any]) -> str:
+    """The id of a round's first finding, "none" or "error"."""
+    if entry["findings"]:
+        return str(entry["findings"][0]["id"])
+    return "error" if "error" in entry else "none"
+
+
+def agreeing(rounds: list[dict[str, Any]]) -> int:
+    """How many rounds name the commonest first cause and line."""
+    places = [
+        (first_of(entry), *[finding["line"] for finding in entry["findings"][:1]])
+        for entry in rounds
+    ]
+    return Counter(places).most_common(1)[0][1]
+
+
+def gains(rounds: list[dict[str, Any]], cure: str = "mended") -> list[float]:
+    """What a cure gained in each round."""
+    pairs = [entry["mending"] for entry in rounds]
+    return [pair["slow"] / pair[cure] for pair in pairs]
+
+
+def table(scripts: dict[str, dict[str, Any]]) -> str:
+    """The score of the scripts with a fault, and one row each."""
+    lines = ["| script | fault | gain of mending | named first | its gain | s |"]
     lines.append("|---|---|---:|---|---:|---:|")
-    right, twins, again = 0, 0, 0
-    for name, entry in sorted(entries.items()):
-        twin = name.endswith("_mended")
-        planted_fault = planted.FAULTS[name.removesuffix("_mended")]
-        ids = [finding["id"] for finding in entry["findings"]]
-        first = _first(entry)
-        twins += twin
-        again += twin and planted_fault in ids
-        right += not twin and first == planted_fault
-        fault = "mended" if twin else planted_fault
-        gain = "" if twin else f"{faults[name]['gain']:.2f}"
-        seconds = f"{entry.get('seconds', 0):.0f}"
-        cells = (name, fault, gain, first, _interval(entry), seconds)
+    right, same, total = 0, 0, 0
+    for name, script in sorted(scripts.items()):
+        rounds, fault = script["rounds"], planted.FAULTS[name]
+        firsts = Counter(first_of(entry) for entry in rounds)
+        right, same = right + firsts[fault], same + agreeing(rounds)
+        total += len(rounds)
+        told = [e["findings"][0]["gain"] for e in rounds if e["findings"]]
+        cells = (
+            name,
+            fault,
+            _range(gains(rounds)),
+            ", ".join(f"{which} {n} of {len(rounds)}" for which, n in firsts.items()),
+            _range(told),
+            f"{statistics.median(e.get('seconds', 0) for e in rounds):.0f}",
+        )
         lines.append("| " + " | ".join(cells) + " |")
-    score = f"Fault named first: {right} of {len(entries) - twins}. "
-    score += f"Mended twins in which it is still found: {again} of {twins}."
-    return "\n".join([score, *_errors(entries, faults), "", *lines])
+    score = f"Fault named first: {right} of {total} runs. "
+    score += f"The same cause and line: {same} of {total}."
+    return "\n".join([score, *_errors(scripts), "", *lines])
 
 
-def _errors(entries: dict[str, dict[str, Any]], faults: dict[str, Any]) -> list[str]:
-    """How far the gains of the findings are from those of mending.
+def _errors(scripts: dict[str, dict[str, Any]]) -> list[str]:
+    """How far the gains that were told are from those of mending.
 
-    An exact gain is that of the cure which the probe tried: it is compared with the
-    script that has this cure. A bound holds if mending's median gain is not above the
-    upper end of its interval.
+    Each run is compared with the median gain over all rounds of its script. An exact
+    gain is that of the cure which the probe tried: it is compared with the script that
+    has this cure. A bound holds if mending gains no more than the upper end of its
+    interval.
     """
     errors, bounds = [], []
-    for name, entry in entries.items():
-        if name not in faults or _first(entry) != planted.FAULTS[name]:
-            continue
-        first, row = entry["findings"][0], faults[name]
-        if first["exact"]:
-            errors.append(abs(first["gain"] / row.get("advised", row)["gain"] - 1))
-        else:
-            bounds.append(row["gain"] <= first["high"])
+    for name, script in scripts.items():
+        rounds = script["rounds"]
+        cure = "advised" if "advised" in planted.scripts_of(name) else "mended"
+        for entry in rounds:
+            if first_of(entry) != planted.FAULTS[name]:
+                continue
+            first = entry["findings"][0]
+            if first["exact"]:
+                truth = statistics.median(gains(rounds, cure))
+                errors.append(abs(first["gain"] / truth - 1))
+            else:
+                bounds.append(statistics.median(gains(rounds)) <= first["high"])
     if not errors or not bounds:
         return []
     errors.sort()
@@ -109,59 +159,37 @@ def _errors(entries: dict[str, dict[str, Any]], faults: dict[str, Any]) -> list[
     ]
 
 
-def _interval(entry: dict[str, Any]) -> str:
-    if not entry["findings"]:
-        return ""
-    first = entry["findings"][0]
-    return f"{first['gain']:.2f} ({first['low']:.2f}-{first['high']:.2f})"
+def verdicts(scripts: dict[str, dict[str, Any]]) -> str:
+    """What was found in each round of scripts without a planted fault.
 
-
-def _first(entry: dict[str, Any]) -> str:
-    """The id of the first finding, "none" or "error"."""
-    if entry["findings"]:
-        return str(entry["findings"][0]["id"])
-    return "error" if "error" in entry else "none"
+    A mended twin may be slow for further reasons, so that a finding in it is no false
+    alarm by itself; that the mended fault is still found is the weaker result.
+    """
+    lines = ["| script | findings | first, its line and gain |", "|---|---:|---|"]
+    found, total = 0, 0
+    for name, script in sorted(scripts.items()):
+        rounds = script["rounds"]
+        with_one = sum(bool(entry["findings"]) for entry in rounds)
+        found, total = found + with_one, total + len(rounds)
+        text = "; ".join(verdict_of(entry) for entry in rounds)
+        lines.append(f"| {name} | {with_one} of {len(rounds)} | {text} |")
+    return "\n".join([f"With a finding: {found} of {total} runs.", "", *lines])
 
 
 def verdict_of(entry: dict[str, Any]) -> str:
-    """The first finding, its line and its gain; or "none" or "error"."""
+    """The first finding of a round, its line and its gain; or "none" or "error"."""
     if not entry["findings"]:
-        return _first(entry)
-    line = entry["findings"][0]["line"]
-    return f"{_first(entry)}, line {line}: {_interval(entry)}"
+        return first_of(entry)
+    first = entry["findings"][0]
+    gain = f"{first['gain']:.2f} ({first['low']:.2f}-{first['high']:.2f})"
+    return f"{first['id']}, line {first['line']}: {gain}"
 
 
-def repeat(results: dict[str, Any], names: list[str], runs: int) -> None:
-    """Examines scripts in turn, until each has `runs` verdicts of the present probe.
-
-    What the table of all scripts holds of it counts as the first one.
-    """
-    repeats = results.setdefault("repeats", {})
-    for name in names:
-        version = digest(planted.HERE / f"{name}.py")
-        if repeats.get(name, {}).get("digest") != version:
-            known = results["scripts"].get(name, {})
-            first = [verdict_of(known)] if known.get("digest") == version else []
-            repeats[name] = {"digest": version, "verdicts": first}
-    todo = [n for i in range(runs) for n in names if len(repeats[n]["verdicts"]) <= i]
-    for name in tqdm(todo, unit="run", disable=None):
-        entry = examine(planted.HERE / f"{name}.py")
-        repeats[name]["verdicts"].append(verdict_of(entry))
-        write(results)
-
-
-def same_text(repeats: dict[str, dict[str, Any]]) -> str:
-    """The verdicts of each script, and how many runs agree on finding and line."""
-    lines = ["| script | runs | same verdict | verdicts |", "|---|---:|---:|---|"]
-    same, total = 0, 0
-    for name, entry in sorted(repeats.items()):
-        verdicts = entry["verdicts"]
-        counts = Counter(verdict.partition(":")[0] for verdict in verdicts)
-        most = counts.most_common(1)[0][1] if counts else 0
-        same, total = same + most, total + len(verdicts)
-        text = "; ".join(verdicts)
-        lines.append(f"| {name} | {len(verdicts)} | {most} | {text} |")
-    return "\n".join([f"Same verdict: {same} of {total} runs.", "", *lines])
+def _range(values: list[float]) -> str:
+    """The median, the least and the most."""
+    if not values:
+        return ""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def write(results: dict[str, Any]) -> None:
@@ -173,27 +201,20 @@ def write(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.diagnose")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--mended", action="store_true", help="their mended twins")
+    parser.add_argument("--mended", action="store_true", help="the mended twins")
     parser.add_argument("--clean", action="store_true", help="scripts without a fault")
-    parser.add_argument("--repeats", type=int, help="runs of each script")
+    parser.add_argument("--rounds", type=int, default=1, help="of each script (1)")
     args = parser.parse_args()
     results = json.loads(PATH.read_text()) if PATH.exists() else {"scripts": {}}
     clean = [f"clean/{path.stem}" for path in sorted(CLEAN.glob("*.py"))]
     names = args.names or (clean if args.clean else list(planted.FAULTS))
     if args.mended:
         names = [f"{name}_mended" for name in names]
-    if args.repeats or args.clean:
-        repeat(results, names, args.repeats or 1)
-        print(same_text({name: results["repeats"][name] for name in names}))
-        return
-    for name in tqdm(names, unit="script", disable=None):
-        script = planted.HERE / f"{name}.py"
-        known = results["scripts"].get(name)
-        if known and known["digest"] == digest(script) and not args.names:
-            continue
-        results["scripts"][name] = examine(script)
-        write(results)
-    print(table(results["scripts"]))
+    for name in args.names:
+        results["scripts"].pop(name, None)
+    examine_all(results, names, args.rounds)
+    chosen = {name: results["scripts"][name] for name in names}
+    print(verdicts(chosen) if args.clean or args.mended else table(chosen))
 
 
 if __name__ == "__main__":

@@ -96,24 +96,36 @@ def run(name: str) -> tuple[float, int]:
         return float(seconds), int(steps)
 
 
-def measure(name: str, rounds: int) -> dict:
-    """The gain of mending NAME.py, by runs of its scripts in alternating order."""
+def one_round(name: str, number: int) -> tuple[dict[str, float], int]:
+    """Runs the scripts of a fault, in odd rounds the last first.
+
+    Returns the seconds of each, and the steps that each took.
+    """
     scripts = scripts_of(name)
-    seconds: dict[str, list[float]] = {which: [] for which in scripts}
-    steps = {}
-    for number in range(rounds):
-        order = list(scripts) if number % 2 == 0 else list(scripts)[::-1]
-        for which in order:
-            took, steps[which] = run(scripts[which])
-            seconds[which].append(took)
+    order = list(scripts) if number % 2 == 0 else list(scripts)[::-1]
+    seconds, steps = {}, {}
+    for which in order:
+        took, steps[which] = run(scripts[which])
+        seconds[which] = round(took, 3)
     if len(set(steps.values())) > 1:
         raise RuntimeError(f"the scripts must take the same steps, got {steps}")
+    return seconds, steps["slow"]
+
+
+def measure(name: str, rounds: int) -> dict:
+    """The gain of mending NAME.py."""
+    scripts = scripts_of(name)
+    seconds: dict[str, list[float]] = {which: [] for which in scripts}
+    for number in range(rounds):
+        took, steps = one_round(name, number)
+        for which in scripts:
+            seconds[which].append(took[which])
     medians = {which: round(statistics.median(s), 2) for which, s in seconds.items()}
     row = {
         "id": FAULTS[name],
         **_gain(seconds["slow"], seconds["mended"]),
         "seconds": medians,
-        "steps": steps["slow"],
+        "steps": steps,
         "sha256": digest(name),
     }
     if "advised" in scripts:

@@ -72,50 +72,59 @@ def finding(kind, line, gain, exact=False):
     return {"id": kind, "line": line, "exact": exact, **gains}
 
 
+def rounds(found, mending):
+    """As many as there are findings, each with its first one and the seconds."""
+    return {"rounds": [{"findings": [f], "mending": mending} for f in found]}
+
+
 def test_score_compares_with_mending_or_with_the_probes_own_cure():
-    rows = {
-        "bert_padding": {"gain": 2.0},
-        "accumulation_micro_batch": {"gain": 9.0, "advised": {"gain": 1.25}},
-        "yaml_anomaly": {"gain": 2.0},
-        "image_folder": {"gain": 5.0},
-        "gin_transform": {"gain": 3.0},
-        "simclr_augment": {"gain": 3.0},
+    one = {"slow": 4.0, "mended": 2.0, "advised": 3.2}
+    scripts = {
+        "bert_padding": rounds([finding("padding", 1, 2.2, True)], one),
+        "accumulation_micro_batch": rounds([finding("batch", 1, 1.5, True)], one),
+        "yaml_anomaly": rounds([finding("anomaly", 1, 2.0, True)], one),
+        "image_folder": rounds([finding("data", 1, g) for g in (6, 1.9)], one),
+        "simclr_augment": rounds([finding("data", 1, 1.0)], one),  # not the planted one
     }
-    found = {
-        "bert_padding": finding("padding", 1, 2.2, True),
-        "accumulation_micro_batch": finding("batch", 1, 1.5, True),
-        "yaml_anomaly": finding("anomaly", 1, 2.0, True),
-        "image_folder": finding("data", 1, 6.0),
-        "gin_transform": finding("data", 1, 2.5),
-        "simclr_augment": finding("data", 1, 1.0),  # not the planted one
-    }
-    entries = {name: {"findings": [each]} for name, each in found.items()}
-    (line,) = diagnose._errors(entries, rows)
+    (line,) = diagnose._errors(scripts)
     assert "3, median error 10%, 90th percentile 20%" in line
     assert line.endswith("Bounds that hold: 1 of 2.")
+    text = diagnose.table(scripts)
+    assert text.startswith(
+        "Fault named first: 5 of 6 runs. The same cause and line: 6 of 6.\n" + line
+    )
+    row = "| image_folder | data | 2.00 (2.00-2.00) | data 2 of 2 | 3.95 (1.90-6.00) |"
+    assert row in text
 
 
-def test_repeats_count_the_runs_that_name_the_same_place(tmp_path, monkeypatch):
+def test_prediction_is_compared_with_the_median_over_all_rounds():
+    script = rounds([finding("data", 1, 2.0, True)] * 3, {"slow": 6.0, "mended": 3.0})
+    script["rounds"][0]["mending"] = {"slow": 60.0, "mended": 3.0}
+    bound = rounds([finding("save", 1, 2.0)], {"slow": 6.0, "mended": 3.0})
+    (line,) = diagnose._errors({"best_checkpoint": bound, "image_folder": script})
+    assert "3, median error 0%, 90th percentile 0%" in line
+
+
+def test_rounds_are_run_until_there_are_enough(tmp_path, monkeypatch):
     path = tmp_path / "diagnosed.json"
-    found = iter([[finding("data", 3, 2.0)], [], [finding("data", 3, 1.5)], [], []])
     monkeypatch.setattr(diagnose, "PATH", path)
+    monkeypatch.setattr(planted, "run", lambda name: (float(len(name)), 9))
+    found = iter([[finding("data", 3, 2.0)], [], [finding("data", 4, 1.5)], [], []])
     monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": next(found)})
     results = {"scripts": {}}
-    diagnose.repeat(results, ["next_iter", "clean/conv_vae"], 2)
-    diagnose.repeat(results, ["next_iter"], 3)  # only what is missing
+    diagnose.examine_all(results, ["next_iter", "clean/conv_vae"], 2)
+    diagnose.examine_all(results, ["next_iter"], 3)  # only what is missing
     assert next(found, None) is None
-    kept = json.loads(path.read_text())["repeats"]
-    verdicts = kept["next_iter"]["verdicts"]
-    assert [verdict[:14] for verdict in verdicts] == ["data, line 3: "] * 2 + ["none"]
-    assert kept["clean/conv_vae"]["verdicts"] == ["none", "none"]
-    assert "Same verdict: 4 of 5 runs." in diagnose.same_text(kept)
-    results["repeats"]["next_iter"]["digest"] = "of another probe"
+    kept = json.loads(path.read_text())["scripts"]
+    script, clean = kept["next_iter"]["rounds"], kept["clean/conv_vae"]["rounds"]
+    assert [diagnose.first_of(entry) for entry in script] == ["data", "data", "none"]
+    assert diagnose.agreeing(script) == 1
+    assert script[0]["mending"] == {"slow": 9.0, "mended": 16.0}
+    assert "mending" not in clean[0]
+    assert "With a finding: 0 of 2 runs." in diagnose.verdicts(
+        {"clean": kept["clean/conv_vae"]}
+    )
+    results["scripts"]["next_iter"]["digest"] = "of another probe"
     monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": []})
-    diagnose.repeat(results, ["next_iter"], 1)
-    assert results["repeats"]["next_iter"]["verdicts"] == ["none"]
-    version = diagnose.digest(planted.HERE / "yaml_anomaly.py")
-    in_table = {"findings": [finding("anomaly", 9, 2.0)], "digest": version}
-    results["scripts"]["yaml_anomaly"] = in_table  # counts as the first run
-    diagnose.repeat(results, ["yaml_anomaly"], 2)
-    first, second = results["repeats"]["yaml_anomaly"]["verdicts"]
-    assert first.startswith("anomaly, line 9: ") and second == "none"
+    diagnose.examine_all(results, ["next_iter"], 1)
+    assert len(results["scripts"]["next_iter"]["rounds"]) == 1

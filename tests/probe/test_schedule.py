@@ -56,3 +56,11 @@ def test_a_block_has_no_more_than_forty_steps(run):
 def test_a_switch_that_is_not_twice_as_fast_has_as_many_steps_as_the_base(run, seconds):
     _, measured = run({"base": 0.012, "fast": seconds})
     assert set(measured) == {("base", 10), ("fast", 10)}
+
+
+def test_steps_before_a_switch_has_settled_do_not_count(run, monkeypatch):
+    monkeypatch.setattr(Fast, "settle", 0.15)
+    _, measured = run({"base": 0.012, "fast": 0.0052})
+    assert set(measured) == {("base", 10), ("fast", 28 + 30)}  # one was warm-up
+    _, measured = run({"base": 0.4, "fast": 0.3})
+    assert set(measured) == {("base", 2), ("fast", 2)}

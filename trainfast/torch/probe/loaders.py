@@ -18,12 +18,16 @@ from trainfast.torch.probe.loop import LONGEST_PERIOD, Loop, Switch, clock
 
 _LEAST_SHARE = 0.05  # of waiting for data that could be worth a finding
 _BUILD_SECONDS = 2.0  # for which graphs are taken into a cache
+# For so long, threads of the libraries that made the last batch may go on: NumPy's
+# OpenBLAS waits for more work on a core that torch would use.
+_SETTLE_SECONDS = 0.15
 
 
 class CachedBatches(Switch):
     """Copies of a few batches in place of the loader's: a bound for all cures of it."""
 
     name = "data"
+    settle = _SETTLE_SECONDS
 
     def __init__(self, least_share: float = _LEAST_SHARE) -> None:
         self.least_share = least_share
@@ -75,6 +79,7 @@ class GraphCache(Switch):
     """
 
     name = "graph cache"
+    settle = _SETTLE_SECONDS
     by_name = True
 
     def __init__(self) -> None:

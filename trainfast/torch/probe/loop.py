@@ -184,6 +184,7 @@ class Switch:
     Attributes:
         name: unique in a plan.
         warm: optimizer steps to drop after the switch has been entered.
+        settle: seconds to drop, too.
         by_name: tried only where a plan names it: it takes long, or needs a process of
             its own, because a mistake of the script under it could outlast it.
         skipped: the number of a statement that does not run.
@@ -191,6 +192,7 @@ class Switch:
 
     name = "base"
     warm = 1
+    settle = 0.0
     by_name = False
     skipped = -1
 

@@ -44,6 +44,7 @@ class RankSchedule(Schedule):
         self.file = Path(os.environ["TRAINFAST_PROBE_PLAN"])
         self.is_first = os.environ["RANK"] == "0"
         self.begins: int | None = None  # the step of the first block
+        self.may_wait = False  # all ranks begin and end a block at one step
 
     def step_ended(self) -> None:
         if self.plan is not None and self.warm:
@@ -91,7 +92,7 @@ class RankSchedule(Schedule):
         return False  # the plan fits into the time
 
     def _is_short(self, elapsed: float, steps: int) -> bool:
-        return False  # all ranks end a block at one step
+        return False  # as for `may_wait`
 
 
 def run_ranks(job: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Schedule:
         blocks: (round, switch, seconds a step, seconds from a batch to its gradients).
         shares: what part of the warm-up each phase took.
         faults: page faults a step, of each block of the base.
+        may_wait: whether a block may drop steps until its switch has settled.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Schedule:
         self.step_seconds = 0.0
         self.faults: list[float] = []
         self.failed: dict[str, str] = {}
+        self.may_wait = True
         self.began = clock()
         self.warm_seconds, self.warm_steps = 0.0, 0  # of earlier runs of the script
         self.run_began()
@@ -127,7 +129,7 @@ class Schedule:
         self._switch_to(switch)
         full_queues = self._full_queues() if switch is self.base else 0
         self.drop = max(switch.warm, full_queues)
-        self.entered = self.loop.steps
+        self.entered, self.entered_at = self.loop.steps, clock()
 
     def _switch_to(self, switch: Switch) -> None:
         self.previous = self.loop.switch
@@ -166,6 +168,10 @@ class Schedule:
         assert self.plan is not None and self.entered is not None
         done = self.loop.steps - self.entered - self.drop
         if done == 0:
+            settled = clock() - self.entered_at >= self.plan[0][1].settle
+            if self.may_wait and not settled:
+                self.drop += 1
+                return
             self.loop.synchronize()
             self.loop.forward_backward = 0.0
             self.faults_then = page_faults()
@@ -213,5 +219,6 @@ class Schedule:
             self.warm_steps += self.loop.steps - self.warm_from
         elif self.plan is not None and len(self.blocks) == self.blocks_then:
             self.steps = max(1, self.steps // 2)  # a run is too short for a block
+            self.may_wait = False
         self.loop.switch.leave(self.loop)
         self.loop.switch = self.base
