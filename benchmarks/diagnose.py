@@ -54,9 +54,7 @@ def examine(script: Path) -> dict[str, Any]:
     full = report.to_dict()
     for finding in full["findings"]:
         finding["file"] = os.path.basename(finding["file"] or "")
-    for row in full["tried"]:
-        row.update({key: round(row[key], 3) for key in ("gain", "low", "high")})
-    return {key: full[key] for key in ("findings", "tried", "notes", "seconds")}
+    return {key: full[key] for key in ("findings", "notes", "seconds")}
 
 
 def examine_all(results: dict[str, Any], names: list[str], rounds: int) -> None:
