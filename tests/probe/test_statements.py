@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 
+from trainfast.torch.probe import loop as probe_loop
+from trainfast.torch.probe import statements as probe_statements
 from trainfast.torch.probe.loop import Loop
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
 
@@ -168,17 +170,23 @@ def test_share_of_the_backward_pass_goes_by_nodes():
     assert statements.backward(1) == 2.0  # no more than that of a usual operation
 
 
-def test_statement_that_logs_is_named_so():
+def test_statement_that_logs_is_named_so(monkeypatch):
     source = "for i in range(4):\n    step()\n    report()\n"
     statements, code = instrument(source, [2], [2])
+    now = [0.0]
+    for module in (probe_loop, probe_statements):
+        monkeypatch.setattr(module, "clock", lambda: now[0])
+
+    def work(seconds):
+        now[0] += seconds
 
     def report():
-        time.sleep(0.001)
-        statements.loop.timed("logging", time.sleep, 0.001)
+        work(1.0)
+        statements.loop.timed("logging", work, 3.0)
 
     exec(code, {"step": int, "report": report, NAME: statements})
     assert statements.kind(0) == "logging"
-    assert 0.3 < statements.own(0) < 0.7
+    assert statements.own(0) == 0.25
     assert statements.costly(lambda n: 1.0) == []  # the stopwatch knows it better
 
 
