@@ -208,7 +208,7 @@ def main() -> None:
     names = args.names or (clean if args.clean else list(planted.FAULTS))
     if args.mended:
         names = [f"{name}_mended" for name in names]
-    for name in args.names:
+    for name in names if args.names else ():
         results["scripts"].pop(name, None)
     examine_all(results, names, args.rounds)
     chosen = {name: results["scripts"][name] for name in names}

@@ -128,3 +128,21 @@ def test_rounds_are_run_until_there_are_enough(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": []})
     diagnose.examine_all(results, ["next_iter"], 1)
     assert len(results["scripts"]["next_iter"]["rounds"]) == 1
+
+
+def test_scripts_that_are_named_are_examined_anew_and_no_others(tmp_path, monkeypatch):
+    path = tmp_path / "diagnosed.json"
+    twin = "yaml_anomaly_mended"
+    scripts = {
+        name: {"digest": diagnose.digest(name), "rounds": [{"findings": [], "old": 1}]}
+        for name in ("yaml_anomaly", twin)
+    }
+    path.write_text(json.dumps({"scripts": scripts}))
+    monkeypatch.setattr(diagnose, "PATH", path)
+    monkeypatch.setattr(diagnose, "examine", lambda script: {"findings": []})
+    arguments = ["benchmarks.diagnose", "--mended", "yaml_anomaly"]
+    monkeypatch.setattr("sys.argv", arguments)
+    diagnose.main()
+    kept = json.loads(path.read_text())["scripts"]
+    assert kept["yaml_anomaly"] == scripts["yaml_anomaly"]
+    assert kept[twin]["rounds"] == [{"findings": []}]
