@@ -47,7 +47,9 @@ for run in json.loads(sys.argv[1]):
     if os.environ["RANK"] == "0":
         print("run", flush=True)
     example.main()
-destroy()  # or a thread of gloo's may abort the process at its end
+destroy()
+sys.stdout.flush()
+os._exit(0)  # torch's caches keep FSDP2's group: at exit its threads may abort
 """
 
 
