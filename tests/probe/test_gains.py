@@ -128,6 +128,16 @@ def test_events_lessen_the_gain_of_a_switch():
     assert found["save"].gain == pytest.approx(2, rel=0.03)
 
 
+def test_without_saves_the_steps_between_them_are_faster_too():
+    """A save of 10 ms in every second step of 10 ms; steps without saves take 8 ms."""
+    events = [["save", 0.01, step] for step in range(2, 81, 2)]
+    left_out = {"events": events, "steps_under": {"save": 20}}
+    found = gains_of(result({"save": 0.8}, **left_out))
+    assert found["save"].gain == pytest.approx(15 / 8, rel=0.03)
+    whole = result({"save": 0.8}, **left_out, runs=[[0, 100, True]])
+    assert gains_of(whole)["save"].gain == pytest.approx(15 / 8, rel=0.03)
+
+
 def test_event_before_the_first_step_is_preparation():
     assert "save" not in gains_of(result({}, events=[["save", 5.0, 0]])) or (
         gains_of(result({}, events=[["save", 5.0, 0]]))["save"].gain == 1

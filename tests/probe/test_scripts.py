@@ -191,6 +191,44 @@ def test_saving_is_found_and_nothing_is_saved(kind, script, tmp_path, monkeypatc
     assert snapshot(tmp_path) == before
 
 
+SAVES = """\
+import os
+import time
+import torch
+
+class Weights:
+    def __reduce__(self):
+        time.sleep(0.004)
+        os.environ["COLD"] = "1"
+        return (Weights, ())
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.008 if os.environ.pop("COLD", None) else 0.004)
+        return super().forward(x)
+
+model = Model(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10**6):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    torch.save(Weights(), {path})
+"""
+
+
+@pytest.mark.parametrize(
+    "path, gain", [("'last.pt'", 12 / 4), ("f'{step}.pt'", 12 / 8)]
+)
+def test_saves_that_slow_the_step_behind_them(path, gain, tmp_path):
+    """Files that nothing replaces may be read or removed: these are always written."""
+    script = tmp_path / "train.py"
+    script.write_text(SAVES.replace("{path}", path))
+    found = first(diagnose(str(script)))
+    assert (found.id, found.exact) == ("save", False)
+    assert found.gain == pytest.approx(gain, rel=0.2)
+
+
 GRAPHS = """\
 import time
 import torch

@@ -86,11 +86,13 @@ def _times(result: Result, kind: str, events: list[Any]) -> tuple[list[float], f
     whole = [(first, last) for first, last, ended in result["runs"] if ended]
     if whole:  # runs of the script to its end: how often is known
         inside = [e for e in events if any(a < e[2] <= b for a, b in whole)]
-        return times, len(inside) / max(1, sum(b - a for a, b in whole))
+        possible = sum(b - a for a, b in whole) * steps / max(1, result["steps"])
+        return times, len(inside) / max(1, possible)
     rate = len(events) / max(1, steps)
     if len(events) >= 2 and rate < _RARE:
         at = [step for _, _, step in events]
-        rate = (len(at) - 1) / max(1, at[-1] - at[0]) if at[-1] > at[0] else rate
+        if at[-1] > at[0] and steps == result["steps"]:
+            rate = (len(at) - 1) / (at[-1] - at[0])
     return times, rate
 
 
@@ -171,7 +173,10 @@ class Sample:
         ratio = self.ratio(name)
         if ratio is None:
             return None
-        return self.total() / max(1e-9, self.total() - self.step() * (1 - ratio))
+        saved = self.step() * (1 - ratio)
+        if not name.startswith("statement"):  # whose time is part of a step's
+            saved += self.cost(name)
+        return self.total() / max(1e-9, self.total() - saved)
 
     def gain_of_doubling(self) -> float | None:
         """A sample's time, against that in batches of twice the size.

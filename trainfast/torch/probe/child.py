@@ -29,6 +29,7 @@ from trainfast.torch.probe.loop import Loop, Switch, clock
 from trainfast.torch.probe.patches import Patched
 from trainfast.torch.probe.ranks import RankSchedule
 from trainfast.torch.probe.result import measured
+from trainfast.torch.probe.saves import NoSaves
 from trainfast.torch.probe.schedule import Schedule
 from trainfast.torch.probe.settings import settings
 from trainfast.torch.probe.statements import NAME, SkipStatement, Statements
@@ -49,6 +50,7 @@ def switches(names: list[str] | None) -> list[Switch]:
         training.NeededGradients(),
         training.TrimmedPadding(),
         training.NoAttentionWeights(),
+        NoSaves(),
         forward.ChannelsLast(),
         *settings(),
         forward.Float32(),

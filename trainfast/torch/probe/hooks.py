@@ -59,7 +59,7 @@ def install(loop: Loop, step_ended: Callable[[], None]) -> None:
     _hook_backward(loop, step_ended)
     if LoaderIterator is not None:
         _hook_loaders(loop)
-    torch.save = _timed(loop, "save", torch.save)
+    _hook_saves(loop)
     builtins.print = _timed(loop, "logging", builtins.print)
     logging.Logger._log = _timed(loop, "logging", logging.Logger._log)  # type: ignore
 
@@ -71,6 +71,17 @@ def _timed(loop: Loop, phase: str, original: Any) -> Any:
 
     timed.__wrapped__ = original  # type: ignore[attr-defined]
     return timed
+
+
+def _hook_saves(loop: Loop) -> None:
+    torchs = torch.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        loop.note("save")
+        return loop.switch.save(loop, torchs, args, kwargs)
+
+    save.__wrapped__ = torchs  # type: ignore[attr-defined]
+    torch.save = save
 
 
 def hook_loggers(loop: Loop) -> None:

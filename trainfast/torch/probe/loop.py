@@ -184,7 +184,8 @@ class Switch:
     Attributes:
         name: unique in a plan.
         warm: optimizer steps to drop after the switch has been entered.
-        settle: seconds to drop, too.
+        settle: seconds from then on in which steps are dropped, too, where a block may
+            wait (see `Schedule.may_wait`).
         by_name: tried only where a plan names it: it takes long, or needs a process of
             its own, because a mistake of the script under it could outlast it.
         skipped: the number of a statement that does not run.
@@ -224,3 +225,7 @@ class Switch:
 
     def step(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
+
+    def save(self, loop: Loop, original: Any, args: Any, kwargs: Any) -> Any:
+        """Calls torch.save, whose time is an event's."""
+        return loop.timed("save", original, *args, **kwargs)
