@@ -21,6 +21,9 @@ _PROBES_WITHOUT_GUESS = 8
 _STEPS = 3
 _AMP = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _GUESSES = 3  # estimates for the first guess
+# Of the budget, on the CPU: where heaps have other holes in each run of a process. A
+# size is chosen to take the first share, and good enough from the second on.
+_AIM, _ENOUGH = 0.985, 0.98
 
 
 def find_batch_size(
@@ -62,7 +65,8 @@ def find_batch_size(
         objective: "memory" for the largest batch, "throughput" for the smallest within
             3 % of the fastest.
         mode: "train", or "forward" for a forward pass without gradients.
-        target: the share of the memory that the batch may take, with the rest.
+        target: the share of the memory that the batch may take, with the rest. On the
+            CPU, where peaks differ from run to run, 98.5 % of it is aimed at.
         multiple: the answer is a multiple of it, unless only fewer samples fit.
         limit: bytes of memory; None: what is free, on the GPU or for this process. On
             the CPU sizes are approached from below, so that the system stays healthy.
@@ -152,7 +156,7 @@ class Guess(NamedTuple):
     slope: float
 
 
-def guess_size(runner: "_Runner", budget: float, multiple: int) -> Guess | None:
+def guess_size(runner: "_Runner", budget: int, multiple: int) -> Guess | None:
     """The first guess; None where the step cannot be estimated.
 
     The ranks of torch.distributed take the smallest of their guesses.
@@ -295,8 +299,9 @@ class _Search:
     ) -> None:
         self.runner, self.snapshot, self.progress = runner, snapshot, progress
         self.multiple, self.most = multiple, most
+        self.target = target
+        self.budget = self._budget()
         self.guess: Guess | None = None
-        self.budget = target * runner.meter.limit
         self.probes: list[Probe] = []
         self.notes: list[str] = []
 
@@ -329,6 +334,16 @@ class _Search:
             if size >= min(self.multiple, best):
                 self._fits(size)
 
+    def _budget(self) -> int:
+        """Bytes that a size may take: on the rank that has the fewest."""
+        budget = int(self.runner.meter.budget(self.target))
+        return lowest(budget) if is_distributed() else budget
+
+    @property
+    def aim(self) -> float:
+        """What the next size should take."""
+        return self.budget * (1 if self.runner.meter.cuda else _AIM)
+
     @property
     def good(self) -> dict[int, int]:
         """Peaks by size, of sizes that fit."""
@@ -343,6 +358,8 @@ class _Search:
         good = self.good
         low = max(good)
         above = [p for p in self.probes if p.size > low]
+        if not self.runner.meter.cuda and good[low] >= _ENOUGH * self.budget:
+            return None
         if above:
             size = self._between(low, good[low], min(above, key=lambda p: p.size))
         elif len(good) == 1:
@@ -354,8 +371,8 @@ class _Search:
                 slope = self.guess.slope  # small batches: the optimizer's step decides
             most = low * (1 << 10) if self.guess else 4 * low
             size = most
-            if slope * (most - low) > self.budget - good[low]:
-                size = int(low + (self.budget - good[low]) / slope)
+            if slope * (most - low) > self.aim - good[low]:
+                size = int(low + (self.aim - good[low]) / slope)
         size = min(size, self.most) // self.multiple * self.multiple
         if not above and low < 2 * self.multiple <= self.most:
             size = max(size, 2 * self.multiple)
@@ -366,7 +383,7 @@ class _Search:
         room = high.size - low
         step = int((low * high.size) ** 0.5) - low if high.size > 2 * low else room // 2
         if high.peak is not None:
-            step = int(room * (self.budget - peak) / (high.peak - peak))
+            step = int(room * (self.aim - peak) / (high.peak - peak))
         largest = high.size - self.multiple
         return min(max(low + step, low + self.multiple), largest)
 
@@ -385,6 +402,8 @@ class _Search:
             raise failed
         if worst is None and not ran_out:
             self.notes.append("another rank ran out of memory first")
+        if not self.probes:  # what the search holds is known now
+            self.budget = self._budget()
         self.probes.append(Probe(size, worst, rate))
         return worst is not None and worst <= self.budget
 

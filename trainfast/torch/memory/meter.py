@@ -19,6 +19,9 @@ _SECONDS = 0.005  # between two looks, where the kernel's mark cannot be reset
 class Meter:
     """Measures peaks against a limit.
 
+    On the CPU what the process has got between the making of the meter and the first
+    measurement does not count: a copy of the state, and what an estimate has imported.
+
     Args:
         device: the device of the training step.
         limit: bytes; None: what is there now, with what this process has already.
@@ -29,9 +32,16 @@ class Meter:
         self.device = device
         self.peak = 0
         self.clear()
-        if limit is None:
-            limit = self._free()
-        self.limit = limit
+        self._there = self._free()
+        self._before = 0 if self.cuda else resident_memory()
+        self._held = 0
+        self.limit = self._there if limit is None else limit
+
+    def budget(self, target: float) -> float:
+        """Bytes that a step may take: this share of the limit, and no more than there
+        are besides what the search holds."""
+        share = target * self.limit
+        return share if self.cuda else min(share, self._there - self._held)
 
     def _free(self) -> int:
         if self.cuda:
@@ -55,6 +65,8 @@ class Meter:
     def measured(self) -> Iterator[None]:
         """`peak` is the most that the block takes, this process's rest included."""
         self.clear()
+        if not self.cuda and not self._held:  # later a step's own code is there, too
+            self._held = max(0, resident_memory() - self._before)
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
@@ -72,16 +84,17 @@ class Meter:
             yield
         finally:
             found = re.search(r"^VmHWM:\s*(\d+) kB", read(_STATUS), re.MULTILINE)
-            self.peak = int(found[1]) << 10 if found else resident_memory()
+            mark = int(found[1]) << 10 if found else resident_memory()
+            self.peak = mark - self._held
 
     @contextlib.contextmanager
     def _sampled(self) -> Iterator[None]:
-        self.peak = resident_memory()
+        self.peak = resident_memory() - self._held
         ended = threading.Event()
 
         def look() -> None:
             while not ended.wait(_SECONDS):
-                self.peak = max(self.peak, resident_memory())
+                self.peak = max(self.peak, resident_memory() - self._held)
 
         watcher = threading.Thread(target=look, daemon=True)
         watcher.start()
