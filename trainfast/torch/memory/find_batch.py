@@ -69,7 +69,8 @@ def find_batch_size(
             CPU, where peaks differ from run to run, 98.5 % of it is aimed at.
         multiple: the answer is a multiple of it, unless only fewer samples fit.
         limit: bytes of memory; None: what is free, on the GPU or for this process. On
-            the CPU sizes are approached from below, so that the system stays healthy.
+            the CPU sizes are approached from below, so that the system stays healthy;
+            a copy of the state, which the search holds, comes on top.
         max_batch_size: the largest size to try.
         validation: makes the validation batch; None: `make_batch`.
         dataset_size: samples in the data set, to tell updates an epoch.

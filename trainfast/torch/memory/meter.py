@@ -35,6 +35,7 @@ class Meter:
         self._there = self._free()
         self._before = 0 if self.cuda else resident_memory()
         self._held = 0
+        self._begun = self.cuda
         self.limit = self._there if limit is None else limit
 
     def budget(self, target: float) -> float:
@@ -65,7 +66,8 @@ class Meter:
     def measured(self) -> Iterator[None]:
         """`peak` is the most that the block takes, this process's rest included."""
         self.clear()
-        if not self.cuda and not self._held:  # later a step's own code is there, too
+        if not self._begun:  # later a step's own code is there, too
+            self._begun = True
             self._held = max(0, resident_memory() - self._before)
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
