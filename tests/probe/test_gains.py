@@ -176,6 +176,19 @@ def test_statement_that_only_saves_is_the_save():
     assert found["save"].gain == pytest.approx(3, rel=0.05)
 
 
+def test_save_costs_all_of_its_statement():
+    """Of a step of 20 ms the save takes 8, and copying the weights for it 2."""
+    of_a_save = STATEMENT | {"kind": "save", "own": 0.2}
+    seen = [["save", 0.008, i] for i in range(1, 101)]
+    seen += [["statement 0", 0.01, i] for i in range(1, 101)]
+    watched = result({}, spread=0, step=0.012, events=seen, statements=[of_a_save])
+    unwatched = result({}, spread=0, step=0.012, events=seen[:100])
+    assert gains_of(unwatched)["save"].gain == pytest.approx(20 / 12)
+    assert gains_of(watched, unwatched)["save"].gain == pytest.approx(2)
+    saved_less = result({"save": 0.9}, spread=0, step=0.012, events=seen[:100])
+    assert gains_of(watched, saved_less)["save"].gain == pytest.approx(20 / 8.8)
+
+
 def test_doubled_batch_gains_what_does_not_grow():
     """A doubled batch takes 1.2 times the time of a single one: 2 / 1.2."""
     found = gains_of(result({"data": 1.0, "batch": 1.2}))["batch"]

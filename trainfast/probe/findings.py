@@ -4,7 +4,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainfast.probe.gains import Gain, Process, Result, Sample, interval
+from trainfast.probe.gains import WHOLE, Gain, Process, Result, Sample, interval
 
 LEAST = 1.15  # of a gain that is worth a finding
 LEAST_BOUND = 1.2  # of a bound, which no mending reaches
@@ -153,6 +153,8 @@ class Row:
 def rows(results: list[Result]) -> list[Row]:
     """What each switch and each kind of event gains, best first."""
     processes = [Process.of(result) for result in results]
+    for process in processes:  # what those with stopwatches at statements have seen
+        process.rest = {k: max(p.rest[k] for p in processes) for k in WHOLE}
     switches = {block[1] for result in results for block in result["blocks"]} - {"base"}
     events = {e[0] for r in results if r["blocks"] for e in r["events"]}
     found = []
@@ -184,11 +186,7 @@ def label(name: str, results: list[Result]) -> str:
 def _known_as_events(results: list[Result]) -> set[str]:
     """Statements that save or evaluate: these rows stand for them."""
     statements = [s for r in results for s in r.get("statements", ())]
-    return {
-        f"statement {s['number']}"
-        for s in statements
-        if s["kind"] in ("save", "evaluation")
-    }
+    return {f"statement {s['number']}" for s in statements if s["kind"] in WHOLE}
 
 
 def findings(rows: list[Row], results: list[Result], script: str) -> list[Finding]:

@@ -20,6 +20,7 @@ _MOST_DRAWN = 64  # times of a kind of event; if there are more, means of chunks
 _RARE = 0.5  # events a step, below which their distance says how often they happen
 # The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+WHOLE = ("save", "evaluation")  # events that go with all of their statements
 _IN_MOST_BLOCKS = 0.5  # statements a block, from which on the median block holds one
 
 Result = dict[str, Any]  # of a child
@@ -49,12 +50,15 @@ class Process:
             here, too.
         own: by statement, the share of its time without events inside of it.
         block_steps: steps of a block.
+        rest: by event, the other seconds a step of statements that are there for it: a
+            save's copies parameters, say.
     """
 
     rounds: list[dict[str, list[float]]]
     costs: dict[str, tuple[list[float], float]]
     own: dict[str, float]
     block_steps: int
+    rest: dict[str, float]
 
     @classmethod
     def of(cls, result: Result, column: int = 2) -> "Process":
@@ -73,7 +77,12 @@ class Process:
         for kind, events in by_kind.items():
             times, rate = _times(result, kind, events)
             costs[kind] = chunk_means(times), rate
-        return cls(list(rounds.values()), costs, own, result["block_steps"])
+        rest = dict.fromkeys(WHOLE, 0.0)
+        for s in result.get("statements", ()):
+            times, rate = costs.get(f"statement {s['number']}", ([], 0.0))
+            if s["kind"] in WHOLE and times:
+                rest[s["kind"]] += statistics.fmean(times) * rate * s["own"]
+        return cls(list(rounds.values()), costs, own, result["block_steps"], rest)
 
 
 def _times(result: Result, kind: str, events: list[Any]) -> tuple[list[float], float]:
@@ -175,7 +184,7 @@ class Sample:
             return None
         saved = self.step() * (1 - ratio)
         if not name.startswith("statement"):  # whose time is part of a step's
-            saved += self.cost(name)
+            saved += self.cost_with_rest(name)
         return self.total() / max(1e-9, self.total() - saved)
 
     def gain_of_doubling(self) -> float | None:
@@ -193,7 +202,10 @@ class Sample:
     def gain_of_event(self, kind: str) -> float:
         """Without this kind of event, or statement that was timed."""
         total = self.total()
-        return total / max(0.01 * total, total - self.cost(kind))
+        return total / max(0.01 * total, total - self.cost_with_rest(kind))
+
+    def cost_with_rest(self, kind: str) -> float:
+        return self.cost(kind) + self.processes[0].rest.get(kind, 0.0)
 
 
 def choose(items: Sequence[Any], draw: random.Random | None) -> Sequence[Any]:

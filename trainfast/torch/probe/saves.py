@@ -13,8 +13,8 @@ _MOST_STEPS = 10  # from one checkpoint to the next: a block holds some
 class NoSaves(Switch):
     """Leaves out the checkpoints that would replace a file.
 
-    The stopwatch knows what writing takes. The steps after it are slower, too: what is
-    written displaces the model from the caches, and moves where memory lies.
+    The stopwatch knows what writing takes. The steps after it can be slower, too: by
+    9 % in benchmarks/planted/best_checkpoint.py.
     """
 
     name = "save"  # as the event: in place of which this is reported
