@@ -1,6 +1,6 @@
 """What the probe's hooks cost a training step: the same loop with and without them.
 
-    python -m benchmarks.probe_hooks       # four minutes; --pairs 10 for a glance
+    python -m benchmarks.probe_hooks       # five minutes; --pairs 10 for a glance
 
 A character-level transformer of two sizes, fed by a DataLoader, logs its loss. With
 hooks its statements have stopwatches, too, as in a process of `diagnose --probe` that
@@ -41,7 +41,7 @@ from small_gpt import GPT, Corpus
 
 OUTPUT = Path(__file__).with_suffix(".json")
 CONTEXT, BATCH = 64, 8
-SIZES = {"small": (1, 32, 120), "medium": (4, 128, 20)}  # layers, width, steps a block
+SIZES = {"small": (1, 32, 240), "medium": (4, 128, 30)}  # layers, width, steps a block
 
 SCRIPT = """
 import torch.nn.functional as F

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainfast.torch.data.batches import tensors
 from trainfast.torch.probe import forward, loaders, training
+from trainfast.torch.probe.hooks import keep_batch
 from trainfast.torch.probe.loop import Loop
 from trainfast.torch.probe.settings import settings
 
@@ -570,3 +571,16 @@ def test_loop_without_an_optimizer_has_no_passes_to_tell_apart():
     loop.optimizers = []
     loop.order.extend([None, None, None])
     assert not training.NeededGradients().possible(loop, always)
+
+
+def test_first_batches_are_kept_and_one_that_cannot_be_copied_ends_it():
+    loop = Loop("script.py")
+    for number in range(10):
+        keep_batch(loop, (torch.full((2,), float(number)),))
+        assert loop.keeps_batches == (number < 7)
+    assert [batch[0][0] for batch in loop.batches] == list(range(8))
+
+    uncopied = Loop("script.py")
+    keep_batch(uncopied, torch.zeros(1))
+    keep_batch(uncopied, (line for line in "no copy"))
+    assert uncopied.batches == [] and not uncopied.keeps_batches

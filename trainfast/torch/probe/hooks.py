@@ -112,10 +112,9 @@ def _hook_optimizers(loop: Loop, step_ended: Callable[[], None]) -> None:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if "optimizer" in loop.phases:  # of an optimizer that calls another one
                 return hooked(optimizer, *args, **kwargs)
-            if not any(optimizer is known for known in loop.optimizers):
+            if optimizer not in loop.optimizers:
                 loop.optimizers.append(optimizer)
-            loop.evaluation_ends()
-            loop.note("optimizer")
+            loop.trains("optimizer")
             loop.order.append(optimizer)
             if optimizer is loop.optimizers[0] and loop.steps == 0:
                 loop.stack = loop.script_lines()
@@ -137,8 +136,7 @@ def _hook_backward(loop: Loop, step_ended: Callable[[], None]) -> None:
     torchs = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        loop.evaluation_ends()
-        loop.note("backward")
+        loop.trains("backward")
         loop.order.append(None)
         if loop.backward_began is None:
             loop.backward_began = clock()
@@ -200,14 +198,15 @@ def _hook_loaders(loop: Loop) -> None:
         loader = getattr(iterator, "_probe_loader", None)
         if loader is None or loop.in_evaluation(loader):
             return next_batch(iterator)
-        loop.evaluation_ends()
+        if loop.evaluating_since is not None:
+            loop.evaluation_ends()
         if iterator._probe_left == 0:  # an epoch keeps its length under every switch
             raise StopIteration
         starts, iterator._probe_starts = iterator._probe_starts, False
         phase = "worker-start" if starts else "data"
         batch = loop.timed(phase, loop.switch.next_batch, loop, iterator, next_batch)
         iterator._probe_left -= 1
-        if loop.switch.name == "base":
+        if loop.keeps_batches and loop.switch.name == "base":
             keep_batch(loop, batch)
         loop.arrived = clock()
         return batch
@@ -253,14 +252,16 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def keep_batch(loop: Loop, batch: Any) -> None:
-    """Keeps copies of the last few batches."""
-    if len(loop.batches) >= _MOST_BATCHES:
-        return
+    """Keeps copies of the first few batches."""
+    most = 0
     try:
-        if (len(loop.batches) + 1) * _bytes(batch) <= _MOST_BYTES or not loop.batches:
+        most = min(_MOST_BATCHES, max(1, _MOST_BYTES // max(1, _bytes(batch))))
+        if len(loop.batches) < most:
             loop.batches.append(copy.deepcopy(batch))
     except Exception:  # a batch that cannot be copied is not replaced
         loop.batches.clear()
+        most = 0
+    loop.keeps_batches = len(loop.batches) < most
 
 
 def _bytes(batch: Any) -> int:
@@ -299,8 +300,7 @@ def find_model(loop: Loop) -> None:
 
 def _model_called(loop: Loop, module: torch.nn.Module, args: Any = ()) -> None:
     if module.training and torch.is_grad_enabled():
-        loop.evaluation_ends()
-        loop.note("forward")
+        loop.trains("forward")
         if loop.loader is None:
             loop.arrived = clock()
     elif loop.in_evaluation() and loop.steps > 0:

@@ -29,6 +29,7 @@ class Loop:
         loader: the DataLoader that training batches come from.
         order: the last steps, by their optimizers, and backward passes (None).
         batches: copies of training batches, to use in place of the loader's.
+        keeps_batches: whether these are not all yet.
         steps: optimizer steps so far.
         seconds: time by phase ("data", "forward", "backward", "optimizer", and EVENTS),
             of the outermost phase only.
@@ -44,6 +45,7 @@ class Loop:
         self.switch = Switch()
         self.reset()
         self.batches: list[Any] = []
+        self.keeps_batches = True
         self.steps = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.event_total = 0.0  # seconds of all events that have ended
@@ -80,27 +82,33 @@ class Loop:
         """Calls a function; what it takes counts for the outermost phase alone."""
         if self.phases or (self.evaluating_since is not None and phase != "save"):
             return function(*args, **kwargs)
-        is_event = phase in EVENTS
         self.phases.append(phase)
-        if is_event:
-            self.synchronize()
+        if phase in EVENTS:
+            return self._timed_event(phase, function, args, kwargs)
         start = clock()
         try:
             return function(*args, **kwargs)
         finally:
-            if is_event:
-                self.synchronize()
+            self.seconds[phase] += clock() - start
+            self.counts[phase] += 1
+            self.phases.clear()
+
+    def _timed_event(self, phase: str, function: Any, args: Any, kwargs: Any) -> Any:
+        self.synchronize()
+        start = clock()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.synchronize()
             took = clock() - start
             self.phases.clear()
-            self._count(phase, took)
+            self._count_event(phase, took)
             if self.evaluating_since is not None:  # a save is no part of an evaluation
                 self.evaluating_since += took
 
-    def _count(self, name: str, took: float) -> None:
+    def _count_event(self, name: str, took: float) -> None:
         self.seconds[name] += took
         self.counts[name] += 1
-        if name not in EVENTS:
-            return
         self.event_total += took
         before = self.events[-1] if self.events else None
         if name == "worker-start" and before and before[::2] == (name, self.steps):
@@ -119,7 +127,14 @@ class Loop:
         if self.evaluating_since is not None:
             self.synchronize()
             since, self.evaluating_since = self.evaluating_since, None
-            self._count("evaluation", clock() - since)
+            self._count_event("evaluation", clock() - since)
+
+    def trains(self, phase: str) -> None:
+        """A phase of the step begins: no evaluation goes on."""
+        if self.evaluating_since is not None:
+            self.evaluation_ends()
+        if self.counts[phase] < _MOST_NOTES:
+            self.note(phase)
 
     def event_seconds(self) -> dict[str, float]:
         """Seconds of each kind of event so far, one that goes on included."""

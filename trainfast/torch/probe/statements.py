@@ -180,7 +180,7 @@ class Statements:
             before, after = self.events[1], loop.event_seconds()
             for name in EVENTS:
                 self.inside[number, name] += after[name] - before[name]
-        if self.version not in (-1, self._version()):
+        if self.version != -1 and self.version != self._version():
             self.updates.add(number)
 
     def leave_out_short_runs(self, step_seconds: float, steps: int) -> None:

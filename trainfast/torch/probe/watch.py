@@ -87,7 +87,7 @@ class Watch:
                 except StopIteration:
                     break
                 left -= 1
-                if self.report is None and type(loop.switch) is Switch:
+                if loop.keeps_batches and type(loop.switch) is Switch:
                     keep_batch(loop, batch)
                 yield batch
             ended = True
@@ -120,6 +120,7 @@ class Watch:
     def conclude(self) -> None:
         """Restores what was switched and makes the report."""
         self.give_up()
+        self.loop.keeps_batches = False
         result = measured(self.loop, self.schedule, [(0, self.loop.steps, False)])
         script = self.loop.script
         self.report = conclude(script, [result], {}, clock() - self.began)
