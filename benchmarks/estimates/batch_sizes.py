@@ -3,14 +3,15 @@
     python -m benchmarks.estimates.batch_sizes            ten models; writes the results
     python -m benchmarks.estimates.batch_sizes gpt bert   these, without writing
 
-The limit of a model is what a batch with about 2 GiB of activations takes: plain
-loops of one size each, in fresh processes, are searched for the largest that fits. The
-finder gets the same limit in a process of its own, with `multiple=1`. Its answer must
-fit into the limit in ten plain loops, too.
+The target of a model is what a batch with about 1 GiB of activations takes: plain
+loops of ten steps with one size each, in fresh processes, are searched for the largest
+that fits. A size fits if each of three processes stays below the target: of one size
+they differ by up to 5 %. The target is 90 % of the limit that the finder gets in a
+process of its own, with `multiple=1`. Its answer must fit into the limit in ten plain
+loops, too.
 """
 
 import argparse
-import itertools
 import json
 import time
 from pathlib import Path
@@ -28,8 +29,11 @@ NAMES = (
     *("mlp", "gpt", "gpt_bf16", "gpt_checkpointed", "unet", "transformer_encoder"),
     *("lstm", "bert", "llama", "vit"),
 )
-ACTIVATIONS = 2 << 30  # bytes, about, of the largest batch
-RUNS = 10  # of a plain loop at the answer
+ACTIVATIONS = 1 << 30  # bytes, about, of the largest batch
+STEPS = 10  # of a plain loop: after two the high-water mark still rises
+TRIES = 3  # plain loops of each size in the search
+RUNS = 10  # of them at the answer
+TARGET = 0.9  # of the limit: the finder's default
 
 
 def case(name: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -56,7 +60,7 @@ def usual_size(name: str) -> int:
 def plain(name: str, size: int) -> int:
     """The high-water mark of this process, with a loop of this size."""
     model, make_batch, options = case(name)
-    truth.steps(model, make_batch(size), options)
+    truth.steps(model, make_batch(size), options, count=STEPS)
     return truth.mark()
 
 
@@ -68,7 +72,7 @@ def found(name: str, limit: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     began = time.perf_counter()
     report = find_batch_size(
-        model, make_batch, optimizer, limit=limit, target=1.0, multiple=1, **options
+        model, make_batch, optimizer, limit=limit, target=TARGET, multiple=1, **options
     )
     return report.to_dict() | {"seconds": time.perf_counter() - began}
 
@@ -85,25 +89,27 @@ def in_child(part: str, name: str, number: int) -> Any:
     return truth.in_child(module, part, name, str(number))
 
 
+def peaks(name: str, size: int, runs: int) -> list[int]:
+    return [in_child("plain", name, size) for _ in range(runs)]
+
+
 def compared(name: str) -> dict[str, Any]:
     """The exhaustive search and the finder."""
     first, second = (n * usual_size(name) for n in (1, 4))
-    peaks = {n: in_child("plain", name, n) for n in (first, second)}
-    slope = max(1.0, (peaks[second] - peaks[first]) / (second - first))
-    size = int(ACTIVATIONS / slope)
-    step = max(1, size // 100)
-    peaks[size] = in_child("plain", name, size)
-    limit = int(peaks[size] + slope / 2)
-    for n in itertools.count(size + step, step):
-        peaks[n] = in_child("plain", name, n)
-        if peaks[n] > limit:
-            break
+    low, high = (max(peaks(name, n, 1)) for n in (first, second))
+    slope = max(1.0, (high - low) / (second - first))
+    largest = int(ACTIVATIONS / slope)
+    step = max(1, largest // 100)
+    fits = int(max(peaks(name, largest, TRIES)) + slope / 2)
+    while max(peaks(name, largest + step, TRIES)) <= fits:
+        largest += step
+    limit = int(fits / TARGET)
     report = in_child("found", name, limit)
     answer = report["batch_size"]
-    peaks_there = [in_child("plain", name, answer) for _ in range(RUNS)]
+    peaks_there = peaks(name, answer, RUNS)
     return {
         "limit": limit,
-        "largest": max(n for n, peak in peaks.items() if peak <= limit),
+        "largest": largest,
         "found": answer,
         "fits": sum(peak <= limit for peak in peaks_there),
         "highest": max(peaks_there),

@@ -12,14 +12,21 @@ import torch
 from benchmarks.estimates.models import MODELS, enlarged
 
 
-def steps(model: Any, batch: Any, options: dict[str, Any], device: str = "cpu") -> None:
-    """Two steps as a plain loop writes them; the batch may be on the CPU."""
+def steps(
+    model: Any,
+    batch: Any,
+    options: dict[str, Any],
+    device: str = "cpu",
+    *,
+    count: int = 2,
+) -> None:
+    """Steps as a plain loop writes them; the batch may be on the CPU."""
     loss_fn, step = options.get("loss_fn"), options.get("step")
     name, kwargs = options.get("optimizer", ("adamw", {}))
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer = kinds[name](model.parameters(), lr=1e-3, **kwargs)
     out = loss = None
-    for _ in range(2):
+    for _ in range(count):
         own = _copied(batch, device)
         half = options.get("amp") == "bf16"
         with torch.autocast(device, torch.bfloat16, enabled=half):

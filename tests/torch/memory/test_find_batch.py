@@ -329,3 +329,23 @@ def test_learning_rates():
         trainfast.scale_lr(1e-3, 8, 32, "cubic")
     with pytest.raises(ValueError, match="must be positive"):
         trainfast.scale_lr(1e-3, 0, 32)
+
+
+def test_a_size_runs_eight_steps_on_the_cpu_where_its_peak_rises_for_long():
+    model, optimizer = model_of()
+    sizes = []
+
+    def counted(n):
+        sizes.append(n)
+        return make_batch(n)
+
+    report = trainfast.find_batch_size(
+        model,
+        counted,
+        optimizer,
+        loss_fn=functional.mse_loss,
+        max_batch_size=16,
+        validation=make_batch,
+    )
+    for probe in report.probes:
+        assert sizes.count(probe.size) in (8, 9)  # one of a first size is estimated
