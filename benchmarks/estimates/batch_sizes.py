@@ -6,7 +6,7 @@
 The target of a model is what a batch with about 1 GiB of activations takes: plain
 loops of ten steps with one size each, in fresh processes, are searched for the largest
 that fits. A size fits if each of three processes stays below the target: of one size
-they differ by up to 5 %. The target is 90 % of the limit that the finder gets in a
+they differ by up to 7 %. The target is 90 % of the limit that the finder gets in a
 process of its own, with `multiple=1`. Its answer must fit into the limit in ten plain
 loops, too.
 """

@@ -189,6 +189,17 @@ def test_save_costs_all_of_its_statement():
     assert gains_of(watched, saved_less)["save"].gain == pytest.approx(20 / 8.8)
 
 
+def test_rare_evaluation_is_told_alike_by_processes_that_did_not_time_its_statement():
+    """1 s every 50 steps of 10 ms, in a statement that takes 0.8 s more."""
+    seen = [["evaluation", 1.0, step] for step in (50, 100)]
+    timed = [*seen, *(["statement 0", 1.8, step] for step in (50, 100))]
+    statement = STATEMENT | {"kind": "evaluation", "own": 0.8 / 1.8}
+    watched = result({}, spread=0, events=timed, statements=[statement])
+    unwatched = result({}, spread=0, events=seen)
+    found = gains_of(watched, unwatched)["evaluation"]
+    assert 1.5 < found.low <= found.gain <= found.high < 4.7  # 46 ms to 10 at most
+
+
 def test_doubled_batch_gains_what_does_not_grow():
     """A doubled batch takes 1.2 times the time of a single one: 2 / 1.2."""
     found = gains_of(result({"data": 1.0, "batch": 1.2}))["batch"]

@@ -50,8 +50,8 @@ class Process:
             here, too.
         own: by statement, the share of its time without events inside of it.
         block_steps: steps of a block.
-        rest: by event, the other seconds a step of statements that are there for it: a
-            save's copies parameters, say.
+        rest: by event, the other seconds a step of the statements that are there for
+            it, if the median block holds them: a save's copies parameters, say.
     """
 
     rounds: list[dict[str, list[float]]]
@@ -80,7 +80,8 @@ class Process:
         rest = dict.fromkeys(WHOLE, 0.0)
         for s in result.get("statements", ()):
             times, rate = costs.get(f"statement {s['number']}", ([], 0.0))
-            if s["kind"] in WHOLE and times:
+            in_a_block = rate * result["block_steps"]
+            if s["kind"] in WHOLE and in_a_block >= _IN_MOST_BLOCKS:
                 rest[s["kind"]] += statistics.fmean(times) * rate * s["own"]
         return cls(list(rounds.values()), costs, own, result["block_steps"], rest)
 
@@ -205,6 +206,7 @@ class Sample:
         return total / max(0.01 * total, total - self.cost_with_rest(kind))
 
     def cost_with_rest(self, kind: str) -> float:
+        """Seconds a step that are gained without this kind of event."""
         return self.cost(kind) + self.processes[0].rest.get(kind, 0.0)
 
 

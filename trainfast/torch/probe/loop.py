@@ -29,7 +29,7 @@ class Loop:
         loader: the DataLoader that training batches come from.
         order: the last steps, by their optimizers, and backward passes (None).
         batches: copies of training batches, to use in place of the loader's.
-        keeps_batches: whether these are not all yet.
+        keeps_batches: whether more copies are to be kept.
         steps: optimizer steps so far.
         seconds: time by phase ("data", "forward", "backward", "optimizer", and EVENTS),
             of the outermost phase only.
@@ -130,7 +130,7 @@ class Loop:
             self._count_event("evaluation", clock() - since)
 
     def trains(self, phase: str) -> None:
-        """A phase of the step begins: no evaluation goes on."""
+        """Ends an evaluation, and notes lines, as a phase of the step begins."""
         if self.evaluating_since is not None:
             self.evaluation_ends()
         if self.counts[phase] < _MOST_NOTES:
