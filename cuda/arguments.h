@@ -128,7 +128,7 @@ typedef struct {
 
 enum { EXPONENT_Q, EXPONENT_K, EXPONENT_V, EXPONENT_DOUT, EXPONENTS };
 enum { EXPONENT_PARTS = 32, EXPONENT_THREADS = 128 };
-enum { DELTA_THREADS = 128, POWERS_THREADS = 256 };
+enum { DELTA_ROWS = 64, DELTA_THREADS = 128, POWERS_THREADS = 256 };
 enum { FAR_ROWS = 64, FAR_THREADS = 128 };
 
 /* Exponents of one head of q: for dk and dv. */

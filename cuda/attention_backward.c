@@ -2,15 +2,16 @@
 #include "attention.h"
 
 static tfast_status
-launch_delta(const mma_call *call)
+launch_delta(const mma_call *call, int path)
 {
     const tfast_attention_args *args = &call->args;
-    const int64_t works = divided_up(args->n_q, tfast_kernel_rows(KERNEL_delta)) *
-                          args->heads * args->batch;
+    const int64_t works = divided_up(args->n_q, DELTA_ROWS) * args->heads * args->batch;
+    const int kernel =
+        tfast_mma_kernel(args, path, KERNEL_delta_mma_f16, KERNEL_delta_mma_bf16_as_f16,
+                         KERNEL_delta_mma_f16, KERNEL_delta_mma_bf16);
 
-    return works == 0
-               ? TFAST_OK
-               : LAUNCH(KERNEL_delta, blocks_of(works, 1 << 20), args->stream, *call);
+    return works == 0 ? TFAST_OK
+                      : LAUNCH(kernel, blocks_of(works, 1 << 20), args->stream, *call);
 }
 
 static tfast_status
@@ -45,7 +46,7 @@ prepare(const mma_call *call, int path)
     tfast_status status = tfast_mma_find_exponents(call, EXPONENTS);
 
     if (status == TFAST_OK) {
-        status = launch_delta(call);
+        status = launch_delta(call, path);
     }
     if (status == TFAST_OK) {
         status = launch_shares(call, path);

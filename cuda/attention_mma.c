@@ -124,7 +124,8 @@ tfast_mma_backward_call(const tfast_attention_args *args, int path)
         call.powers = (mma_head_powers *)(at + scratch.powers);
     }
     call.chunks = is_aligned(&args->q, 8) && is_aligned(&args->k, 8) &&
-                  is_aligned(&args->v, 8) && is_aligned(&args->dout, 8);
+                  is_aligned(&args->v, 8) && is_aligned(&args->out, 8) &&
+                  is_aligned(&args->dout, 8);
     call.whole = call.chunks && has_whole_chunks(args);
     call.pairs = is_aligned(&args->dq, 2) && is_aligned(&args->dk, 2) &&
                  is_aligned(&args->dv, 2);

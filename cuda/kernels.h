@@ -189,9 +189,14 @@
 #define SHARES_KERNEL(K, path, type)                                                   \
     K(path, shares_##path##_##type, mma_call, FAR_ROWS, FAR_THREADS, 0,                \
       attention_mma_shares<path_##path, type>)
+#define DELTA_KERNEL(K, path, type)                                                    \
+    K(path, delta_##type, mma_call, DELTA_ROWS, DELTA_THREADS, 0,                      \
+      attention_mma_delta<type>)
 #define KERNELS_OF_attention_rows(K)                                                   \
     K(75, exponents, exponents_call, 1, EXPONENT_THREADS, 0, attention_mma_exponents)  \
-    K(0, delta, mma_call, DELTA_THREADS / 32, DELTA_THREADS, 0, attention_mma_delta)   \
+    DELTA_KERNEL(K, 0, mma_f16)                                                        \
+    DELTA_KERNEL(K, 75, mma_bf16_as_f16)                                               \
+    DELTA_KERNEL(K, 80, mma_bf16)                                                      \
     K(75, powers, mma_call, 1, POWERS_THREADS, 0, attention_mma_powers)                \
     SHARES_KERNEL(K, 75, mma_f16)                                                      \
     SHARES_KERNEL(K, 75, mma_bf16_as_f16)                                              \

@@ -152,29 +152,6 @@ term_head(const attention_head &h, const int64_t *stride)
     return h.batch * stride[0] + h.head * stride[1];
 }
 
-/* ---- Rows' numbers --------------------------------------------------------------- */
-
-/* dout . out - dlse of one query, by `parts` threads: a power of two. */
-template <typename REAL>
-DEVICE REAL
-delta_of(const tfast_attention_args &args, const attention_head &h, int64_t query,
-         int part, int parts)
-{
-    const int64_t dout = query_row(args, h, args.dout, query);
-    const int64_t out = query_row(args, h, args.out, query);
-    const REAL *dlse = (const REAL *)args.dlse;
-    REAL sum = 0;
-
-    for (int d = part; d < args.dim_v; d += parts) {
-        sum = fused(read_element<REAL>(args.dout.data, args.dtype, dout + d),
-                    read_element<REAL>(args.out.data, args.dtype, out + d), sum);
-    }
-    for (int by = 1; by < parts; by *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, by);
-    }
-    return dlse == nullptr ? sum : sum - dlse[lse_row(args, h) + query];
-}
-
 /* ---- Scores ---------------------------------------------------------------------- */
 
 template <typename REAL>

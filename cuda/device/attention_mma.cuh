@@ -18,7 +18,7 @@
  * What the multiply-adds bound, at 4 (forward), 10 (backward) flops a score and dim and
  * dense float16 with float32 sums: T4 65, 3090 71, 4090 165, A100 312, H200 989
  * TFLOP/s; the backward makes 7 products where 5 are counted, so at most 5 / 7 of it.
- * mma.sync reaches about 60 % of H200's. None of it has been measured yet. */
+ * mma.sync reaches about 60 % of H200's. */
 #ifndef TFAST_ATTENTION_MMA_CUH
 #define TFAST_ATTENTION_MMA_CUH
 
@@ -114,6 +114,13 @@ gather_chunk(const uint16_t *from, int n)
         all.x = all.x << 16 | from[i];
     }
     return all;
+}
+
+/* Up to 8 of `left` elements. `chunks`: they begin at a multiple of 16 bytes. */
+DEVICE uint4
+read_chunk(const uint16_t *from, int left, bool chunks)
+{
+    return chunks && left >= 8 ? *(const uint4 *)from : gather_chunk(from, left);
 }
 
 /* Elements `column` and the next of a row. */
@@ -222,6 +229,16 @@ struct mma_tile {
                 left > 0 ? rows.n - row(0) : 0, left};
     }
 
+    /* From a part of a tile to that of the tile before it, `step` bytes on, which has
+     * all rows. */
+    DEVICE void step_back(mma_rows *part, int64_t step)
+    {
+        const int n = ROWS - (COLUMN ? row(0) : 0);
+
+        part->data = (uint16_t *)((char *)part->data + step);
+        part->n = !COLUMN || part->dims > 0 ? n : 0;
+    }
+
     /* The row and the chunk of chunk i, counted from a part's first. */
     DEVICE int part_row(int i) { return COLUMN ? i * APART : row(i); }
     DEVICE int part_chunk(int i) { return COLUMN ? 0 : chunk(i); }
@@ -277,8 +294,7 @@ struct mma_tile {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int left = row(i) < part.n ? part.dims - chunk(i) * 8 : 0;
-            staged[i] = whole && left >= 8 ? *(const uint4 *)source(part, i)
-                                           : gather_chunk(source(part, i), left);
+            staged[i] = read_chunk(source(part, i), left, whole);
         }
     }
 
@@ -329,8 +345,8 @@ struct mma_block {
     attention_head h;
     int64_t first, last;      /* its own rows: the last one too */
     int64_t k, v;             /* elements before the head's first key and value */
-    int begin, end;           /* tiles with a key that any query attends to */
-    int free_begin, free_end; /* tiles with keys that all queries attend to */
+    int begin, end;           /* the tiles that it walks over, from the last one on */
+    int free_begin, free_end; /* of these, where every query attends to every key */
     float unit;               /* what products of queries and keys are multiplied by */
     int exponent[EXPONENTS];  /* of the head's tensors, where they are scaled */
 };

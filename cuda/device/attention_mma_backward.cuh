@@ -1,7 +1,8 @@
 /* Attention backward by tensor cores, deterministic: one kernel owns queries and makes
  * dq, one owns keys and makes dk and dv of all heads that share them. Both make the
  * weights anew from lse. A warp owns 16 rows and walks over tiles of the other side's,
- * two stages deep.
+ * two stages deep, from the last one on: the tiles before it have all rows, so that
+ * their addresses are the last one's minus constants.
  *
  *            own rows    streamed   made
  *   dq       q, dout     k, v       dq  += ds k
@@ -12,7 +13,7 @@
 #ifndef TFAST_ATTENTION_MMA_BACKWARD_CUH
 #define TFAST_ATTENTION_MMA_BACKWARD_CUH
 
-#include "attention_mma_backward_tiles.cuh"
+#include "attention_mma_backward_scores.cuh"
 
 /* ---- A step: one tile of the other side's rows ----------------------------------- */
 
@@ -51,26 +52,58 @@ streamed_v(const tfast_attention_args &args, const attention_head &h, int tile)
                    : mma_keys(args, h, args.v, args.dim_v, first, S::STREAMED);
 }
 
-/* Begins to bring a step's tiles into a stage. */
+/* Finds what the thread fetches of any step. */
 template <typename PATH, typename S>
 DEVICE void
-fetch_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
-           const mma_backward_block &block, const mma_step &step, int stage)
+find_parts(mma_backward_thread<PATH, S> *own, const mma_call &call,
+           const mma_backward_block &block, const mma_step &step)
 {
+    typedef mma_tile<PATH, S::STREAMED, S::D, S::THREADS> tile_type;
     const tfast_attention_args &args = call.args;
     const attention_head h = head_of_step<S>(block, step);
+
+    own->u_part = tile_type::part_of(streamed_u<S>(args, h, step.tile));
+    own->v_part = tile_type::part_of(streamed_v<S>(args, h, step.tile));
+    if constexpr (S::KEYS) {
+        const int64_t query =
+            (int64_t)step.tile * S::STREAMED + threadIdx.x % S::STREAMED;
+        own->number_at = (int)threadIdx.x < S::STREAMED
+                             ? (const float *)args.lse + lse_row(args, h) + query
+                             : call.delta + number_row(args, h) + query;
+        own->has_number = (int)threadIdx.x < 2 * S::STREAMED && query < h.n_q;
+    }
+}
+
+/* From these to those of the step before it, of the same head. */
+template <typename PATH, typename S>
+DEVICE void
+step_parts_back(mma_backward_thread<PATH, S> *own, const tfast_attention_args &args)
+{
+    typedef mma_tile<PATH, S::STREAMED, S::D, S::THREADS> tile_type;
+    const int64_t u = S::KEYS ? args.q.row : args.k.row;
+    const int64_t v = S::KEYS ? args.dout.row : args.v.row;
+
+    tile_type::step_back(&own->u_part, -2 * S::STREAMED * u);
+    tile_type::step_back(&own->v_part, -2 * S::STREAMED * v);
+    if constexpr (S::KEYS) {
+        own->number_at -= S::STREAMED;
+        own->has_number = (int)threadIdx.x < 2 * S::STREAMED;
+    }
+}
+
+/* Begins to bring their tiles into a stage. */
+template <typename PATH, typename S>
+DEVICE void
+fetch_parts(mma_backward_thread<PATH, S> *own, bool whole, int stage)
+{
     const smem u_at = own->base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
 
-    own->u.fetch(u_at, streamed_u<S>(args, h, step.tile), call.whole);
-    own->v.fetch(u_at + S::TILE_BYTES, streamed_v<S>(args, h, step.tile), call.whole);
+    own->u.fetch_part(u_at, own->u_part, whole);
+    own->v.fetch_part(u_at + S::TILE_BYTES, own->v_part, whole);
     if constexpr (S::KEYS) {
-        const int i = threadIdx.x % S::STREAMED;
-        const int64_t query = (int64_t)step.tile * S::STREAMED + i;
-        const bool is_lse = (int)threadIdx.x < S::STREAMED;
-        own->number = is_lse ? INFINITY : 0;
-        if ((int)threadIdx.x < 2 * S::STREAMED && query < h.n_q) {
-            own->number = is_lse ? lse_of(args, h, query)
-                                 : call.delta[number_row(args, h) + query];
+        own->number = (int)threadIdx.x < S::STREAMED ? INFINITY : 0;
+        if (own->has_number) {
+            own->number = *own->number_at;
         }
     }
 }
@@ -87,195 +120,13 @@ land_step(mma_backward_thread<PATH, S> *own, const mma_backward_block &block, in
     own->v.template land<0, T>(
         u_at + S::TILE_BYTES, power_in<T>(block, S::KEYS ? EXPONENT_DOUT : EXPONENT_V));
     if constexpr (S::KEYS) {
-        const bool is_delta = (int)threadIdx.x >= S::STREAMED;
+        const float delta = T::SCALED ? own->number * block.delta : own->number;
         if ((int)threadIdx.x < 2 * S::STREAMED) {
             st_shared_f32(own->base + S::NUMBERS_AT +
                               (stage * 2 * S::STREAMED + (int)threadIdx.x) * 4,
-                          is_delta && T::SCALED ? own->number * block.delta
-                                                : own->number);
+                          (int)threadIdx.x < S::STREAMED ? usable_lse(own->number)
+                                                         : delta);
         }
-    }
-}
-
-/* lse (or delta, with `second`) of the queries of fragment n's columns. */
-template <typename S>
-DEVICE float2
-numbers_of(smem base, int stage, int n, int second)
-{
-    const int at = (stage * 2 + second) * S::STREAMED + fragment_column(n, 0);
-
-    return ld_shared_2f32(base + S::NUMBERS_AT + at * 4);
-}
-
-/* Whether some query of a tile may not look at some key of it. */
-template <typename S>
-DEVICE bool
-is_step_bounded(const tfast_attention_args &args, const mma_backward_block &block,
-                int tile)
-{
-    const attention_head &h = block.h;
-    const int64_t other = (int64_t)tile * S::STREAMED, end = other + S::STREAMED;
-    const int64_t query = S::KEYS ? other : block.first;
-    const int64_t last = S::KEYS ? (end < h.n_q ? end : h.n_q) - 1 : block.last;
-    const int64_t key = S::KEYS ? block.first : other;
-
-    return key < first_key(args, h, last) ||
-           key + (S::KEYS ? S::ROWS : S::STREAMED) > end_key(args, h, query);
-}
-
-/* ---- Weights and gradients of scores --------------------------------------------- */
-
-/* Products become weights: 0 where a query may not look. With softcap `slope` becomes
- * the derivative. */
-template <typename PATH, typename S>
-DEVICE void
-weigh_step(mma_scores<S> *s, mma_scores<S> *slope, const tfast_attention_args &args,
-           const mma_backward_block &block, const attention_head &h,
-           const mma_backward_thread<PATH, S> &own, int tile, int stage, bool bounded)
-{
-    constexpr int FRAGMENTS = S::STREAMED / 8;
-    [[maybe_unused]] constexpr int AT_ONCE =
-        S::OPTIONS ? mma_scores<S>::AT_ONCE : FRAGMENTS; /* of nvcc's pragma alone */
-    const int64_t row = block.first + warp_row<S>() + threadIdx.x % 32 / 4;
-    const int64_t column = (int64_t)tile * S::STREAMED;
-    const int64_t first = S::KEYS ? row : column; /* the keys' */
-    attention_reach reach[2] = {{0, S::STREAMED}, {0, S::STREAMED}};
-    float lse[2] = {own.lse[0], own.lse[1]};
-
-    for (int r = 0; !S::KEYS && bounded && r < 2; r++) {
-        reach[r] = reach_of(args, h, row + r * 8, first, S::STREAMED);
-    }
-#pragma unroll(AT_ONCE)
-    for (int n = 0; n < FRAGMENTS; n++) {
-        const int at = S::OPTIONS ? 0 : n; /* they take turns: see turn_fragments() */
-        if constexpr (S::KEYS) {
-            const float2 two = numbers_of<S>(own.base, stage, n, 0);
-            lse[0] = two.x;
-            lse[1] = two.y;
-            for (int c = 0; bounded && c < 2; c++) {
-                reach[c] = reach_of(args, h, column + fragment_column(n, c), first, 16);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int r = i / 2, c = i % 2, which = S::KEYS ? c : r;
-            const int64_t query =
-                S::KEYS ? column + fragment_column(n, c) : row + r * 8;
-            const int key = S::KEYS ? r * 8 : fragment_column(n, c);
-            const bool allowed = reach[which].first <= key && key < reach[which].end;
-            float *p = &s->at[at][i];
-            if constexpr (S::OPTIONS) {
-                attention_rule<float> rule = rule_of<float>(args, h);
-                rule.scale = block.unit;
-                const float score = allowed ? score_of(&slope->at[at][i], *p, args, h,
-                                                       rule, query, first + key)
-                                            : -INFINITY;
-                *p = score == -INFINITY ? 0 : exponential(score - lse[which]);
-            } else {
-                *p = allowed
-                         ? ex2_approx(fused(*p, block.unit, lse[which] * -1.44269504f))
-                         : 0;
-            }
-        }
-        if constexpr (S::OPTIONS) {
-            turn_fragments(s, 0);
-            turn_fragments(s, 2);
-            turn_fragments(slope, 0);
-            turn_fragments(slope, 2);
-        }
-    }
-}
-
-/* Makes the weights of far rows sum to 1, in blocks that own keys: see share_of().
- * Those that own queries have no need to before their sums are done. */
-template <typename PATH, typename S>
-DEVICE void
-share_step(mma_scores<S> *s, const mma_call &call, const attention_head &h,
-           const mma_backward_thread<PATH, S> &own, int tile, int stage)
-{
-    const int fragment = (int)threadIdx.x / 4 % (S::STREAMED / 8);
-    const float2 two = numbers_of<S>(own.base, stage, fragment, 0);
-
-    if (call.shares == nullptr || !__any_sync(~0u, is_far(two.x) || is_far(two.y))) {
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < S::STREAMED / 4; i++) {
-        const int64_t query =
-            (int64_t)tile * S::STREAMED + fragment_column(i / 2, i % 2);
-        const float share = share_at(call, h, query);
-        s->at[i / 2][i % 2] *= share;
-        s->at[i / 2][i % 2 + 2] *= share;
-    }
-}
-
-/* Which of a thread's elements dropout keeps: bit 4 n + i for element i of fragment n.
- */
-template <typename S>
-DEVICE uint32_t
-kept_elements(const tfast_attention_args &args, const mma_backward_block &block,
-              const attention_head &h, int tile)
-{
-    const attention_dropout dropout = dropout_of(args, h);
-    const int64_t row = block.first + warp_row<S>() + threadIdx.x % 32 / 4;
-    uint32_t kept = 0;
-
-#pragma unroll 1
-    for (int i = 0; i < S::STREAMED / 8; i++) { /* a block of 16 x 16's columns by 2 */
-        const int64_t column =
-            (int64_t)tile * S::STREAMED + fragment_column(i / 2 * 2, i % 2);
-        uint32_t word[4];
-        dropout_words(word, dropout, S::KEYS ? column : row, S::KEYS ? row : column);
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int r = e / 2 * 8, c = (int)threadIdx.x % 4 * 2 + i % 2 + e % 2 * 8;
-            const int g = (int)threadIdx.x % 32 / 4 + r;
-            const bool is = is_kept(word, dropout, S::KEYS ? c : g, S::KEYS ? g : c);
-            const int fragment = i / 2 * 2 + e % 2, element = e / 2 * 2 + i % 2;
-            kept |= (uint32_t)is << (fragment * 4 + element);
-        }
-    }
-    return kept;
-}
-
-/* Products of dout and v become gradients of what the softmax takes. */
-template <typename T, typename PATH, typename S>
-DEVICE void
-finish_step(mma_scores<S> *e, const mma_scores<S> &p,
-            const mma_backward_thread<PATH, S> &own, const mma_backward_block &block,
-            int stage, uint32_t kept)
-{
-#pragma unroll
-    for (int n = 0; n < S::STREAMED / 8; n++) {
-        float2 two = make_float2(0, 0);
-        if constexpr (S::KEYS) {
-            two = numbers_of<S>(own.base, stage, n, 1);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float delta =
-                S::KEYS ? (i % 2 == 0 ? two.x : two.y) : own.delta[i / 2];
-            float x = e->at[n][i];
-            if constexpr (S::OPTIONS || T::SCALED) {
-                x *= S::KEYS || !T::SCALED ? block.product : own.product[i / 2];
-                x = (kept >> (n * 4 + i) & 1) != 0 ? x : 0;
-            }
-            e->at[n][i] = p.at[n][i] == 0 ? 0 : p.at[n][i] * (x - delta);
-        }
-    }
-}
-
-/* These become gradients of products of query and key, but for scale. A slope may be
- * NaN where the gradient is 0. */
-template <typename S>
-DEVICE void
-bend_step(mma_scores<S> *e, const mma_scores<S> &slope,
-          const tfast_attention_args &args)
-{
-#pragma unroll
-    for (int i = 0; i < S::STREAMED / 2; i++) {
-        float *x = &e->at[i / 4][i % 4];
-        *x = args.softcap != 0 && *x != 0 ? *x * slope.at[i / 4][i % 4] : *x;
     }
 }
 
@@ -306,7 +157,14 @@ take_step(mma_backward_thread<PATH, S> *own, const mma_call &call,
     } else {
         multiply_own<PATH, T>(&s, own->x, own->base, own->reader, u_at);
     }
-    weigh_step(&s, &slope, args, block, h, *own, step.tile, stage, bounded);
+    if constexpr (S::OPTIONS) {
+        weigh_step_with_options(&s, &slope, args, block, h, *own, step.tile, stage);
+    } else {
+        weigh_step(&s, block, *own, stage);
+        if (bounded) {
+            bound_weights(&s, args, block, step.tile);
+        }
+    }
     if constexpr (S::KEYS) {
         if constexpr (S::OPTIONS) {
             share_step(&s, call, h, *own, step.tile, stage);
@@ -347,17 +205,18 @@ walk_steps(mma_backward_thread<PATH, S> *own, const mma_call &call,
            mma_backward_block *shared, char *base)
 {
     const mma_backward_block &block = *shared;
-    mma_step step = {0, block.begin};
+    mma_step step = {0, block.end - 1};
     int stage = 0;
 
-    fetch_step(own, call, block, step, stage);
+    find_parts(own, call, block, step);
+    fetch_parts(own, call.whole, stage);
     while (step.head < block.heads) {
         const bool bounded =
-            S::OPTIONS || is_step_bounded<S>(call.args, block, step.tile);
+            S::OPTIONS || step.tile < block.free_begin || step.tile >= block.free_end;
         const char *u_at = base + S::TILES_AT + stage * 2 * S::TILE_BYTES;
-        const bool last = step.tile + 1 == block.end;
-        const mma_step next = {step.head + last, last ? block.begin : step.tile + 1};
-        if (T::SCALED && S::KEYS && step.head > 0 && step.tile == block.begin) {
+        const bool last = step.tile == block.begin; /* of a head */
+        const mma_step next = {step.head + last, last ? block.end - 1 : step.tile - 1};
+        if (T::SCALED && S::KEYS && step.head > 0 && step.tile == block.end - 1) {
             __syncthreads(); /* nobody reads the last head's numbers any more */
             if (threadIdx.x < 32) {
                 begin_head<T, S>(shared, call, block.h.batch, block.h.head + step.head);
@@ -372,7 +231,12 @@ walk_steps(mma_backward_thread<PATH, S> *own, const mma_call &call,
         /* these tiles are there, and nobody reads another stage any more */
         const bool careful = __syncthreads_or(!finite) != 0;
         if (next.head < block.heads) {
-            fetch_step(own, call, block, next, stage ^ (S::STAGES - 1));
+            if (S::KEPT && (!S::KEYS || !last)) {
+                step_parts_back(own, call.args);
+            } else {
+                find_parts(own, call, block, next);
+            }
+            fetch_parts(own, call.whole, stage ^ (S::STAGES - 1));
         }
         take_step<PATH, T>(own, call, block, base, step, stage, bounded, careful);
         step = next;
@@ -514,6 +378,25 @@ store_own(const mma_backward_thread<PATH, S> &own, const mma_call &call,
     }
 }
 
+/* In which of the tiles every query may look at every key. */
+template <typename S>
+DEVICE void
+find_free_tiles(mma_backward_block *block, const tfast_attention_args &args)
+{
+    const attention_head &h = block->h;
+    const int64_t past = block->first + S::ROWS; /* the block's rows */
+    int64_t begin = first_key(args, h, block->last),
+            end = end_key(args, h, block->first);
+
+    if constexpr (S::KEYS) {
+        begin = first_query(args, h, past - 1);
+        end = past <= h.n_k ? end_query(args, h, block->first) : 0;
+        end += end == h.n_q ? S::STREAMED - 1 : 0; /* those past the last weigh 0 */
+    }
+    block->free_begin = (int)((begin + S::STREAMED - 1) / S::STREAMED);
+    block->free_end = (int)(end / S::STREAMED);
+}
+
 /* Which rows are the block's, and what it walks over; by its first warp. The tile of
  * rows with most to do comes first. */
 template <typename T, typename S>
@@ -538,6 +421,7 @@ begin_backward(mma_backward_block *block, const mma_call &call)
         block->h = h;
         block->first = first;
         block->last = last;
+        find_free_tiles<S>(block, args);
         block->heads = last >= first && begin < end ? (int)group : 0;
         block->begin = (int)(begin / S::STREAMED);
         block->end = (int)((end + S::STREAMED - 1) / S::STREAMED);

@@ -16,9 +16,8 @@
 
 /* What a block keeps in shared memory. */
 struct mma_backward_block : mma_block {
-    int heads;      /* that share its rows, all of which it walks over */
-    int begin, end; /* the tiles for each: the first, and one past the last */
-    float kept;     /* what dropout multiplies the others by */
+    int heads;  /* that share its rows: it walks over the tiles of each */
+    float kept; /* what dropout multiplies the others by */
     /* Powers of two, each 1 where the type is not scaled, the first two times kept. */
     float product; /* of products of dout and v; of the keys' kernel, as the next */
     float weight;  /* of weights that are summed */
@@ -36,6 +35,9 @@ struct mma_backward_shape {
     static constexpr int STREAMED =
         PAIRS || (D == 128 && (OPTIONS || !PATH::ASYNC)) ? 16 : 32;
     static constexpr int STAGES = D == 256 && KEYS && !PATH::ASYNC ? 1 : 2;
+    /* Whether there are registers to keep what the next step fetches. */
+    static constexpr bool KEPT =
+        PATH::ASYNC || !KEYS || !OPTIONS || (D > 32 && D < 192);
     static constexpr bool X = D <= 64 || (PAIRS && !KEYS), Y = X;
     /* Whose registers suffice for another block. */
     static constexpr bool SMALL = D == 32 || (D == 64 && !KEYS && PATH::ASYNC);
@@ -91,7 +93,10 @@ struct mma_backward_thread {
     smem base;
     float lse[2], delta[2], product[2]; /* of its own queries; delta is scaled */
     mma_tile<PATH, S::STREAMED, S::D, S::THREADS> u, v;
-    float number; /* of a streamed query, on its way */
+    mma_rows u_part, v_part; /* of the tiles to fetch next */
+    const float *number_at;  /* of a query of these, */
+    bool has_number;         /* if it is one and this thread brings its number, */
+    float number;            /* which is on its way */
     float dx[S::MADE / 8][4], dy[S::KEYS ? S::MADE / 8 : 1][4];
 };
 
@@ -150,11 +155,18 @@ begin_head(mma_backward_block *block, const mma_call &call, int64_t batch, int64
 
 /* lse so that whatever has none gets weight 0. */
 DEVICE float
+usable_lse(float lse)
+{
+    return lse == -INFINITY ? INFINITY : lse;
+}
+
+/* That of a query that may be past the last one. */
+DEVICE float
 lse_of(const tfast_attention_args &args, const attention_head &h, int64_t query)
 {
-    const float lse = ((const float *)args.lse)[lse_row(args, h) + query];
-
-    return lse == -INFINITY ? INFINITY : lse;
+    return query < h.n_q
+               ? usable_lse(((const float *)args.lse)[lse_row(args, h) + query])
+               : INFINITY;
 }
 
 /* The share of a query that may be past the last one. */

@@ -5,7 +5,7 @@
 #ifndef TFAST_ATTENTION_MMA_FAR_CUH
 #define TFAST_ATTENTION_MMA_FAR_CUH
 
-#include "attention_mma_backward.cuh"
+#include "attention_mma_backward_scores.cuh"
 
 /* A kernel that owns queries, as the others' shapes, of 16 dims at a time. */
 struct mma_far_shape {
@@ -64,7 +64,7 @@ sum_far(float sum[2], const mma_call &call, const mma_backward_block &block,
     for (; (int64_t)tile * S::STREAMED < end; tile++) {
         mma_scores<S> s = {}, slope;
         multiply_far<PATH, T>(&s, call, block, tile);
-        weigh_step(&s, &slope, args, block, block.h, own, tile, 0, true);
+        weigh_step_with_options(&s, &slope, args, block, block.h, own, tile, 0);
 #pragma unroll
         for (int i = 0; i < S::STREAMED / 2; i++) {
             sum[i % 4 / 2] += s.at[i / 4][i % 4];
@@ -89,7 +89,7 @@ find_shares(const mma_call &call, const attention_head &h, int64_t first)
     block.first = first;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        own.lse[r] = row + r * 8 < h.n_q ? lse_of(args, h, row + r * 8) : INFINITY;
+        own.lse[r] = lse_of(args, h, row + r * 8);
     }
     if (__any_sync(~0u, is_far(own.lse[0]) || is_far(own.lse[1]))) {
         if constexpr (T::SCALED) {

@@ -238,18 +238,6 @@ part_of_keys(const attention_head &h, const tfast_attention_rows &rows, int64_t 
         {(uint16_t *)data, rows.row, mma_left(h.n_k, first, S::STREAMED), (int)dims});
 }
 
-/* From a thread's part of a tile to that of the tile before it, `step` bytes on, which
- * has all rows. */
-template <typename S, typename TILE>
-DEVICE void
-step_back(mma_rows *part, int64_t step)
-{
-    const int n = S::STREAMED - (TILE::COLUMN ? TILE::row(0) : 0);
-
-    part->data = (uint16_t *)((char *)part->data + step);
-    part->n = !TILE::COLUMN || part->dims > 0 ? n : 0;
-}
-
 /* Begins to fetch the keys before those of `tile`, of which `k` is a thread's part. */
 template <typename S, typename TILE>
 DEVICE void
@@ -260,7 +248,7 @@ fetch_next(TILE *k_tile, mma_rows *k, smem to, const mma_call &call,
 
     if (tile > block.begin) {
         if constexpr (S::KEPT) {
-            step_back<S, TILE>(k, -2 * S::STREAMED * args.k.row);
+            TILE::step_back(k, -2 * S::STREAMED * args.k.row);
         } else {
             *k = part_of_keys<S, TILE>(block.h, args.k, block.k, args.dim, tile - 1);
         }
@@ -407,7 +395,7 @@ walk_keys(const mma_call &call, const mma_block &block,
         }
         v_tile.fetch_part(v_at, v, call.whole);
         if constexpr (S::KEPT) {
-            step_back<S, tile_type>(&v, -2 * S::STREAMED * args.v.row);
+            tile_type::step_back(&v, -2 * S::STREAMED * args.v.row);
         }
         multiply_keys<PATH, T>(s, own, keys);
         if constexpr (S::STAGES == 2 || !PATH::ASYNC) {

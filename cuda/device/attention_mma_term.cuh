@@ -185,7 +185,8 @@ walk_keys(mma_scores<S> *sums, mma_backward_thread<PATH, S> *own,
         }
         multiply_own<PATH, T>(&x, own->x, at, own->reader, at + S::TILE_BYTES);
         if (piece.number + 1 == before) {
-            weigh_step(&x, &slope, args, block, block.h, *own, piece.tile, 0, true);
+            weigh_step_with_options(&x, &slope, args, block, block.h, *own, piece.tile,
+                                    0);
             weights = x;
             x = {};
         }

@@ -2,6 +2,13 @@
  * rows that these need. */
 #include "attention_mma_far.cuh"
 
+/* Of a warp, each with chunks of 8 elements: so many share a row of at most 256. */
+DEVICE int
+lanes_of_row(int64_t dims)
+{
+    return dims > 128 ? 32 : dims > 64 ? 16 : dims > 32 ? 8 : 4;
+}
+
 /* ---- Exponents ------------------------------------------------------------------- */
 
 DEVICE const tfast_attention_rows &
@@ -33,10 +40,7 @@ largest_exponent(const mma_call &call, const attention_head &h, int tensor, int 
     const bool keys = is_of_keys(tensor);
     const int dims =
         (int)(tensor == EXPONENT_Q || tensor == EXPONENT_K ? args.dim : args.dim_v);
-    const int lane = threadIdx.x % 32, across = dims > 128  ? 32
-                                                : dims > 64 ? 16
-                                                : dims > 32 ? 8
-                                                            : 4;
+    const int lane = threadIdx.x % 32, across = lanes_of_row(dims);
     const int left = dims - lane % across * 8;
     const int64_t n = keys ? h.n_k : h.n_q, step = EXPONENT_PARTS * (32 / across);
     int64_t row = part * (32 / across) + lane / across;
@@ -46,8 +50,7 @@ largest_exponent(const mma_call &call, const attention_head &h, int tensor, int 
         const uint16_t *from =
             (const uint16_t *)array.data + lane % across * 8 +
             (keys ? key_row(args, h, array, row) : query_row(args, h, array, row));
-        const uint4 x =
-            call.chunks && left >= 8 ? *(const uint4 *)from : gather_chunk(from, left);
+        const uint4 x = read_chunk(from, left, call.chunks);
         largest = larger_exponent(larger_exponent(largest, x.x), x.y);
         largest = larger_exponent(larger_exponent(largest, x.z), x.w);
     }
@@ -101,63 +104,117 @@ root_exponent(int64_t n)
     return n <= 1 ? 0 : n <= 4 ? 1 : n <= 16 ? 2 : n <= 64 ? 3 : 4;
 }
 
-/* The bound of a query's gradients of scores; by a whole warp. The row's norm is that
- * of dout as it is multiplied: what float16 makes 0 does not count. */
-DEVICE int
-bound_of(const mma_call &call, const attention_head &h, int64_t query, float delta)
-{
-    const tfast_attention_args &args = call.args;
-    const int dout =
-        read_exponent(call.exponents, args, EXPONENT_DOUT, h.batch, h.head);
-    const int v = read_exponent(call.exponents, args, EXPONENT_V, h.batch, h.head);
-    const int64_t row = query_row(args, h, args.dout, query);
-    const float power = power_of(dout);
-    float sum = 0;
+/* The exponents of dout and v of a head. */
+struct mma_exponents {
+    int dout, v;
+};
 
-    for (int d = threadIdx.x % 32; d < args.dim_v; d += 32) {
-        const float x =
-            read_element<float>(args.dout.data, TFAST_BF16, row + d) * power;
-        sum = fused(x, x, sum);
-    }
-    for (int by = 1; by < 32; by *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, by);
-    }
+/* The bound of a query's gradients of scores, from the sum of the squares of its dout
+ * as it is multiplied: what float16 makes 0 does not count. */
+DEVICE int
+bound_of(const tfast_attention_args &args, const attention_head &h,
+         const mma_exponents &of, float squares, float delta)
+{
     const int kept =
         args.dropout_p > 0 ? exponent_above((float)dropout_of(args, h).scale) : 0;
-    const int product = exponent_above(sqrtf(sum)) + (dout - 142) + (v - 126) +
-                        root_exponent(args.dim_v) + kept;
+    const int product = exponent_above(sqrtf(squares)) + (of.dout - 142) +
+                        (of.v - 126) + root_exponent(args.dim_v) + kept;
     const int other = exponent_above(delta);
 
     return (int)clamped((product > other ? product : other) + 1, LEAST_BOUND,
                         MOST_BOUND);
 }
 
-/* A warp a query; blocks go on until all rows of all heads are done. */
+/* Sums over some of a query's dims: of dout . out, and of squares as above. */
+struct row_sums {
+    float products, squares;
+};
+
+template <typename T>
+DEVICE row_sums
+sums_of_chunk(const uint4 &dout, const uint4 &out, float power)
+{
+    const raw_vector x = {{dout.x, dout.y, dout.z, dout.w}};
+    const raw_vector y = {{out.x, out.y, out.z, out.w}};
+    float products[4] = {0, 0, 0, 0}; /* short sums are rounded less */
+    float squares = 0;
+
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        const float element = get_element(x, T::DTYPE, e), scaled = element * power;
+        products[e % 4] = fused(element, get_element(y, T::DTYPE, e), products[e % 4]);
+        squares = fused(scaled, scaled, squares);
+    }
+    return {(products[0] + products[1]) + (products[2] + products[3]), squares};
+}
+
+/* Those of whole rows, from a lane's. */
+template <typename T>
+DEVICE row_sums
+sums_of_lanes(row_sums sums, int lanes)
+{
+    for (int by = 1; by < lanes; by *= 2) {
+        sums.products += __shfl_xor_sync(~0u, sums.products, by);
+        if constexpr (T::SCALED) {
+            sums.squares += __shfl_xor_sync(~0u, sums.squares, by);
+        }
+    }
+    return sums;
+}
+
+/* Of DELTA_ROWS queries from `first` on; by a block. */
+template <typename T>
+DEVICE void
+find_delta(const mma_call &call, const attention_head &h, int64_t first)
+{
+    const tfast_attention_args &args = call.args;
+    const int across = lanes_of_row(args.dim_v), column = threadIdx.x % across * 8;
+    const int left = (int)args.dim_v - column;
+    const float *dlse = (const float *)args.dlse;
+    mma_exponents of = {};
+
+    if constexpr (T::SCALED) {
+        of.dout = read_exponent(call.exponents, args, EXPONENT_DOUT, h.batch, h.head);
+        of.v = read_exponent(call.exponents, args, EXPONENT_V, h.batch, h.head);
+    }
+    for (int r = threadIdx.x / across; r < DELTA_ROWS; r += DELTA_THREADS / across) {
+        const int64_t query = first + r;
+        row_sums sums = {0, 0};
+        if (query < h.n_q && left > 0) {
+            const uint16_t *dout = (const uint16_t *)args.dout.data + column +
+                                   query_row(args, h, args.dout, query);
+            const uint16_t *out = (const uint16_t *)args.out.data + column +
+                                  query_row(args, h, args.out, query);
+            sums = sums_of_chunk<T>(read_chunk(dout, left, call.chunks),
+                                    read_chunk(out, left, call.chunks),
+                                    T::SCALED ? power_of(of.dout) : 1);
+        }
+        sums = sums_of_lanes<T>(sums, across);
+        if (query < h.n_q && column == 0) {
+            const float delta =
+                sums.products - (dlse == nullptr ? 0 : dlse[lse_row(args, h) + query]);
+            const int64_t row = number_row(args, h) + query;
+            call.delta[row] = delta;
+            if constexpr (T::SCALED) {
+                call.bounds[row] = bound_of(args, h, of, sums.squares, delta);
+            }
+        }
+    }
+}
+
+/* Blocks go on until all rows of all heads are done. */
+template <typename T>
 TFAST_KERNEL(DELTA_THREADS, 4)
 attention_mma_delta(const __grid_constant__ mma_call call)
 {
     const tfast_attention_args &args = call.args;
-    const int64_t heads = args.heads * args.batch, warps = DELTA_THREADS / 32;
-    const int64_t rows = (args.n_q + warps - 1) / warps;
+    const int64_t tiles = (args.n_q + DELTA_ROWS - 1) / DELTA_ROWS;
 
-    for (int64_t i = blockIdx.x; i < heads * rows; i += gridDim.x) {
-        const int64_t query = i % rows * warps + threadIdx.x / 32, head = i / rows;
+    for (int64_t i = blockIdx.x; i < tiles * args.heads * args.batch; i += gridDim.x) {
+        const int64_t head = i / tiles;
         const attention_head h =
             attention_head_of(args, head / args.heads, head % args.heads);
-        if (query < h.n_q) {
-            const float delta =
-                delta_of<float>(args, h, query, (int)threadIdx.x % 32, 32);
-            const int64_t row = number_row(args, h) + query;
-            if (threadIdx.x % 32 == 0) {
-                call.delta[row] = delta;
-            }
-            if (call.bounds != nullptr) {
-                const int bound = bound_of(call, h, query, delta);
-                if (threadIdx.x % 32 == 0) {
-                    call.bounds[row] = bound;
-                }
-            }
-        }
+        find_delta<T>(call, h, i % tiles * DELTA_ROWS);
     }
 }
 

@@ -70,6 +70,7 @@ PLAIN, PLAIN_FORWARD = "attention_plain.cuh", "attention_plain_forward.cuh"
 PLAIN_BACKWARD, HEAD = "attention_plain_backward.cuh", "attention_head.cuh"
 MMA, FORWARD = "attention_mma.cuh", "attention_mma_forward.cuh"
 BACKWARD, DECODE = "attention_mma_backward.cuh", "attention_decode.cuh"
+SCORES = "attention_mma_backward_scores.cuh"
 MMA_TERM = "attention_mma_term.cuh"
 ADAMW, AMP = "adamw_kernel.cuh", "amp_kernel.cuh"
 HOST_MMA, LAUNCHES, DRIVER = "attention_mma.c", "launch.c", "driver.c"
@@ -407,7 +408,7 @@ FAULTS = {
     ),
     "number of a query past the end read": Fault(
         BACKWARD,
-        "2 * S::STREAMED && @query < h.n_q@)",
+        "2 * S::STREAMED && @query < h.n_q@;",
         "query <= h.n_q",
         "address",
         BOUNDS,
@@ -421,7 +422,7 @@ FAULTS = {
     ),
     "delta of a query past the end made": Fault(
         "attention_rows.cu",
-        "if (@query < h.n_q@) { const float delta",
+        "if (@query < h.n_q@ && left > 0)",
         "query <= h.n_q",
         "address",
         BOUNDS,
@@ -434,34 +435,34 @@ FAULTS = {
         DIFFERS,
     ),
     "step's numbers from the other stage": Fault(
-        BACKWARD,
+        SCORES,
         "(@stage * 2 + second@) * S::STREAMED + fragment",
         "(stage ^ 1) * 2 + second",
         "plain",
         DIFFERS,
     ),
     "step's tiles brought where they are read": Fault(
-        BACKWARD, "next, @stage ^ (S::STAGES - 1)@);", "stage", "thread", RACE
+        BACKWARD, "whole, @stage ^ (S::STAGES - 1)@);", "stage", "thread", RACE
     ),
     "step's head always the first": Fault(
         BACKWARD, "h.head += S::KEYS ? @step.head@ : 0;", "0", "plain", DIFFERS
     ),
     "step's bounds ignored": Fault(
         BACKWARD,
-        "return @key < first_key(args, h, last)@ ||",
+        "S::OPTIONS || @step.tile < block.free_begin@ ||",
         "false",
         "plain",
         DIFFERS,
     ),
     "step's last keys taken for in bounds": Fault(
         BACKWARD,
-        "@key + (S::KEYS ? S::ROWS : S::STREAMED) > end_key(args, h, query)@;",
+        "@step.tile >= block.free_end@;",
         "false",
         "plain",
         DIFFERS,
     ),
     "slope of the softcap left out": Fault(
-        BACKWARD, "? @*x * slope.at[i / 4][i % 4]@ : *x", "*x", "plain", DIFFERS
+        SCORES, "? @*x * slope.at[i / 4][i % 4]@ : *x", "*x", "plain", DIFFERS
     ),
     "power of two not given back": Fault(
         "attention_mma_scale.cuh", "@exponent - 15@)", "exponent - 14", "plain", DIFFERS
