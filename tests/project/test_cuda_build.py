@@ -393,19 +393,16 @@ def test_kernel_has_one_name_for_all_architectures():
 
 # ---- What ptxas said of the kernels --------------------------------------------------
 
-# These hold up to 256 dims in registers, in float64 too, and are none of the fast ones.
-SLOW = re.compile("plain")
-# Bytes, by NVRTC 12.9: these fill all 255 registers, and amp the 80 that let three
-# blocks run on a multiprocessor.
-SPILLED = {("75", "backward_75_mma_bf16_as_f16_256_1_1"): 8, ("120", "amp"): 8}
-# Around calls of the loops for the usual slots, whose own registers are enough, and in
-# the loop for any slot.
-for arch, most in (("75", 244), ("80", 244), ("90", 308), ("120", 168)):
-    SPILLED[arch, "adamw_BLOCKS"] = most
-for dtype in ("f16", "bf16"):
-    SPILLED["120", f"forward_80_mma_{dtype}_192_0"] = 24
-    SPILLED["120", f"forward_80_mma_{dtype}_192_1"] = 8
-    SPILLED["120", f"forward_80_mma_{dtype}_256_1"] = 144
+# Architectures and kernels that keep something there, and why. The bytes are bounded by
+# cuda/sass.json.
+SLOW = {
+    ".* plain_.*": "up to 256 dims in registers, in float64 too; none of the fast ones",
+    ".* adamw_BLOCKS": "around calls of the loops for the usual slots, whose own "
+    "registers are enough, and in the loop for any slot",
+    "75 backward_75_mma_bf16_as_f16_256_1_1": "8 bytes: it fills all 255 registers",
+    "120 forward_80_mma_.*_(192|256)_[01]": "the compiler needs more registers there",
+    "120 amp": "the same: 8 bytes, with the 80 that let three blocks run at a time",
+}
 
 
 def test_kernels_keep_nothing_in_local_memory():
@@ -420,7 +417,7 @@ def test_kernels_keep_nothing_in_local_memory():
     assert all(archs.values())
     for arch, kernels in archs.items():
         for id, had in kernels.items():
-            if not SLOW.match(id):
+            assert had["shared"] <= 48 << 10, f"{id} for sm_{arch}"
+            if not any(re.fullmatch(name, f"{arch} {id}") for name in SLOW):
                 local = max(had["stack"], had["spill_stores"], had["spill_loads"])
-                assert local <= SPILLED.get((arch, id), 0), f"{id} for sm_{arch}"
-                assert had["shared"] <= 48 << 10, f"{id} for sm_{arch}"
+                assert local == 0, f"{id} for sm_{arch}"
