@@ -74,7 +74,7 @@ def finding(kind, line, gain, exact=False):
 
 def rounds(found, mending):
     """As many as there are findings, each with its first one and the seconds."""
-    return {"rounds": [{"findings": [f], "mending": mending} for f in found]}
+    return {"rounds": [{"findings": [f], "mending": [mending]} for f in found]}
 
 
 def test_score_compares_with_mending_or_with_the_probes_own_cure():
@@ -99,7 +99,7 @@ def test_score_compares_with_mending_or_with_the_probes_own_cure():
 
 def test_prediction_is_compared_with_the_median_over_all_rounds():
     script = rounds([finding("data", 1, 2.0, True)] * 3, {"slow": 6.0, "mended": 3.0})
-    script["rounds"][0]["mending"] = {"slow": 60.0, "mended": 3.0}
+    script["rounds"][0]["mending"] = [{"slow": 60.0, "mended": 3.0}]
     bound = rounds([finding("save", 1, 2.0)], {"slow": 6.0, "mended": 3.0})
     (line,) = diagnose._errors({"best_checkpoint": bound, "image_folder": script})
     assert "3, median error 0%, 90th percentile 0%" in line
@@ -119,7 +119,7 @@ def test_rounds_are_run_until_there_are_enough(tmp_path, monkeypatch):
     script, clean = kept["next_iter"]["rounds"], kept["clean/conv_vae"]["rounds"]
     assert [diagnose.first_of(entry) for entry in script] == ["data", "data", "none"]
     assert diagnose.agreeing(script) == 1
-    assert script[0]["mending"] == {"slow": 9.0, "mended": 16.0}
+    assert script[0]["mending"] == [{"slow": 9.0, "mended": 16.0}] * diagnose.PAIRS
     assert "mending" not in clean[0]
     assert "With a finding: 0 of 2 runs." in diagnose.verdicts(
         {"clean": kept["clean/conv_vae"]}
