@@ -52,7 +52,7 @@ streamed_v(const tfast_attention_args &args, const attention_head &h, int tile)
                    : mma_keys(args, h, args.v, args.dim_v, first, S::STREAMED);
 }
 
-/* Finds what the thread fetches of any step. */
+/* Finds the thread's parts of a step's tiles. */
 template <typename PATH, typename S>
 DEVICE void
 find_parts(mma_backward_thread<PATH, S> *own, const mma_call &call,
@@ -74,7 +74,7 @@ find_parts(mma_backward_thread<PATH, S> *own, const mma_call &call,
     }
 }
 
-/* From these to those of the step before it, of the same head. */
+/* Moves them to the tiles before, of the same head. */
 template <typename PATH, typename S>
 DEVICE void
 step_parts_back(mma_backward_thread<PATH, S> *own, const tfast_attention_args &args)
@@ -91,7 +91,7 @@ step_parts_back(mma_backward_thread<PATH, S> *own, const tfast_attention_args &a
     }
 }
 
-/* Begins to bring their tiles into a stage. */
+/* Begins to copy them into a stage. */
 template <typename PATH, typename S>
 DEVICE void
 fetch_parts(mma_backward_thread<PATH, S> *own, bool whole, int stage)

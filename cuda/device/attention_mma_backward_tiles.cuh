@@ -93,10 +93,10 @@ struct mma_backward_thread {
     smem base;
     float lse[2], delta[2], product[2]; /* of its own queries; delta is scaled */
     mma_tile<PATH, S::STREAMED, S::D, S::THREADS> u, v;
-    mma_rows u_part, v_part; /* of the tiles to fetch next */
-    const float *number_at;  /* of a query of these, */
-    bool has_number;         /* if it is one and this thread brings its number, */
-    float number;            /* which is on its way */
+    mma_rows u_part, v_part; /* this thread's parts of the tiles to fetch next */
+    const float *number_at;  /* lse or delta of one of their queries */
+    bool has_number;         /* whether this thread fetches it */
+    float number;            /* the one that it has fetched */
     float dx[S::MADE / 8][4], dy[S::KEYS ? S::MADE / 8 : 1][4];
 };
 

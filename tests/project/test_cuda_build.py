@@ -4,6 +4,7 @@ skipped, and fails with TRAINFAST_CUDA=1."""
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -393,15 +394,19 @@ def test_kernel_has_one_name_for_all_architectures():
 
 # ---- What ptxas said of the kernels --------------------------------------------------
 
-# Architectures and kernels that keep something there, and why. The bytes are bounded by
-# cuda/sass.json.
+# Architectures and kernels that use local memory: how many bytes at most, and why.
+BLOCKS = "around calls of the loops for the usual slots, and in the loop for any slot"
+REGISTERS = "the compiler needs more registers on sm_120"
 SLOW = {
-    ".* plain_.*": "up to 256 dims in registers, in float64 too; none of the fast ones",
-    ".* adamw_BLOCKS": "around calls of the loops for the usual slots, whose own "
-    "registers are enough, and in the loop for any slot",
-    "75 backward_75_mma_bf16_as_f16_256_1_1": "8 bytes: it fills all 255 registers",
-    "120 forward_80_mma_.*_(192|256)_[01]": "the compiler needs more registers there",
-    "120 amp": "the same: 8 bytes, with the 80 that let three blocks run at a time",
+    ".* plain_.*": (math.inf, "up to 256 dims in registers, in float64 too"),
+    "(75|80) adamw_BLOCKS": (244, BLOCKS),
+    "90 adamw_BLOCKS": (308, BLOCKS),
+    "120 adamw_BLOCKS": (168, BLOCKS),
+    "75 backward_75_mma_bf16_as_f16_256_1_1": (8, "it fills all 255 registers"),
+    "120 forward_80_mma_.*_192_0": (24, REGISTERS),
+    "120 forward_80_mma_.*_192_1": (8, REGISTERS),
+    "120 forward_80_mma_.*_256_1": (144, REGISTERS),
+    "120 amp": (8, "with 80 registers three blocks run on a multiprocessor"),
 }
 
 
@@ -418,6 +423,6 @@ def test_kernels_keep_nothing_in_local_memory():
     for arch, kernels in archs.items():
         for id, had in kernels.items():
             assert had["shared"] <= 48 << 10, f"{id} for sm_{arch}"
-            if not any(re.fullmatch(name, f"{arch} {id}") for name in SLOW):
-                local = max(had["stack"], had["spill_stores"], had["spill_loads"])
-                assert local == 0, f"{id} for sm_{arch}"
+            local = max(had["stack"], had["spill_stores"], had["spill_loads"])
+            of = [SLOW[name][0] for name in SLOW if re.fullmatch(name, f"{arch} {id}")]
+            assert local <= max(of, default=0), f"{id} for sm_{arch}"
