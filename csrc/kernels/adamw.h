@@ -118,7 +118,7 @@ adamw_loop(const tfast_adamw_slot *slots, const tfast_adamw_extra *extras,
     for (int64_t i = first; i < first + n; i += vectors * VR_WIDTH) {
         vr params[2], grads[2], avgs[2], avg_sqs[2];
 
-        if (i + ahead(dtype) < first + n) {
+        if (i + ahead(dtype) < slot.numel) {
             adamw_prefetch(&slot, &extra, i, dtype, grad_dtype, state, plain);
         }
         vectors_read(params, slot.param, dtype, i, vectors);
@@ -294,6 +294,7 @@ slot_from(const tfast_adamw_slot *slot, int64_t first)
         slot->max_exp_avg_sq != NULL ? TFAST_CODE_SCALES_AMSGRAD : TFAST_CODE_SCALES;
     tfast_adamw_slot part = *slot;
 
+    part.numel = slot->numel - first;
     part.param = element(slot->param, slot->param_dtype, first);
     part.grad = element(slot->grad, slot->grad_dtype, first);
     if (codes) {

@@ -19,11 +19,11 @@ enum {
 static inline __attribute__((always_inline)) void
 decode_signed(real *tile, const uint8_t *codes, int n, const float *scales)
 {
-    const vr step = vr_set1(scales[0]), bias = vr_set1(128);
+    const vr step = vr_set1(scales[0]), zero = vr_set1(-128 * scales[0]);
     const vr least = vr_set1(CODE_LEAST_2);
 
     for (int i = 0; i < n; i += VR_WIDTH) {
-        const vr root = vr_mul(vr_sub(vr_load_u8(codes + i), bias), step);
+        const vr root = vr_fma(vr_load_u8(codes + i), step, zero); /* rounded once */
         const vr size = vr_bits_up(vr_add(vr_abs(root), least), 1, CODE_BIAS_2);
         vr_store(tile + i, vr_copysign(size, root));
     }
@@ -39,20 +39,6 @@ decode_square(real *tile, const uint8_t *codes, int n, const float *scales)
         const vr root = vr_fma(vr_load_u8(codes + i), step, low);
         vr_store(tile + i, vr_bits_up(vr_add(root, least), 2, CODE_BIAS_4));
     }
-}
-
-/* The largest lane; lanes are not NaN. */
-static inline real
-vr_largest(vr a)
-{
-    real lanes[VR_WIDTH], most;
-
-    vr_store(lanes, a);
-    most = lanes[0];
-    for (int i = 1; i < VR_WIDTH; i++) {
-        most = lanes[i] > most ? lanes[i] : most;
-    }
-    return most;
 }
 
 /* Replaces the roots of infinities and NaNs, of either sign, by the largest other root,
@@ -75,17 +61,17 @@ replace_infinite(real *roots, int n, real infinite)
     return most;
 }
 
-/* Encodes n values, a multiple of VR_WIDTH; destroys them. */
+/* Encodes n values, a multiple of VR_WIDTH; destroys them. What is not finite has a root
+ * of CODE_INFINITE_2 at least, and as a square, which has no sign, of CODE_INFINITE_4. */
 static inline __attribute__((always_inline)) void
 encode_signed(uint8_t *codes, real *tile, int n, float *scales)
 {
-    const vr infinite = vr_set1(INFINITY), least = vr_set1(CODE_LEAST_2);
+    const vr least = vr_set1(CODE_LEAST_2);
     vr most = vr_set1(0);
 
     for (int i = 0; i < n; i += VR_WIDTH) {
         const vr m = vr_load(tile + i);
-        const vr size = vr_min(vr_abs(m), infinite); /* of NaN: infinite */
-        const vr root = vr_sub(vr_bits_down(size, 1, CODE_BIAS_2), least);
+        const vr root = vr_sub(vr_bits_down(vr_abs(m), 1, CODE_BIAS_2), least);
         most = vr_max(root, most);
         vr_store(tile + i, vr_copysign(root, m));
     }
@@ -103,12 +89,12 @@ encode_signed(uint8_t *codes, real *tile, int n, float *scales)
 static inline __attribute__((always_inline)) void
 encode_square(uint8_t *codes, real *tile, int n, float *scales)
 {
-    const vr infinite = vr_set1(INFINITY), least = vr_set1(CODE_LEAST_4);
+    const vr least = vr_set1(CODE_LEAST_4);
     const vr one = vr_set1(1), huge = vr_set1(0x1p60f);
     vr most = vr_set1(0), lowest = vr_set1(CODE_INFINITE_4);
 
     for (int i = 0; i < n; i += VR_WIDTH) {
-        const vr v = vr_min(vr_abs(vr_load(tile + i)), infinite);
+        const vr v = vr_load(tile + i);
         const vr root = vr_sub(vr_bits_down(v, 2, CODE_BIAS_4), least);
         most = vr_max(root, most);
         lowest = vr_min(root, lowest);

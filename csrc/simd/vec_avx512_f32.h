@@ -172,5 +172,6 @@ static inline void vr_accumulate(double *sums, vr a)
     _mm512_storeu_pd(sums + 8, _mm512_add_pd(_mm512_loadu_pd(sums + 8), high));
 }
 static inline float vr_sum(vr a) { return _mm512_reduce_add_ps(a); }
+static inline float vr_largest(vr a) { return _mm512_reduce_max_ps(a); }
 
 #endif

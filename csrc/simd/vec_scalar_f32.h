@@ -69,6 +69,7 @@ static inline void vr_transpose(vr *rows) { (void)rows; }
 static inline vr vr_add_pairs(vr a, vr b) { return a + b; }
 static inline void vr_accumulate(double *sums, vr a) { *sums += (double)a; }
 static inline float vr_sum(vr a) { return a; }
+static inline float vr_largest(vr a) { return a; }
 static inline vr vr_load_f16(const uint16_t *p) { return tfast_from_f16(*p); }
 static inline void vr_store_f16(uint16_t *p, vr a) { *p = tfast_to_f16(a); }
 static inline vr vr_load_bf16(const uint16_t *p) { return tfast_from_bf16(*p); }

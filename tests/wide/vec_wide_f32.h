@@ -115,6 +115,12 @@ static inline float vr_sum(vr a)
     for (int i = 0; i < 16; i++) { sum += a[i]; }
     return sum;
 }
+static inline float vr_largest(vr a)
+{
+    float most = a[0];
+    for (int i = 1; i < 16; i++) { most = a[i] > most ? a[i] : most; }
+    return most;
+}
 #undef EACH_LANE
 
 #endif
