@@ -352,7 +352,8 @@ enum { TFAST_ATTENTION_MAX_DIM = 256 };
  * (kv_lens, cu_seqlens). Causal allows j <= i + shift; the window allows i + shift -
  * window_left <= j <= i + shift + window_right. A row without an allowed key has output
  * 0, gradient 0 and lse -infinity. A score, mask or bias of -infinity forbids the key.
- * NaN or infinity in a key or value affects only queries for which the key is allowed.
+ * NaN or infinity in a key or value affects only queries for which the key is allowed,
+ * or forbidden by an infinity in q or k alone.
  * Arithmetic is float32, or float64 if dtype is; but the probabilities and gradients of
  * scores that tensor cores or AVX512_BF16 multiply are rounded to dtype. The same
  * inputs give the same bits for any number of threads.

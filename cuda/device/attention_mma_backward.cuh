@@ -391,7 +391,6 @@ find_free_tiles(mma_backward_block *block, const tfast_attention_args &args)
     if constexpr (S::KEYS) {
         begin = first_query(args, h, past - 1);
         end = past <= h.n_k ? end_query(args, h, block->first) : 0;
-        end += end == h.n_q ? S::STREAMED - 1 : 0; /* those past the last weigh 0 */
     }
     block->free_begin = (int)((begin + S::STREAMED - 1) / S::STREAMED);
     block->free_end = (int)(end / S::STREAMED);

@@ -223,6 +223,16 @@ def test_gradients_wanted_alone_have_the_same_bits(rng, wanted):
             np.testing.assert_array_equal(mine, everything[name])
 
 
+@pytest.mark.usefixtures("simt", "backend_simt")
+@pytest.mark.parametrize("n_q", [32, 33])
+def test_key_whose_scores_are_infinitely_low_has_no_gradient(rng, n_q):
+    problem = Problem(rng, (1, 2, n_q, 64, 64), dtype="float16")
+    problem.q[...] = abs(problem.q)
+    problem.k[:, :, 5, 0] = -np.inf
+    for gradient in problem.backward()[1:3]:
+        assert (to_float64(gradient)[:, :, 5] == 0).all()
+
+
 # ---- What a call asks of the driver --------------------------------------------------
 
 QUIET = {"syncs": 0, "allocations": 0, "copies": 0}
