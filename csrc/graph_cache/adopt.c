@@ -111,6 +111,14 @@ recovery_free(recovery *r)
     graph_index_free(&r->index);
 }
 
+static tfast_status
+wrong_name(const char *path)
+{
+    return graph_damage("%s must have the name of its own uuid: rename it back, or "
+                        "delete it if it is a copy",
+                        path);
+}
+
 /* Fills *r. The caller calls recovery_free(), also after an error. */
 static tfast_status
 recover(recovery *r, int file, const char *path, const uint8_t uuid[16])
@@ -129,8 +137,7 @@ recover(recovery *r, int file, const char *path, const uint8_t uuid[16])
         return status; /* an I/O error, not a damaged header */
     }
     if (r->schema != NULL && memcmp(header.uuid, uuid, 16) != 0) {
-        tfast_graph_schema_free(r->schema);
-        r->schema = NULL;
+        return wrong_name(path);
     }
     TRY(graph_frames_open(&frames, file, path, uuid, r->schema, false));
     r->commits.seed = frames.seed;
@@ -272,11 +279,11 @@ adopt_sealed(adoption *a, const uint8_t uuid[16])
     entry.records = (uint64_t)segment.records;
     entry.bytes = (uint64_t)segment.bytes;
     entry.trailer_crc = segment.trailer.crc;
-    TRY(memcmp(segment.uuid, uuid, 16) == 0
-            ? enter(a, &entry)
-            : graph_damage("%s must have the name of its own uuid: rename it back, or "
-                           "delete it if it is a copy",
-                           path));
+    if (memcmp(segment.uuid, uuid, 16) != 0) {
+        TRY(wrong_name(path));
+    }
+    TRY(graph_directory_sync(a->directory)); /* its name, for the same reason */
+    TRY(enter(a, &entry));
 fail:
     graph_segment_close(&segment);
     return status;

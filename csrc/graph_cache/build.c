@@ -160,12 +160,35 @@ fail:
     return status;
 }
 
+/* Stores the cache with a new order of n graphs (NULL: the first n), and deletes the
+ * segments that it does not need. */
+static tfast_status
+reorder(graph_contents *contents, const char *path, const uint64_t *order, uint64_t n,
+        bool building)
+{
+    uint64_t *records;
+    bool *used = NULL;
+    tfast_status status;
+
+    TRY(graph_alloc(&records, n, sizeof *records));
+    TRY(graph_alloc(&used, contents->head.n_segments, sizeof *used));
+    TRY(find_records(contents, order, n, records, used));
+    set_order(contents, records, n);
+    records = NULL;
+    contents->head.building = building;
+    TRY(graph_contents_store(contents, path, true));
+    TRY(delete_unused(contents, path, used));
+fail:
+    free(records);
+    free(used);
+    return status;
+}
+
 tfast_status
 tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n)
 {
     graph_contents contents = {.order = NULL};
-    uint64_t *records = NULL, graphs;
-    bool *used = NULL;
+    uint64_t graphs;
     int lock;
     tfast_status status = graph_lock_cache(path, &lock);
 
@@ -181,17 +204,26 @@ tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n)
                        (unsigned long long)contents.head.n_graphs,
                        (unsigned long long)graphs));
     }
-    TRY(graph_alloc(&records, graphs, sizeof *records));
-    TRY(graph_alloc(&used, contents.head.n_segments, sizeof *used));
-    TRY(find_records(&contents, order, graphs, records, used));
-    set_order(&contents, records, graphs);
-    records = NULL;
-    contents.head.building = 0;
-    TRY(graph_contents_store(&contents, path, true));
-    TRY(delete_unused(&contents, path, used));
+    TRY(reorder(&contents, path, order, graphs, false));
 fail:
-    free(records);
-    free(used);
+    graph_contents_free(&contents);
+    graph_unlock(lock);
+    return status;
+}
+
+tfast_status
+tfast_graph_build_anew(const char *path)
+{
+    graph_contents contents = {.order = NULL};
+    int lock;
+    tfast_status status = graph_lock_cache(path, &lock);
+
+    if (status != TFAST_OK) {
+        return status;
+    }
+    TRY(graph_contents_load(&contents, path));
+    TRY(reorder(&contents, path, NULL, 0, true));
+fail:
     graph_contents_free(&contents);
     graph_unlock(lock);
     return status;

@@ -13,8 +13,9 @@
 /* ---- Is the cache complete? ------------------------------------------------------ */
 
 /* Adds 1 to *pending if the file of a segment that is not in the manifest still exists.
- * `open`: it is an open segment; *alive is set if a living writer holds its exclusive
- * lock. Does not read the file, which may be large. */
+ * `open`: it is an open segment, or was one when the directory was listed; *alive is set
+ * if a living writer holds its exclusive lock. Does not read the file, which may be
+ * large. */
 static void
 look_at(const char *path, bool open, int64_t *pending, bool *alive)
 {
@@ -49,6 +50,10 @@ must_be_complete(const char *directory, const graph_listing *listing,
     for (int64_t i = 0; i < listing->open.n; i++) {
         TRY(graph_path(path, directory, "open", listing->open.data[i], ""));
         look_at(path, true, &pending, &alive);
+        if (!graph_contents_has(contents, listing->open.data[i])) { /* sealed since? */
+            TRY(graph_path(path, directory, "segment", listing->open.data[i], ""));
+            look_at(path, true, &pending, &alive);
+        }
     }
     for (int64_t i = 0; i < listing->sealed.n; i++) {
         if (!graph_contents_has(contents, listing->sealed.data[i])) {

@@ -104,6 +104,7 @@ tfast_status tfast_graph_schema_find(const char *path, tfast_graph_schema **sche
  * as a cache opened with `partial` at that time numbers them (not record numbers, if
  * the cache had an order before). order NULL: the order stays as it is. */
 tfast_status tfast_graph_build_begin(const char *path);
+tfast_status tfast_graph_build_anew(const char *path); /* and drops all its graphs */
 tfast_status tfast_graph_is_building(const char *path, bool *building);
 tfast_status tfast_graph_build_end(const char *path, const uint64_t *order, int64_t n);
 

@@ -293,7 +293,9 @@ checked(int error, const char *what, const char *path)
 tfast_status
 graph_open(const char *path, int flags, int *file)
 {
-    *file = graph_io_table->open(path, flags);
+    do {
+        *file = graph_io_table->open(path, flags);
+    } while (*file == -EINTR); /* FUSE */
     return checked(*file, (flags & O_CREAT) != 0 ? "create" : "open", path);
 }
 
@@ -307,13 +309,23 @@ graph_size(int file, const char *path, int64_t *bytes)
 tfast_status
 graph_sync(int file, const char *path)
 {
-    return checked(graph_io_table->sync(file), "sync", path);
+    int error;
+
+    do {
+        error = graph_io_table->sync(file);
+    } while (error == -EINTR);
+    return checked(error, "sync", path);
 }
 
 tfast_status
 graph_datasync(int file, const char *path)
 {
-    return checked(graph_io_table->datasync(file), "sync", path);
+    int error;
+
+    do {
+        error = graph_io_table->datasync(file);
+    } while (error == -EINTR);
+    return checked(error, "sync", path);
 }
 
 tfast_status

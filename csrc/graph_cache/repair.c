@@ -285,13 +285,29 @@ fail:
     return status;
 }
 
-/* *match: the file has a record frame whose header checksum is right if the records
- * have this schema. */
+/* Whether a record's head, whose checksum is right, is one of this schema. */
+static bool
+fits(const tfast_graph_schema *schema, const uint8_t *data, int64_t bytes,
+     tfast_graph_array *arrays)
+{
+    const graph_record_view record = {data, data + schema->record_bytes, bytes};
+    const size_t used = sizeof(graph_record) + 4 * (size_t)schema->header.n_counts +
+                        schema->header.n_fields;
+
+    return graph_record_arrays(schema, &record, arrays) == TFAST_OK &&
+           graph_all_zero(data + used, (int64_t)(schema->record_bytes - used));
+}
+
+/* *match: the file has records, and all of them fit this schema. The checksum of their
+ * heads depends on the schema's size alone. */
 static tfast_status
 matches(const source *s, const tfast_graph_schema *schema, bool *match)
 {
     graph_frames frames = {.file = -1};
-    graph_frame frame = {.kind = GRAPH_END};
+    tfast_graph_array *arrays = NULL;
+    graph_frame frame = {.kind = GRAPH_GAP};
+    const uint8_t *data;
+    bool misfit = false;
     int file;
     tfast_status status = graph_open(s->path, O_RDONLY, &file);
 
@@ -300,12 +316,19 @@ matches(const source *s, const tfast_graph_schema *schema, bool *match)
         return status;
     }
     TRY(graph_frames_open(&frames, file, s->path, s->uuid, schema, true));
+    TRY(graph_alloc(&arrays, schema->header.n_fields, sizeof *arrays));
     frames.at = sizeof(graph_header);
-    do {
+    while (frame.kind != GRAPH_END && !misfit) {
         TRY(graph_frames_next(&frames, &frame));
-    } while (frame.kind == GRAPH_GAP || frame.kind == GRAPH_COMMIT_FRAME);
-    *match = frame.kind == GRAPH_RECORD_FRAME;
+        if (frame.kind == GRAPH_RECORD_FRAME) {
+            TRY(graph_frames_data(&frames, frame.at, frame.bytes, &data));
+            *match = true;
+            misfit = data != NULL && !fits(schema, data, frame.bytes, arrays);
+        }
+    }
 fail:
+    *match = *match && !misfit && status == TFAST_OK;
+    free(arrays);
     graph_frames_close(&frames);
     graph_io_table->close(file);
     return status;
@@ -350,6 +373,9 @@ repair_source(repair *r, source *s)
     }
     if (s->schema == NULL) {
         say(r, "%s: its header is damaged, nothing can be read", s->path);
+        if (r->wanted == NULL || !s->listed) { /* otherwise set_order() counts */
+            r->report->damaged += s->listed ? (int64_t)s->records : (int64_t)s->closed;
+        }
         return TFAST_OK;
     }
     r->source = s;
@@ -490,8 +516,8 @@ fail:
     return status;
 }
 
-/* Gives the new cache the order of the old one, and counts as damaged every graph of
- * the old order that is not in the new cache. */
+/* Completes the new cache: gives it the order of the old one, and counts as damaged
+ * every graph of the old order that is not in the new cache. */
 static tfast_status
 set_order(repair *r)
 {
@@ -500,7 +526,7 @@ set_order(repair *r)
     tfast_status status;
 
     if (r->wanted == NULL) {
-        return TFAST_OK;
+        return tfast_graph_build_end(r->to, NULL, 0);
     }
     TRY(graph_alloc(&order, r->written, sizeof *order));
     if (n > 0) {
@@ -537,6 +563,7 @@ tfast_graph_repair(const char *from, const char *to, tfast_graph_repair_report *
     TRY(load_manifest(&r, from));
     TRY(find_sources(&r, from, &listing));
     TRY(make_target(to));
+    TRY(tfast_graph_build_begin(to)); /* it opens once everything is in it */
     for (int64_t i = 0; i < r.n_sources; i++) {
         TRY(repair_source(&r, &r.sources[i]));
     }

@@ -105,6 +105,9 @@ static PyMethodDef methods[] = {
     {"graph_build_begin", py_graph_build_begin, METH_VARARGS,
      "graph_build_begin(path, /)\n--\n\n"
      "Begins a build; until it ends, the cache opens only with `partial`."},
+    {"graph_build_anew", py_graph_build_anew, METH_VARARGS,
+     "graph_build_anew(path, /)\n--\n\n"
+     "Begins a build of a cache that is there, and drops all its graphs."},
     {"graph_is_building", py_graph_is_building, METH_VARARGS,
      "graph_is_building(path, /)\n--\n\n"
      "Whether a build has begun and not ended."},

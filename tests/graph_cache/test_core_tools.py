@@ -5,14 +5,25 @@ import fcntl
 import os
 import signal
 import struct
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.graph_cache.core_calls import PLAIN, one_field, plain_graph, same, write
+from tests.graph_cache.core_calls import (
+    PLAIN,
+    one_field,
+    plain_graph,
+    random_bits,
+    same,
+    write,
+)
 from trainfast import _core
+from trainfast.graph_cache.schema import Field
 
 SCHEMA = one_field("int64")
 
@@ -152,6 +163,18 @@ def test_build_is_closed_until_it_ends(path):
     assert numbers_in(path) == list(range(5))
 
 
+def test_build_anew_drops_all_and_goes_on(path):
+    write(path, SCHEMA, [number_graph(i) for i in range(3)])
+    _core.graph_build_anew(str(path))
+    assert _core.graph_is_building(str(path)) and not [*path.glob("segment-*")]
+    write(path, one_field("float64"), [{"x": np.array([7.5])}])
+    _core.graph_build_end(str(path), None)
+    (found,) = _core.GraphCache(str(path)).get(0)
+    assert found == [7.5]
+    with pytest.raises(FileNotFoundError):
+        _core.graph_build_anew(str(path / "nowhere"))
+
+
 @pytest.mark.parametrize("kind", [list, np.array])
 def test_build_ends_with_an_order(path, kind):
     _core.graph_build_begin(str(path))
@@ -226,6 +249,45 @@ def test_repair_keeps_all_but_the_damaged(path, tmp_path):
     assert numbers_in(tmp_path / "new") == [0, 1, 2, 3, 5, 6, 7, 8]
 
 
+def test_target_of_repair_opens_only_in_the_end(path, tmp_path):
+    damaged_cache(path)
+    new, building = str(tmp_path / "new"), []
+
+    def line(text):
+        building.append(_core.graph_is_building(new))
+
+    _core.graph_repair(str(path), new, line)
+    assert building == [True]
+    assert not _core.graph_is_building(new)
+
+
+def test_graphs_of_a_lost_segment_count_as_damaged(path, tmp_path):
+    write(path, SCHEMA, [number_graph(i) for i in range(3)])
+    (segment,) = path.glob("segment-*")
+    segment.write_bytes(b"?" + segment.read_bytes()[1:])  # of the header
+    report = _core.graph_repair(str(path), str(tmp_path / "new"), lambda line: None)
+    assert (report["kept"], report["damaged"]) == (0, 3)
+
+
+def test_repair_takes_the_schema_that_all_records_fit(path, tmp_path):
+    """Heads of both schemas have the same size, so their checksums fit both."""
+    score = Field("score", None, "int64", (), None, optional=True)
+    wide = replace(SCHEMA, fields=(*SCHEMA.fields, score))
+    write(path, SCHEMA, [number_graph(i) for i in range(3)])
+    (first,) = path.glob("segment-*")
+    graphs = [number_graph(i) | {"score": np.array(i + 1)} for i in range(3, 6)]
+    for two in (graphs[:2], graphs[2:]):
+        write(path, wide, two)
+    broken = next(file for file in path.glob("segment-*") if file != first)
+    broken.write_bytes(b"?" + broken.read_bytes()[1:])
+    report = _core.graph_repair(str(path), str(tmp_path / "new"), lambda line: None)
+    assert (report["kept"], report["damaged"]) == (6, 0)
+    cache = _core.GraphCache(str(tmp_path / "new"))
+    graphs = [cache.get(i) for i in range(6)]
+    found = sorted((int(x[0]), None if s is None else int(s)) for x, s in graphs)
+    assert found == [(i, i + 1 if i > 2 else None) for i in range(6)]
+
+
 def test_exception_in_line_comes_through(path, tmp_path):
     damaged_cache(path)
 
@@ -253,6 +315,53 @@ def test_repair_wants_two_paths(path, tmp_path):
         _core.graph_repair(str(path), 3, print)
     with pytest.raises(FileNotFoundError):
         _core.graph_repair(str(path), str(tmp_path / "new"), print)
+
+
+# ---- Interrupts --------------------------------------------------------------------
+
+
+class Interrupted:
+    """A graph whose number of keys nobody can wait for."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def __getitem__(self, key):
+        return self.graph[key]
+
+    def __len__(self):
+        raise KeyboardInterrupt
+
+
+def test_interrupt_while_a_graph_is_read_comes_through(path, rng):
+    writer = _core.GraphWriter(str(path), PLAIN.encode(), PLAIN.keys)
+    with pytest.raises(KeyboardInterrupt):
+        writer.append(Interrupted(plain_graph(rng)))
+
+
+def test_interrupted_import_of_ml_dtypes_is_tried_again(path, rng):
+    graph = {"x": random_bits(rng, "bfloat16", (3,))}
+    write(path, one_field("bfloat16"), [graph])
+    code = """
+import sys
+from trainfast import _core
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "ml_dtypes":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+
+cache = _core.GraphCache(sys.argv[1])
+assert "ml_dtypes" not in sys.modules
+sys.meta_path.insert(0, Interrupt())
+try:
+    cache.get(0)
+except KeyboardInterrupt:
+    print("interrupted", cache.get(0)[0].dtype)
+"""
+    words = [sys.executable, "-c", code, str(path)]
+    assert subprocess.check_output(words, text=True) == "interrupted bfloat16\n"
 
 
 # ---- Errors of the system ----------------------------------------------------------

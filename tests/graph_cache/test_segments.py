@@ -356,6 +356,16 @@ def test_forked_child_does_not_keep_what_its_parent_has_abandoned(tmp_path):
         os.waitpid(child, 0)
 
 
+def test_unclosed_file_of_another_name_is_kept(left):
+    (file,) = left.glob("open-*")
+    last = "1" if file.name[-1] == "0" else "0"
+    other = file.rename(file.with_name(file.name[:-1] + last))
+    with pytest.raises(OSError, match="must have the name of its own uuid"):
+        _core.graph_adopt(str(left))
+    other.rename(file)
+    assert _core.graph_adopt(str(left)) == (6, 0)
+
+
 def test_damage_of_what_was_promised_is_not_cut_off(left):
     (file,) = left.glob("open-*")
     data = file.read_bytes()

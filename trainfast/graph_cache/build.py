@@ -357,8 +357,7 @@ class _Build:
             # Graphs that differ in more than sizes cannot be in one cache, and those
             # that are there are not wanted any more.
             if old is not None and not agrees(old, new):
-                _core.graph_build_end(self.job.path, np.zeros(0, np.uint64))
-                _core.graph_build_begin(self.job.path)
+                _core.graph_build_anew(self.job.path)
 
         on_schema = make_room if schema is None else None
         with self.job.writer(schema, on_schema) as writer:

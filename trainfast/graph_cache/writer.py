@@ -53,7 +53,8 @@ class Writer:
             else made from the first `samples` graphs and `rules`.
         rules: by key how graphs are batched; see `Rule`.
         durable: syncs each commit to the disk. False leaves it to the system when to
-            write.
+            write: until it has, a loss of power may take the whole cache, with what is
+            committed to it later.
         commit_every: graphs after which all that was appended is committed. No crash
             loses a committed graph.
         commit_seconds: seconds since the last commit after which the next append

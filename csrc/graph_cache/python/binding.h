@@ -89,6 +89,7 @@ PyObject *py_graph_collate(PyObject *module, PyObject *args);
 PyObject *py_graph_adopt(PyObject *module, PyObject *args);
 PyObject *py_graph_schema(PyObject *module, PyObject *args);
 PyObject *py_graph_build_begin(PyObject *module, PyObject *args);
+PyObject *py_graph_build_anew(PyObject *module, PyObject *args);
 PyObject *py_graph_is_building(PyObject *module, PyObject *args);
 PyObject *py_graph_build_end(PyObject *module, PyObject *args);
 PyObject *py_graph_repair(PyObject *module, PyObject *args);

@@ -194,6 +194,9 @@ py_graph_fields_take(py_graph_fields *self, py_state *state, PyObject *graph)
     }
     size = PyDict_Check(graph) ? PyDict_Size(graph) : PyObject_Size(graph);
     if (size < 0) { /* no len(): the search for unknown keys is skipped */
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+            return -1; /* KeyboardInterrupt */
+        }
         PyErr_Clear();
         return 0;
     }

@@ -176,7 +176,9 @@ prefetch_dealloc(graph_prefetch *self)
     PyObject_GC_UnTrack(self);
     tfast_graph_batch_release(self->first);
     if (self->prefetch != NULL) {
-        tfast_graph_prefetch_free(self->prefetch); /* its threads never take the GIL */
+        Py_BEGIN_ALLOW_THREADS /* waits for the batches that its threads are making */
+        tfast_graph_prefetch_free(self->prefetch);
+        Py_END_ALLOW_THREADS
     }
     Py_XDECREF((PyObject *)self->selection);
     py_graph_free((PyObject *)self);

@@ -46,20 +46,36 @@ py_graph_schema(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-PyObject *
-py_graph_build_begin(PyObject *Py_UNUSED(module), PyObject *args)
+/* Calls a function of the core that takes a path alone. format: of PyArg_ParseTuple(). */
+static PyObject *
+call_with_path(PyObject *args, const char *format,
+               tfast_status (*function)(const char *path))
 {
     PyObject *path = NULL;
+    const char *text;
     tfast_status status;
 
-    if (!PyArg_ParseTuple(args, "O&:graph_build_begin", PyUnicode_FSConverter, &path)) {
+    if (!PyArg_ParseTuple(args, format, PyUnicode_FSConverter, &path)) {
         return NULL;
     }
+    text = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
-    status = tfast_graph_build_begin(PyBytes_AsString(path));
+    status = function(text);
     Py_END_ALLOW_THREADS
     Py_DECREF(path);
     return py_result(status);
+}
+
+PyObject *
+py_graph_build_begin(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return call_with_path(args, "O&:graph_build_begin", tfast_graph_build_begin);
+}
+
+PyObject *
+py_graph_build_anew(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return call_with_path(args, "O&:graph_build_anew", tfast_graph_build_anew);
 }
 
 PyObject *
