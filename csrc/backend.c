@@ -226,13 +226,19 @@ tfast_backend_use(const char *name)
 tfast_status
 tfast_backend_init(void)
 {
+    static _Atomic bool done; /* by the module of another interpreter */
     const char *forced = getenv("TRAINFAST_BACKEND");
+    tfast_status status = TFAST_OK;
 
-    choose_cpu(NULL);
-    if (forced == NULL || *forced == '\0') {
+    if (done) {
         return TFAST_OK;
     }
-    return tfast_backend_use(forced);
+    choose_cpu(NULL);
+    if (forced != NULL && *forced != '\0') {
+        status = tfast_backend_use(forced);
+    }
+    done = status == TFAST_OK;
+    return status;
 }
 
 const tfast_backend *

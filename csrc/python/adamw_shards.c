@@ -48,7 +48,8 @@ py_adamw_check_placement(const py_adamw_group *group, PyObject *param, PyObject 
 {
     py_workspace *workspace = group->call.workspace;
     PyObject **kept, *ours, *theirs = NULL, *answer;
-    bool ours_known, theirs_known, yes;
+    bool ours_known, theirs_known;
+    int agreed;
 
     if (Py_TYPE(param) != group->wrapper->type) {
         return 0;
@@ -68,12 +69,12 @@ py_adamw_check_placement(const py_adamw_group *group, PyObject *param, PyObject 
         return 0;
     }
     answer = PyObject_CallFunctionObjArgs(group->wrapper->agree, param, grad, NULL);
-    yes = answer != NULL && PyObject_IsTrue(answer) == 1;
+    agreed = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
-    if (!yes) {
+    if (agreed <= 0) {
         keep(&kept[0], NULL); /* asked again in the next call */
     }
-    return answer == NULL ? -1 : !yes;
+    return agreed < 0 ? -1 : !agreed;
 }
 
 /* Holds all objects of a row, if reading one may run Python code, which may drop the

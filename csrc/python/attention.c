@@ -83,6 +83,10 @@ check_given(py_attention_call *a)
                         "cu_seqlens_q and cu_seqlens_k must be given together");
         return -1;
     }
+    if (given[OUT] == NULL && !a->backward) {
+        PyErr_SetString(PyExc_TypeError, "out must be an array, got None");
+        return -1;
+    }
     if (a->backward &&
         (given[DOUT] == NULL || given[OUT] == NULL || given[LSE] == NULL)) {
         PyErr_SetString(PyExc_TypeError, "dout, out and lse must be arrays, got None");

@@ -7,6 +7,27 @@
 
 /* ---- Types ----------------------------------------------------------------------- */
 
+/* Whether the type is, or inherits from, a class `name`, of `module` unless it is NULL.
+ */
+static bool
+inherits(PyTypeObject *type, const char *name, const char *module)
+{
+    PyObject *bases = PyObject_GetAttrString((PyObject *)type, "__mro__");
+    const Py_ssize_t n = bases == NULL ? 0 : PyTuple_Size(bases);
+    bool found = false;
+
+    for (Py_ssize_t i = 0; i < n && !found; i++) {
+        PyTypeObject *base = (PyTypeObject *)PyTuple_GetItem(bases, i);
+        found = py_type_text_is(base, "__name__", name, false) &&
+                (module == NULL || py_type_text_is(base, "__module__", module, false));
+    }
+    if (bases == NULL) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(bases);
+    return found;
+}
+
 /* False for subclasses of torch.Tensor other than Parameter: they inherit Tensor's
  * DLPack export, but the exported memory need not hold their values (fake, distributed
  * and masked tensors). Sets *is_torch to whether the type is torch.Tensor or any
@@ -14,19 +35,7 @@
 static bool
 is_plain_type(PyTypeObject *type, bool *is_torch)
 {
-    PyObject *bases = PyObject_GetAttrString((PyObject *)type, "__mro__");
-    const Py_ssize_t n = bases == NULL ? 0 : PyTuple_Size(bases);
-
-    *is_torch = false;
-    for (Py_ssize_t i = 0; i < n && !*is_torch; i++) {
-        PyTypeObject *base = (PyTypeObject *)PyTuple_GetItem(bases, i);
-        *is_torch = py_type_text_is(base, "__name__", "Tensor", false) &&
-                    py_type_text_is(base, "__module__", "torch", false);
-    }
-    if (bases == NULL) {
-        PyErr_Clear();
-    }
-    Py_XDECREF(bases);
+    *is_torch = inherits(type, "Tensor", "torch");
     return !*is_torch ||
            (py_type_text_is(type, "__name__", "Tensor", false) &&
             py_type_text_is(type, "__module__", "torch", false)) ||
@@ -51,7 +60,7 @@ may_be_lazy(const py_array *array, int how)
         return false;
     }
     for (int d = array->ndim - 1; d >= 0 && array->numel > 1; d--) {
-        if (array->strides[d] % 2 != 0) {
+        if (array->shape[d] != 1 && array->strides[d] % 2 != 0) {
             return false;
         }
     }
@@ -163,7 +172,7 @@ borrow_unknown(py_state *state, PyObject *object, py_argument argument, int how,
     bool is_torch, plain;
 
     if (py_is_numpy(state, object)) {
-        if (py_type_text_is(type, "__name__", "MaskedArray", false)) {
+        if (inherits(type, "MaskedArray", NULL)) {
             return py_argument_error(
                 PyExc_TypeError, argument,
                 "must not be a masked array: its mask would be ignored");

@@ -24,7 +24,8 @@ static const py_operation operation = {.name = "gemm",
                                        .parameters = parameters,
                                        .n_parameters = N_PARAMETERS,
                                        .order = order,
-                                       .n_order = sizeof order};
+                                       .n_order = sizeof order,
+                                       .needs = 1u << OUT | 1u << A | 1u << B};
 
 /* Checks that an array is a dense row-major matrix of the given shape. */
 static int

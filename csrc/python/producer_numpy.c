@@ -346,7 +346,9 @@ user_descr(py_state *state, int which)
         if (type != NULL) {
             state->numpy_descrs[which] = (PyObject *)PyArray_DescrFromTypeObject(type);
         }
-        if (state->numpy_descrs[which] == NULL) { /* no ml_dtypes */
+        if (state->numpy_descrs[which] == NULL &&
+            PyErr_ExceptionMatches(PyExc_Exception) &&
+            !PyErr_ExceptionMatches(PyExc_MemoryError)) { /* no ml_dtypes */
             PyErr_Clear();
             state->numpy_descrs[which] =
                 (PyObject *)PyArray_DescrFromType(user_dtypes[which].plain);

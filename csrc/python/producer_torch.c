@@ -165,6 +165,9 @@ py_borrow_torch(const py_state *state, PyObject *object, py_array *array)
     if (address != NULL && PyErr_Occurred() == NULL) {
         return 0;
     }
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1; /* KeyboardInterrupt */
+    }
     PyErr_Clear(); /* not plain memory: __dlpack__() raises the reason */
     return 1;
 }

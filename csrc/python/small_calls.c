@@ -156,25 +156,25 @@ read_input(const small_calls *self, PyObject *object, input *x)
            x->ndim >= MIN_DIMS;
 }
 
-/* Whether autograd would record a call with these tensors. */
+/* Whether autograd would record a call with these three tensors. May set an
+ * exception. */
 static bool
 has_grad(const small_calls *self, PyObject *const *tensors)
 {
     PyObject *enabled = PyObject_CallNoArgs(self->held[IS_GRAD_ENABLED]);
+    const int n = enabled == Py_True ? 3 : 0;
+    bool found = false;
 
-    Py_XDECREF(enabled);
-    if (enabled != Py_True) {
-        PyErr_Clear();
-        return false;
+    for (int i = 0; i < n && !found && PyErr_Occurred() == NULL; i++) {
+        found = is_true(self, tensors[i], REQUIRES_GRAD);
     }
-    return is_true(self, tensors[0], REQUIRES_GRAD) ||
-           is_true(self, tensors[1], REQUIRES_GRAD) ||
-           is_true(self, tensors[2], REQUIRES_GRAD);
+    Py_XDECREF(enabled);
+    return found;
 }
 
 /* ---- Rules ----------------------------------------------------------------------- */
 
-/* Why torch is faster for (query, key, value), or NONE. */
+/* Why torch is faster for (query, key, value), or NONE. May set an exception. */
 static int
 reason_of(const small_calls *self, PyObject *const *tensors)
 {
@@ -242,6 +242,9 @@ leaves_attention(small_calls *self, PyObject *const *args, Py_ssize_t n)
         return NULL;
     }
     reason = args[3] == Py_None && is_zero(args[4]) ? reason_of(self, args) : NONE;
+    if (PyErr_Occurred() != NULL) {
+        return NULL;
+    }
     if (reason == NONE) {
         Py_RETURN_FALSE;
     }

@@ -46,7 +46,9 @@ static const py_operation operation = {.name = "trajectory",
                                        .parameters = parameters,
                                        .n_parameters = N_PARAMETERS,
                                        .order = order,
-                                       .n_order = sizeof order};
+                                       .n_order = sizeof order,
+                                       .needs =
+                                           1u << TOTALS | 1u << PRED | 1u << TARGET};
 
 static int
 take_definition(PyObject *object, tfast_trajectory_definition *definition)

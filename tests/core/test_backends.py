@@ -49,6 +49,19 @@ def test_the_best_usable_one_is_in_use():
     assert _core.backend_in_use() == usable[0]["name"]
 
 
+def test_second_load_of_the_module_keeps_the_backend():
+    code = """
+import importlib.util
+from trainfast import _core
+_core.use_backend("scalar")
+spec = importlib.util.spec_from_file_location("trainfast._core", _core.__file__)
+again = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(again)
+print(again is _core, again.backend_in_use(), _core.backend_in_use())"""
+    done = run(code)
+    assert done.stdout == "False scalar scalar\n", done.stderr
+
+
 @pytest.mark.parametrize("name", ["scalar", "wide"])
 def test_the_environment_forces_one(name):
     code = "from trainfast import _core; print(_core.backend_in_use())"

@@ -280,7 +280,7 @@ def test_roof_of_a_missing_gpu_names_the_remedy(capsys):
     from trainfast import cli
 
     assert cli.main(["roof", "--device", "cuda:99"]) == 1
-    assert "see `trainfast env`" in capsys.readouterr().out
+    assert "see `trainfast env`" in capsys.readouterr().err
 
 
 def test_roof_without_torch_or_cupy_says_what_to_install(monkeypatch):

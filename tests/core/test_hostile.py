@@ -35,6 +35,23 @@ class Exports:
         return self.array.__dlpack_device__()
 
 
+# ---- Arguments that are not there ---------------------------------------------------
+
+
+def test_missing_arrays_are_type_errors():
+    a, q = np.ones((2, 2), np.float32), np.ones((1, 2, 4, 8), np.float32)
+    for call in (
+        _core.gemm,
+        lambda: _core.gemm(a, a),
+        _core.trajectory,
+        lambda: _core.trajectory(a, a),
+    ):
+        with pytest.raises(TypeError, match="requires the argument"):
+            call()
+    with pytest.raises(TypeError, match="out must be an array, got None"):
+        _core.attention(q, q, q, None, None, scale=1.0)
+
+
 # ---- Lists that change while they are read -----------------------------------------
 
 

@@ -191,6 +191,17 @@ def test_counts_are_of_modules_too_and_forgotten_on_demand(make):
     assert calls.counts(False) == (0, 0, 0)
 
 
+def test_exception_in_the_middle_comes_through():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    types = torch.Tensor, torch.nn.Parameter
+    calls = _core.SmallCalls(types, DTYPES, interrupted, False)
+    given = tensors((1, 8, 4, 64), 512, torch.float16)
+    with pytest.raises(KeyboardInterrupt):
+        calls.leaves_attention(*given, None, 0.0)
+
+
 def test_wrong_arguments_are_type_errors(make):
     calls, turn = make(True)
     x = turn(torch.empty(2, 8, 16))

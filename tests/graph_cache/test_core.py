@@ -137,6 +137,7 @@ LAZY = {
     "one": lambda z: z[:1].conj().imag.reshape(1),
     "matrix": lambda z: z.reshape(2, 3).conj().imag.T,
     "both": lambda z: torch._neg_view(z.conj()),
+    "column": lambda z: z.conj().imag[:, None],
 }
 
 
