@@ -281,6 +281,18 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)  # each rank keeps its own
 
 
+def test_shards_of_fsdp_are_refused_before_ranks_wait(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    model.weight._fsdp_flattened = True  # as FullyShardedDataParallel marks them
+    monkeypatch.setattr(checkpoints, "rank", lambda: 1)
+    with pytest.raises(NotImplementedError, match="spread over ranks"):
+        trainfast.save_checkpoint(tmp_path / "a.pt", model=model)
+    optimizer = trainfast.AdamW(model.parameters(), max_grad_norm=1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="max_grad_norm must be None with Fully"):
+        optimizer.step()
+
+
 def test_spread_weights_are_refused(tmp_path):
     class DTensor(torch.Tensor):
         pass

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainfast.report import attributes, one_line
-from trainfast.torch.private import tree_leaves
+from trainfast.torch.private import is_flat_shard, tree_leaves
 from trainfast.torch.random_states import RandomStates
 from trainfast.torch.ranks import rank
 
@@ -48,6 +48,9 @@ def save_checkpoint(path: str | os.PathLike[str], **state: Any) -> Path:
     path = Path(path)
     if _RANDOM in state:
         raise TypeError(f"the name {_RANDOM!r} is the checkpoint's own")
+    for value in state.values():  # on all ranks: state_dict() may wait for all
+        if isinstance(value, torch.nn.Module):
+            _refuse_shards(list(value.parameters()))
     if rank():
         return path
     saved = {name: _plain(_state_of(value)) for name, value in state.items()}
@@ -206,11 +209,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _refuse_shards(saved: dict[str, Any]) -> None:
-    if any(type(leaf).__name__ == "DTensor" for leaf in tree_leaves(saved)):
-        raise NotImplementedError(
-            "the state is spread over ranks (DTensor); use torch.distributed.checkpoint"
-        )
+def _refuse_shards(saved: Any) -> None:
+    for leaf in tree_leaves(saved):
+        if type(leaf).__name__ == "DTensor" or is_flat_shard(leaf):
+            raise NotImplementedError(
+                "the state is spread over ranks (by FSDP or as DTensors); use "
+                "torch.distributed.checkpoint"
+            )
 
 
 def _check(partial: Path, saved: dict[str, Any]) -> None:

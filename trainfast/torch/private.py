@@ -257,6 +257,12 @@ def shard_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(found[0]), tuple(found[1])
 
 
+def is_flat_shard(param: Any) -> bool:
+    """True for a parameter of FullyShardedDataParallel: a rank's shard, which looks
+    like any tensor."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
 def is_called_to_make_state() -> bool:
     """True in a step() that torch.distributed.checkpoint calls with lr 0 and zeros for
     gradients, so that the optimizer makes its state."""

@@ -122,6 +122,16 @@ def test_max_grad_norm_0_is_off():
             assert param.detach().abs().max() > 0 and accumulator.max_grad_norm is None
 
 
+def test_half_gradients_stay_half_beside_other_processes(monkeypatch):
+    for several in (False, True):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda x=several: x)
+        model = torch.nn.Linear(2, 2).bfloat16()
+        Accumulator(AdamW(model.parameters()), 2)
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        wide = not several and hasattr(torch.Tensor, "grad_dtype")
+        assert model.weight.grad.dtype == (torch.float32 if wide else torch.bfloat16)
+
+
 def test_bad_arguments_are_refused():
     model, _ = make()
     optimizer = AdamW(model.parameters(), max_grad_norm=1.0)

@@ -210,6 +210,25 @@ def test_a_write_to_a_parameter_drops_what_it_had_lost(way):
     assert fallbacks() == {half.WRITTEN: 1}
 
 
+def test_a_write_to_a_parameter_is_taken_by_its_master():
+    params, optimizer = made("split", master_weights=True)
+    train(optimizer, params)
+    masters = [optimizer.state[p]["master_param"].clone() for p in params]
+    with torch.no_grad():
+        params[0].fill_(2.0)
+        params[1].mul_(1)  # writes what was there
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    found = [optimizer.state[p]["master_param"] for p in params]
+    assert (params[0] == 2).all() and (found[0] == 2).all()
+    for before, after in zip(masters[1:], found[1:], strict=True):
+        assert torch.equal(before, after)
+    assert fallbacks() == {half.WRITTEN: 2}
+
+
 @pytest.mark.parametrize("way", ["kahan", "split"])
 def test_looking_at_the_ema_drops_nothing(way):
     params, optimizer = made(way, ema_decay=0.9)

@@ -421,6 +421,18 @@ def test_copies_of_an_optimizer_keep_its_options():
     assert twin.param_groups[0]["ema_decay"] == 0.9
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_flags_that_saved_options_need_are_not_taken(by_torch):
+    saved = AdamW(make_params(), zero_grad=True).state_dict()
+    for amp_scaling in (None, False):
+        optimizer = AdamW(make_params(), amp_scaling=amp_scaling)
+        if by_torch:
+            optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+        optimizer.load_state_dict(saved)
+        assert vars(optimizer).get("_step_supports_amp_scaling") is amp_scaling
+        assert optimizer.param_groups[0]["zero_grad"] is False
+
+
 def test_parameter_added_later_gets_its_own_ema(backend, device):
     params = make_params(device, shapes=[(5,), (6,)])
     optimizer = AdamW(params[:1], ema_decay=0.5, lr=0.1)

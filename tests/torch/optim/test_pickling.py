@@ -84,6 +84,16 @@ def test_copies_stay_trainfasts(duplicate, cls, patched):
         assert torch.equal(one, other)
 
 
+def test_copies_and_pickles_can_be_copied_again():
+    with trainfast.patch("adamw"):
+        optimizer = trained(AdamW)
+        for again in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+            twin = again(again(optimizer))
+            assert type(twin) is AdamW
+            for one, other in zip(step(twin), step(copy.copy(optimizer)), strict=True):
+                torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(
     "options",
     [

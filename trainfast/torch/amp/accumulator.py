@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -41,7 +41,8 @@ class Accumulator:
         max_grad_norm: clips the 2-norm over all gradients; None or 0 is off. With
             trainfast's optimizers better given to them, which saves a pass.
         float32_grads: accumulates gradients of float16 and bfloat16 parameters in
-            float32. None: where optimizer and torch (from 2.10 on) can.
+            float32. None: in one process, where optimizer and torch (from 2.10 on) can.
+            DDP and FSDP2 refuse gradients of another dtype than the parameter's.
         model: the DistributedDataParallel or FSDP2 module that is trained: in `batches`
             its processes reduce gradients only in the last backward pass of a step.
             FSDP2 keeps whole gradients until then.
@@ -138,7 +139,9 @@ class Accumulator:
             raise NotImplementedError(
                 "float32_grads needs trainfast's optimizer and torch 2.10 or newer"
             )
-        if possible and wanted is not False and self.steps > 1:
+        if wanted is None:  # DDP and FSDP2 reduce in the parameter's dtype alone
+            wanted = not (distributed.is_available() and distributed.is_initialized())
+        if possible and wanted and self.steps > 1:
             for param in self._params():
                 if param.dtype in _HALF and param.grad is None and param.is_leaf:
                     param.grad_dtype = torch.float32

@@ -26,6 +26,7 @@ from trainfast.torch.optim.clip import (
     current_stream,
     each_device,
     measure,
+    moved,
 )
 from trainfast.torch.optim.fused_step import FusedStep
 from trainfast.torch.optim.state import NO_CHECKS, bump_versions, has_grads
@@ -60,7 +61,7 @@ class GradScaler(torchs.GradScaler):
             in torch.amp.GradScaler.
         min_scale: what the scale is not backed off below; None: nothing.
         max_scale: what the scale does not grow above; None: float32's range.
-        hysteresis: overflows in a row of which only the last backs the scale off.
+        hysteresis: reduce the scale only after this many consecutive overflows.
         repeated_unscale: `unscale_` of gradients that are unscaled already does nothing
             instead of raising RuntimeError.
 
@@ -183,7 +184,7 @@ class GradScaler(torchs.GradScaler):
         def on_core(part: list[Tensor]) -> Tensor:
             device = part[0].device
             found = torch.empty((), dtype=torch.float32, device=device)
-            factor = inv_scale.to(device, torch.float64, non_blocking=True)
+            factor = moved(inv_scale, device, torch.float64)
             call_core(tally, part, "multiply", found_inf=found, factor=factor)
             return found
 
@@ -337,7 +338,7 @@ class GradScaler(torchs.GradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         device = scale.device
         flags = [
-            flag if flag.device == device else flag.to(device, non_blocking=True)
+            flag if flag.device == device else moved(flag, device)
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]

@@ -199,7 +199,7 @@ class _Measuring(NamedTuple):
             coef = torch.empty_like(norm, dtype=torch.float64)
             results["max_norm"] = self.max_norm
         if self.grad_scale is not None:
-            scale = self.grad_scale.to(device, torch.float32, non_blocking=True)
+            scale = moved(self.grad_scale, device, torch.float32)
         call_core(
             self.tally,
             grads,
@@ -221,7 +221,7 @@ class _Measuring(NamedTuple):
             if norm.dtype != torch.float64:
                 norm = norm.float()
             if self.grad_scale is not None:
-                norm = norm / self.grad_scale.to(norm.device, non_blocking=True)
+                norm = norm / moved(self.grad_scale, norm.device)
         return Measured(found, norm, self.coef(norm))
 
     def coef(self, norm: Tensor | None) -> Tensor | None:
@@ -243,10 +243,18 @@ class _Measuring(NamedTuple):
         return Measured(found, norm, self.coef(norm))
 
 
+def moved(
+    number: Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The number on a device, without waiting if that is a GPU. A copy to the host that
+    does not wait may be read there before it has ended."""
+    return number.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 def combine_flags(flags: Sequence[Tensor], device: Any = None) -> Tensor:
     """The maximum of the flags, on the given device or the first flag's."""
     device = flags[0].device if device is None else device
-    here = [flag.to(device, non_blocking=True) for flag in flags]
+    here = [moved(flag, device) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax()
 
 
@@ -448,11 +456,11 @@ def _multiply(
     grads: list[Tensor], coef: Tensor, narrow: torch.dtype, tally: CallTally
 ) -> None:
     def on_core(part: list[Tensor]) -> None:
-        factor = coef.to(part[0].device, non_blocking=True)
+        factor = moved(coef, part[0].device)
         call_core(tally, part, "multiply", factor=factor)
 
     def by_torch(part: list[Tensor]) -> None:
-        factor = coef.to(part[0].device, narrow, non_blocking=True)
+        factor = moved(coef, part[0].device, narrow)
         for grad in part:
             grad.mul_(factor)
 

@@ -180,6 +180,13 @@ class FusedStep(EmaWeights, ReleasedGradients, TorchStep, _Mixin):
             if "write_back_grads" not in group:  # it was put into the list by hand
                 adamw_state.complete(group, self.defaults, self._is_adam)
         if self._masters_loaded:
+            if self.max_grad_norm and any(
+                private.is_flat_shard(p) for group in groups for p in group["params"]
+            ):
+                raise RuntimeError(
+                    "max_grad_norm must be None with FullyShardedDataParallel, whose "
+                    "ranks hold shards: call its clip_grad_norm_(), or use fully_shard"
+                )
             adamw_state.match_masters(groups, self.state)
             self._masters_loaded = False
         return groups

@@ -18,7 +18,9 @@ from trainfast.torch.optim import shards
 HALF = (torch.float16, torch.bfloat16)
 # What the state has beside a parameter, by rounding.
 TAILS = {"kahan": "compensation", "split": "master_remainder"}
-Tailed: TypeAlias = list[tuple[str, dict[str, Any]]]  # groups, by a value of TAILS
+MASTER = "master_param"
+# Groups, by what they keep of their parameters: a value of TAILS, or MASTER.
+Tailed: TypeAlias = list[tuple[str, dict[str, Any]]]
 SEED = "rounding_seed"  # in a param group
 WRITTEN = "a parameter was written between two steps: its state of rounding was dropped"
 _NOT_AFFINE = "params must not be DTensors that are sharded in two inner dimensions"
@@ -185,17 +187,24 @@ class Places:
                 known[param] = _shard_of(param, index) if sharded else index
         return [known[param] for param in group["params"]]
 
+    @torch.no_grad()
     def drop_stale(self, tailed: Tailed, state: dict[Tensor, Any]) -> None:
-        """Zeroes the tails of parameters that others have written to since the step."""
+        """Zeroes the tails of parameters that others have written to since the step;
+        whole masters take what was written."""
         for name, group in tailed:
             for param in group["params"]:
                 before = self._versions.get(param)
                 if before is None or before == param._version:
                     continue
                 del self._versions[param]
-                if name in state.get(param, {}):
-                    state[param][name].zero_()
-                    count_fallback("adamw", WRITTEN)
+                kept = state.get(param, {}).get(name)
+                if kept is None:
+                    continue
+                if name == MASTER:
+                    kept.copy_(torch.where(kept.to(param.dtype) == param, kept, param))
+                else:
+                    kept.zero_()
+                count_fallback("adamw", WRITTEN)
 
     def record(self, tailed: Tailed) -> None:
         """Remembers that the parameters have just been stepped."""
@@ -208,4 +217,10 @@ class Places:
 
 
 def with_tails(groups: Iterable[dict[str, Any]]) -> Tailed:
-    return [(name, g) for g in groups if (name := TAILS.get(rounding_of(g)))]
+    found = []
+    for group in groups:
+        whole = MASTER if group["master_weights"] is True else None
+        name = TAILS.get(rounding_of(group), whole)
+        if name is not None:
+            found.append((name, group))
+    return found

@@ -33,7 +33,7 @@ def reduce_as_torchs(optimizer: Any) -> tuple[Any, ...] | None:
         return None
     offered = vars(optimizer).get("_step_supports_amp_scaling")
     defaults = optimizer.defaults
-    options = any(defaults[name] != plain for name, plain in OPTIONS.items())
+    options = any(defaults.get(name, plain) != plain for name, plain in OPTIONS.items())
     if (
         options
         or not optimizer._is_plain()

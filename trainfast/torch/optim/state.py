@@ -340,7 +340,7 @@ def _load_plain(
     ):
         return None
     saved, places, loaded = state_dict["state"], [], []
-    for group, saved_group in zip(groups, saved_groups, strict=True):
+    for group, saved_group, options in zip(groups, saved_groups, own, strict=True):
         params = saved_group["params"]
         if (
             len(params) != len(group["params"])
@@ -349,16 +349,16 @@ def _load_plain(
         ):
             return None
         places += params
-        new = {**saved_group, "params": group["params"]}
+        new = {**saved_group, **options, "params": group["params"]}
         for name, value in saved_group.items():
-            if name != "params" and not _is_constant(value):
+            if name not in ("params", *options) and not _is_constant(value):
                 new[name] = copy.deepcopy(value)
         loaded.append(new)
     if not saved.keys() <= set(places) or not all(map(_is_plain, saved.values())):
         return None
     _check_steps(saved)
     optimizer.__setstate__({"state": defaultdict(dict), "param_groups": loaded})
-    return _place_states(optimizer, saved, places, own)
+    return _place_states(optimizer, saved, places)
 
 
 def _is_constant(value: Any) -> bool:
@@ -385,10 +385,13 @@ def _load_by_torch(
         _check_steps(saved)
         known = set(places)  # torch, which searches lists for them, gets the others
         rest = {k: v for k, v in saved.items() if k not in known or not _is_plain(v)}
-        return {**final, "state": rest}
+        loaded = final["param_groups"]
+        if len(loaded) == len(own):  # otherwise torch says so
+            loaded = [{**g, **options} for g, options in zip(loaded, own, strict=True)]
+        return {**final, "state": rest, "param_groups": loaded}
 
     def cast(_: Any) -> None:
-        dropped.update(_place_states(optimizer, saved, places, own))
+        dropped.update(_place_states(optimizer, saved, places))
 
     before = optimizer.register_load_state_dict_pre_hook(take)
     after = optimizer.register_load_state_dict_post_hook(cast, prepend=True)
@@ -401,16 +404,9 @@ def _load_by_torch(
 
 
 @torch.no_grad()
-def _place_states(
-    optimizer: Any,
-    saved: dict[Any, Any],
-    places: list[Any],
-    own: list[dict[str, Any]],
-) -> set[str]:
-    """Gives the groups their `own` options and the parameters their saved states, cast
-    as the options want; returns the names of the entries that it drops."""
-    for group, options in zip(optimizer.param_groups, own, strict=True):
-        group.update(options)
+def _place_states(optimizer: Any, saved: dict[Any, Any], places: list[Any]) -> set[str]:
+    """Gives the parameters their saved states, cast as the groups' own options want;
+    returns the names of the entries that it drops."""
     dropped: set[str] = set()
     pairs = [(p, g) for g in optimizer.param_groups for p in g["params"]]
     for place, (param, group) in zip(places, pairs, strict=True):
