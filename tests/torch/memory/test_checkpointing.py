@@ -74,6 +74,26 @@ def test_gradients_are_the_same_bits(make, offload):
     )
 
 
+def normed():
+    layers = [m for _ in range(4) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
+    layers[3] = nn.BatchNorm1d(8, momentum=None)
+    return nn.Sequential(*layers), torch.randn(16, 8)
+
+
+@pytest.mark.parametrize("make", [convolutions, normed])
+def test_running_statistics_count_each_batch_once(make):
+    model, x = make()
+    plain = copy.deepcopy(model)
+    trainfast.enable_checkpointing(model)
+    for one in (model, plain):
+        gradients(one, x)
+        gradients(one, x)
+    found = dict(model.named_buffers())
+    assert "running_var" in str(found.keys())
+    for name, expected in plain.named_buffers():
+        assert torch.equal(found[name], expected), name
+
+
 @pytest.mark.parametrize("make", [encoder, gpt, convolutions, mlp])
 def test_fewer_bytes_are_saved(make):
     model, x = make()

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -126,6 +126,35 @@ def _saving(offload: bool) -> Any:
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
+@contextlib.contextmanager
+def _statistics_kept(norms: list[Any]) -> Iterator[None]:
+    """Running statistics have counted the batch in the forward pass."""
+    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    try:
+        for norm, _, number in kept:
+            norm.momentum = 0.0
+            norm.num_batches_tracked = None if number is None else number.clone()
+        yield
+    finally:
+        for norm, momentum, number in kept:
+            norm.momentum, norm.num_batches_tracked = momentum, number
+
+
+def _again(module: nn.Module) -> dict[str, Any]:
+    """What `checkpoint` needs so that running the module again changes nothing."""
+    norms = [
+        norm
+        for norm in module.modules()
+        if isinstance(norm, nn.modules.batchnorm._NormBase)
+        and norm.training
+        and norm.track_running_stats
+    ]
+    if not norms or torch.compiler.is_compiling():
+        return {}
+    contexts = lambda: (contextlib.nullcontext(), _statistics_kept(norms))  # noqa: E731
+    return {"context_fn": contexts}
+
+
 def _new(of: type[nn.Module]) -> nn.Module:
     return of.__new__(of)
 
@@ -154,7 +183,8 @@ def _checkpointed_class(of: type[nn.Module], offload: bool) -> type[nn.Module]:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         with _saving(offload):
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            options = {"use_reentrant": False, **_again(self), **kwargs}
+            return checkpoint(run, *args, **options)
 
     return _class(of, forward)
 
@@ -172,7 +202,7 @@ def _segmented_class(
         for begin, end in pairwise((0, *cuts)):
             segment = nn.Sequential(*layers[begin:end])
             with _saving(offload):
-                x = checkpoint(segment, x, use_reentrant=False)
+                x = checkpoint(segment, x, use_reentrant=False, **_again(segment))
         return x
 
     return _class(of, forward)
