@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,32 +49,55 @@ def cpu_model(cpuinfo: str) -> tuple[str, list[str]]:
     return name, [feature for feature in _FEATURES if feature in have]
 
 
-def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), own: str = "") -> float | None:
-    """The smallest CPU quota of this process's control groups, in cores; None: none.
+_GROUPS = Path("/sys/fs/cgroup")
 
-    `root` and `own` (/proc/self/cgroup's text) are for tests. Version 2 writes
-    "max 100000" or "200000 100000" (microseconds in a period) to cpu.max, version 1 the
-    same two numbers to two files, -1 for none.
-    """
-    own = own or read("/proc/self/cgroup")
-    quotas = []
-    for line in own.splitlines():
+
+def _groups(controller: str, root: Path, own: str) -> Iterator[Path]:
+    """The folders of this process's control groups, in version 1 those of one
+    controller, up to the root's. own: /proc/self/cgroup's text."""
+    for line in (own or read("/proc/self/cgroup")).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         top = root / controllers if controllers else root
         folder = top / path.lstrip("/")
         for place in (folder, *folder.parents):
             if not place.is_relative_to(top):
                 break
-            words = read(place / "cpu.max").split() or [
-                read(place / "cpu.cfs_quota_us").strip(),
-                read(place / "cpu.cfs_period_us").strip(),
-            ]
-            if len(words) == 2 and all(word.isdigit() for word in words):
-                quotas.append(int(words[0]) / int(words[1]))
+            yield place
+
+
+def cgroup_quota(root: Path = _GROUPS, own: str = "") -> float | None:
+    """The smallest CPU quota of this process's control groups, in cores; None: none.
+
+    `root` and `own` (/proc/self/cgroup's text) are for tests. Version 2 writes
+    "max 100000" or "200000 100000" (microseconds in a period) to cpu.max, version 1 the
+    same two numbers to two files, -1 for none.
+    """
+    quotas = []
+    for place in _groups("cpu", root, own):
+        words = read(place / "cpu.max").split() or [
+            read(place / "cpu.cfs_quota_us").strip(),
+            read(place / "cpu.cfs_period_us").strip(),
+        ]
+        if len(words) == 2 and all(word.isdigit() for word in words):
+            quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
+
+
+def _memory_left(place: Path) -> int | None:
+    """Bytes up to a control group's limit; None: it has none. The kernel gives pages of
+    files back before it refuses memory, so they count as free."""
+    most = read(place / "memory.max") or read(place / "memory.limit_in_bytes")
+    used = read(place / "memory.current") or read(place / "memory.usage_in_bytes")
+    if not (most.strip().isdigit() and used.strip().isdigit()):
+        return None
+    pattern = r"^(total_)?(?:in)?active_file (\d+)$"
+    pages = re.findall(pattern, read(place / "memory.stat"), re.MULTILINE)
+    totals = [size for total, size in pages if total]  # version 1, with groups below
+    files = sum(map(int, totals or [size for _, size in pages]))
+    return max(0, int(most) - int(used) + files)
 
 
 def usable_cores() -> int:
@@ -92,23 +116,16 @@ def resident_memory() -> int:
     return int(found[1]) << 10 if found else 0
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take, of the machine and its control group."""
+def available_memory(root: Path = _GROUPS, own: str = "") -> int:
+    """Bytes that this process may still take, of the machine and its control groups.
+
+    `root` and `own` (/proc/self/cgroup's text) are for tests.
+    """
     info = read("/proc/meminfo")
     found = re.search(r"^MemAvailable:\s*(\d+) kB", info, re.MULTILINE)
     free = int(found[1]) << 10 if found else sys.maxsize
-    groups = Path("/sys/fs/cgroup")
-    for limit, used in (
-        (groups / "memory.max", groups / "memory.current"),
-        (
-            groups / "memory/memory.limit_in_bytes",
-            groups / "memory/memory.usage_in_bytes",
-        ),
-    ):
-        most, now = read(limit).strip(), read(used).strip()
-        if most.isdigit() and now.isdigit():
-            free = min(free, max(0, int(most) - int(now)))
-    return free
+    limits = map(_memory_left, _groups("memory", root, own))
+    return min([free, *(left for left in limits if left is not None)])
 
 
 def gpus() -> list[dict[str, str]]:

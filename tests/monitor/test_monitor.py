@@ -34,6 +34,11 @@ def test_answers_of_the_driver(nvml):  # noqa: F811
     assert laptop.memory_used == 300 * MIB and laptop.pcie_width_max == 8
 
 
+def test_lost_gpu_does_not_hide_the_others(nvml):  # noqa: F811
+    fake = nvml(T4, None, LAPTOP)
+    assert [gpu.index for gpu in Nvml().gpus()] == [0, 2] and fake.opened == 1
+
+
 def test_closed_library_is_opened_again(nvml):  # noqa: F811
     fake = nvml(T4)
     watched = Nvml()

@@ -169,6 +169,40 @@ def test_env_reads_the_cgroup_quota(tmp_path, own, files, quota):
     assert machine.cgroup_quota(tmp_path, own) == quota
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("0::/a/b\n", {}, None),
+        ("0::/a\n", {"a/memory.max": "max\n", "a/memory.current": "5\n"}, None),
+        ("0::/a/b\n", {"a/memory.max": "900\n", "a/memory.current": "500\n"}, 400),
+        (  # pages of files count as free
+            "0::/\n",
+            {
+                "memory.max": "900\n",
+                "memory.current": "800\n",
+                "memory.stat": "anon 30\nfile 500\ninactive_file 300\nactive_file 90\n",
+            },
+            490,
+        ),
+        (  # version 1: those of the groups below, too
+            "4:memory:/m\n3:cpu:/c\n",
+            {
+                "memory/m/memory.limit_in_bytes": "900\n",
+                "memory/m/memory.usage_in_bytes": "800\n",
+                "memory/m/memory.stat": "active_file 1\ntotal_active_file 50\n",
+            },
+            150,
+        ),
+    ],
+)
+def test_memory_that_is_left_is_the_control_groups(tmp_path, own, files, left):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = machine.available_memory(tmp_path, own)
+    assert found == left if left is not None else found > 1 << 20
+
+
 # ---- selftest ------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """GPUs through NVIDIA's management library, by the package nvidia-ml-py."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trainfast.monitor.sample import Gpu
@@ -46,7 +47,8 @@ class Nvml:
             return ()
         try:
             count = self._nvml.nvmlDeviceGetCount()
-            return tuple(self._gpu(index) for index in range(count))
+            found = [self._asked(partial(self._gpu, index)) for index in range(count)]
+            return tuple(gpu for gpu in found if gpu is not None)
         except self._nvml.NVMLError:
             self._open()  # another part of the process has shut it down
             return ()
@@ -91,4 +93,4 @@ class Nvml:
             gone = getattr(self._nvml, "NVML_ERROR_UNINITIALIZED", 1)
             if getattr(error, "value", None) == gone:
                 raise
-            return None  # not supported by this GPU
+            return None  # not supported by this GPU, or the GPU is lost

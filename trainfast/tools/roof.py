@@ -5,6 +5,7 @@ data sheets differ from what a card reaches by up to a factor of two.
 """
 
 import argparse
+import sys
 
 from trainfast.roof import roof
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = roof(args.device, args.seconds)
     except (ValueError, RuntimeError) as error:
-        print(f"trainfast roof: {error}")
+        print(f"trainfast roof: {error}", file=sys.stderr)
         return 1
     print(report.for_terminal(args.json))
     return 0

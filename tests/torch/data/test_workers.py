@@ -145,6 +145,19 @@ def test_streams_are_measured():
     assert [len(batch) for batch in again] == [4] * 50
 
 
+class Once(IterableDataset):
+    def __init__(self):
+        self.items = iter(range(8))
+
+    def __iter__(self):
+        return self.items
+
+
+def test_data_that_end_are_told():
+    with pytest.raises(RuntimeError, match="gave no batch: it can be read once only"):
+        trainfast.find_workers(DataLoader(Once(), batch_size=4), candidates=[0])
+
+
 def test_single_items_without_batches_are_kept():
     loader = DataLoader(Slow(8), batch_size=None)
     assert [batch.tolist() for batch in like(loader, 0)][3] == [3.0] * 4

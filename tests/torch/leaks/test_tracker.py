@@ -144,6 +144,18 @@ def test_steps_of_our_optimizer_count():
     assert tracking.steps == 60 and len(found) == 1
 
 
+def test_steps_of_the_next_optimizer_count_where_the_first_is_gone():
+    with trainfast.LeakTracker() as tracker:
+        for _ in range(3):
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                optimizer.step()
+            del optimizer
+            gc.collect()
+    assert tracker.steps == 12
+
+
 def test_steps_by_hand_count_without_an_optimizer():
     found, kept = [], []
     tracking = trainfast.LeakTracker(on_leak=found.append)

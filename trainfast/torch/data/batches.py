@@ -1,7 +1,7 @@
 """What a batch holds, whatever made it."""
 
 from collections.abc import MutableMapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -18,5 +18,6 @@ def tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, list | tuple):
         return [leaf for value in batch for leaf in tensors(value)]
     if is_dataclass(batch):
-        return [leaf for value in vars(batch).values() for leaf in tensors(value)]
+        values = (getattr(batch, field.name, None) for field in fields(batch))
+        return [leaf for value in values for leaf in tensors(value)]
     return []

@@ -280,14 +280,21 @@ class _Ladder:
             trial.memory = round(_own_memory(_children() - others) / 1e6)
 
     def _endless(self, workers: int, left: float) -> Iterator[Any]:
-        """The batches over and over."""
+        """The batches over and over. Raises RuntimeError where there are none."""
         batches = self.batches
         if batches is not None:  # a longer epoch: its start is no part of the rate
             batches = batches * (1 + 64 * max(1, workers) // len(batches))
         options = {"timeout": max(1.0, left)} if workers else {}
         loader = like(self.loader, workers, batches, **options)
         while True:
-            yield from loader
+            batch = None
+            for batch in loader:
+                yield batch
+            if batch is None:
+                raise RuntimeError(
+                    "the data gave no batch: it can be read once only, or a worker's "
+                    "part of it is smaller than a batch"
+                )
 
     def _feeds(self, trial: Trial) -> bool:
         enough = self.consumer_rate is not None and trial.rate is not None

@@ -5,6 +5,7 @@ import os
 import time
 import tracemalloc
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +101,7 @@ class LeakTracker:
         self._wait = 0  # steps until the next look
         self._looked = 0.0  # seconds, these looks
         self._not_before = 0.0  # time.monotonic() of the next looks
-        self._optimizer: int | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None
         self._hook: Any = None
         self._broken = False
         self._owner = os.getpid()
@@ -110,7 +111,8 @@ class LeakTracker:
         return one_line(self, steps=getattr(self, "steps", 0), leaks=found)
 
     def start(self) -> "LeakTracker":
-        """Counts the steps of the first optimizer that steps."""
+        """Counts the steps of the first optimizer that steps, of the next one where
+        that is gone."""
         if self._hook is None:
             self._owner = os.getpid()
             self._hook = register_optimizer_step_post_hook(self._after_optimizer)
@@ -140,9 +142,10 @@ class LeakTracker:
         return self.report()._repr_html_()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        if self._optimizer == id(optimizer):
+        first = None if self._optimizer is None else self._optimizer()
+        if first is None:  # none has stepped, or the one that did is gone
+            first, self._optimizer = optimizer, weakref.ref(optimizer)
+        if first is optimizer:
             self.step()
 
     def step(self) -> None:

@@ -24,8 +24,11 @@ def print_gpu_memory() -> None:
     nvml = Nvml()
     seen = {gpu.index: gpu for gpu in nvml.gpus()}
     for device in range(torch.cuda.device_count()):
-        # The driver's order is torch's where nothing hides a GPU.
-        hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+        # The driver's order is torch's where nothing hides a GPU; but CUDA puts the
+        # fastest of unlike GPUs first, unless it is told not to.
+        unlike = len({gpu.name for gpu in seen.values()}) > 1
+        by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        hidden = "CUDA_VISIBLE_DEVICES" in os.environ or (unlike and not by_bus)
         print(_table(device, None if hidden else seen.get(device)))
     if nvml.missing:
         print(nvml.missing)

@@ -66,6 +66,8 @@ class DataLoader(TheirLoader):
         **kwargs: as in `torch.utils.data.DataLoader`.
     """
 
+    _has_drawn = False  # a seed for workers
+
     def __init__(
         self,
         dataset: Any,
@@ -130,8 +132,11 @@ class _Iteration(Ahead):
         super().__init__(iter(loader.batch_sampler), ahead)
         self._loader, self._batcher, self._places = loader, batcher, places
         self._n = len(loader.dataset)
-        # Torch's loaders draw a seed here, before the sampler draws its own.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        # Torch's loaders draw a seed here, before the sampler draws its own; workers
+        # that persist keep theirs.
+        if not (loader.persistent_workers and loader._has_drawn):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            loader._has_drawn = True
         self._move = None
         if loader.pin_memory and torch.accelerator.is_available():
             self._move = mover(None, pin_memory=True)
