@@ -197,15 +197,24 @@ def make_bound(setup: Setup) -> Contender:
         target = torch.empty_like(source)
         note = "one device-to-device copy that moves the same bytes"
         return Contender("copy", lambda: target.copy_(source), role="bound", note=note)
-    params = setup.tensors(0, 0.02)
-    grads = setup.tensors(1, 0.01)
-    exp_avgs, exp_avg_sqs = (
-        [torch.zeros(s, dtype=problem.state_dtype) for s in problem.shapes]
-        for _ in range(2)
-    )
-    run = floor.make_floor(params, grads, exp_avgs, exp_avg_sqs, setup.threads)
-    note = "one pass of p, m, v += 0 * g in C over the same bytes, same threads"
+    state = [problem.state_dtype, problem.state_dtype]
+    if problem.rounding in ("kahan", "split"):
+        state.append(problem.dtype)
+    columns = [(setup.tensors(0, 0.02), floor.UPDATE)]
+    columns.append((setup.tensors(1, 0.01), floor.READ))
+    for dtype in state:
+        zeros = [torch.zeros(shape, dtype=dtype) for shape in problem.shapes]
+        columns.append((zeros, floor.UPDATE))
+    if problem.state_dtype == CODES:
+        columns.append(([scales_of(p) for p in columns[0][0]], floor.UPDATE))
+    run = floor.make_floor(columns, setup.threads)
+    note = "one pass in C that reads and writes the same bytes, same threads"
     return Contender("floor", run, role="bound", note=note)
+
+
+def scales_of(param: torch.Tensor) -> torch.Tensor:
+    """The scales of 8-bit state: 3 for each block of 128 elements."""
+    return torch.zeros(3 * -(-param.numel() // 128))
 
 
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
@@ -228,14 +237,11 @@ def choose(args: argparse.Namespace, problem: Problem) -> tuple[list[str], dict]
     """Return the contenders of a case, and why the others do not run."""
     chosen = list(args.contender or CONTENDERS)
     skipped: dict[str, str] = {}
-    if problem.state_dtype == CODES:
-        skipped["floor"] = "the floor's loop is for floats"
-    else:
+    if problem.state_dtype != CODES:
         chosen = [name for name in chosen if name not in OF_8_BITS]
     if problem.rounding == "nearest":
         chosen = [name for name in chosen if name != "masters"]
     else:
-        skipped["floor"] = "its loop has no tails"
         skipped["deepspeed"] = "it rounds to nearest, as torch does"
     if args.without_ours:
         skipped["ours"] = "--without-ours"

@@ -211,24 +211,28 @@ def make_foreach(setup: Setup) -> Contender:
 def make_bound(setup: Setup) -> Contender:
     """The same bytes in as many passes, moved as plainly as possible."""
     problem = setup.problem
-    columns = {"grad": setup.tensors(1, 0.01)}
-    values = [grad.clone() for grad in columns["grad"]]
-    if problem.step:
-        columns["param"] = setup.tensors(0, 0.02)
-        for name in ("exp_avg", "exp_avg_sq"):
-            columns[name] = [torch.zeros_like(p) for p in columns["param"]]
+    grads = setup.tensors(1, 0.01)
+    values = [grad.clone() for grad in grads]
+    written = problem.zero_grad or not problem.step
+    columns = [(grads, floor.UPDATE if written else floor.READ)]
+    for _ in range(3 * problem.step + problem.ema_copy):  # param, moments, EMA
+        columns.append(([torch.zeros_like(grad) for grad in grads], floor.UPDATE))
     if problem.ema_copy:
-        columns["ema"] = [torch.zeros_like(p) for p in columns["param"]]
-        columns["copy"] = [p.bfloat16() for p in columns["param"]]
-    read_only = isinf(problem.max_norm)
-    run = floor.make_amp_floor(columns, problem.zero_grad, setup.threads, read_only)
-    note = "a read of g and one pass over the same bytes in C, same threads"
+        columns.append(([grad.bfloat16() for grad in grads], floor.WRITE))
+    passes = [floor.make_floor([(grads, floor.READ)], setup.threads)]
+    if not isinf(problem.max_norm):
+        passes.append(floor.make_floor(columns, setup.threads))
+
+    def run() -> None:
+        for each in passes:
+            each()
+
     return Contender(
         "floor",
         run,
         "bound",
-        prepare=lambda: torch._foreach_copy_(columns["grad"], values),
-        note=note,
+        prepare=lambda: torch._foreach_copy_(grads, values),
+        note="a read of g and one pass over the same bytes in C, same threads",
     )
 
 

@@ -258,8 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "attention-cuda-ptx75" if args.ptx75 else "attention-cuda"
         command.write(args, report, kind)
         return attention_cuda.status(args, report)
-    if os.environ.get("TRAINFAST_BACKEND"):  # beside the results of the best one
-        kind += f"-{os.environ['TRAINFAST_BACKEND']}"
     command.write(args, run(args), kind)
     return 0
 

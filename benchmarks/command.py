@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,9 @@ def write(args: argparse.Namespace, report: dict, kind: str) -> None:
         return
     path = Path(args.json)
     if args.json == "auto":
+        backend = os.environ.get("TRAINFAST_BACKEND")
+        if backend:  # beside the results of the best one
+            kind += f"-{backend}"
         path = RESULTS / f"{machine.slug(report['machine'])}_{kind}.json"
     harness.write_json(report, path)
     print(f"wrote {path}")

@@ -15,29 +15,16 @@ if TYPE_CHECKING:
     import torch
 
 SOURCE = Path(__file__).with_name("floor.c")
+READ, UPDATE, WRITE = range(3)  # what is done with an array
 
 
-class Slot(ctypes.Structure):
-    """floor_slot of floor.c."""
-
-    _fields_ = [
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("exp_avg", ctypes.c_void_p),
-        ("exp_avg_sq", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-    ]
-
-
-class AmpSlot(ctypes.Structure):
-    """floor_amp_slot of floor.c."""
+class Array(ctypes.Structure):
+    """floor_array of floor.c."""
 
     _fields_ = [
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("param", "grad", "exp_avg", "exp_avg_sq", "ema", "copy")
-        ],
-        ("numel", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("how", ctypes.c_int64),
     ]
 
 
@@ -50,16 +37,11 @@ def library() -> ctypes.CDLL:
     loaded = native.build(SOURCE)
     loaded.floor_run.restype = ctypes.c_int
     loaded.floor_run.argtypes = [
-        ctypes.POINTER(Slot),
-        ctypes.c_int64,
-        *[ctypes.c_int] * 4,
-    ]
-    loaded.floor_amp_run.restype = ctypes.c_int
-    loaded.floor_amp_run.argtypes = [
-        ctypes.POINTER(AmpSlot),
-        ctypes.c_int64,
-        *[ctypes.c_int] * 4,
-        ctypes.POINTER(ctypes.c_uint32),
+        ctypes.POINTER(Array),
+        ctypes.POINTER(ctypes.c_int64),
+        *[ctypes.c_int64] * 2,
+        *[ctypes.c_int] * 2,
+        ctypes.POINTER(ctypes.c_uint8),
     ]
     return loaded
 
@@ -72,57 +54,30 @@ def openmp_runtimes() -> list[str]:
 
 
 def make_floor(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    threads: int,
+    columns: Sequence[tuple[Sequence[torch.Tensor], int]], threads: int, zero: int = 0
 ) -> Callable[[], None]:
-    """Return a call that reads all four lists and writes all but the gradients."""
+    """Return a call that touches all tensors in one pass.
+
+    Each column is a list with one contiguous tensor for each of the first column, and
+    READ, UPDATE or WRITE. Tensors of one row may differ in their number of elements. A
+    `zero` that is not 0 is added to each byte, for tests.
+    """
     run = library().floor_run
-    lists = (params, grads, exp_avgs, exp_avg_sqs)
-    slots = (Slot * len(params))(
+    rows = list(zip(*(tensors for tensors, _ in columns), strict=True))
+    numels = (ctypes.c_int64 * len(rows))(*(row[0].numel() for row in rows))
+    arrays = (Array * (len(rows) * len(columns)))(
         *[
-            Slot(*(tensor.data_ptr() for tensor in slot), slot[0].numel())
-            for slot in zip(*lists, strict=True)
+            Array(tensor.data_ptr(), tensor.nbytes, how)
+            for row in rows
+            for tensor, (_, how) in zip(row, columns, strict=True)
         ]
     )
-    sizes = (params[0].element_size(), exp_avgs[0].element_size())
+    sink = ctypes.c_uint8()
 
     def floor() -> None:
-        # `lists` keeps the arrays alive as long as their addresses are in use.
-        used = run(slots, len(lists[0]), *sizes, threads, 0)
-        if used != threads:
-            raise RuntimeError(f"the floor must run on {threads} threads, got {used}")
-
-    return floor
-
-
-def make_amp_floor(
-    columns: dict[str, Sequence[torch.Tensor]],
-    zero: bool,
-    threads: int,
-    read_only: bool = False,
-) -> Callable[[], None]:
-    """Return a call that reads `grad`, then, if not `read_only`, reads and writes all
-    columns.
-
-    The columns are fields of AmpSlot; a gradient is written with `zero`, or when it is
-    alone, which is clipping.
-    """
-    run = library().floor_amp_run
-    numels = [tensor.numel() for tensor in columns["grad"]]
-    slots = (AmpSlot * len(numels))()
-    for i, numel in enumerate(numels):
-        slots[i].numel = numel
-        for name, tensors in columns.items():
-            setattr(slots[i], name, tensors[i].data_ptr())
-    sink = ctypes.c_uint32()
-
-    def floor() -> None:
-        # `columns` keeps the arrays alive as long as their addresses are in use.
-        options = threads, 0, zero, read_only
-        used = run(slots, len(columns["grad"]), *options, ctypes.byref(sink))
+        # `rows` keeps the arrays alive as long as their addresses are in use.
+        counts = (len(rows), len(columns), threads, zero)
+        used = run(arrays, numels, *counts, ctypes.byref(sink))
         if used != threads:
             raise RuntimeError(f"the floor must run on {threads} threads, got {used}")
 

@@ -1,7 +1,10 @@
 """How far `find_batch_size` is from an exhaustive search, on the CPU.
 
-    python -m benchmarks.estimates.batch_sizes            ten models; writes the results
-    python -m benchmarks.estimates.batch_sizes gpt bert   these, without writing
+    python -m benchmarks.estimates.batch_sizes            ten models, more than an hour
+    python -m benchmarks.estimates.batch_sizes gpt bert   these, anew
+
+The results go to benchmarks/estimates/batch_sizes.json, and count for the sources that
+made them: the command goes on where it stopped.
 
 The target of a model is what a batch with about 1 GiB of activations takes: plain
 loops of ten steps with one size each, in fresh processes, are searched for the largest
@@ -12,6 +15,7 @@ loops, too.
 """
 
 import argparse
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -24,7 +28,9 @@ from benchmarks import machine
 from benchmarks.estimates import truth
 from benchmarks.estimates.models import MODELS
 
-PATH = Path(__file__).parent / "batch_sizes.json"
+HERE = Path(__file__).resolve().parent
+PATH = HERE / "batch_sizes.json"
+SOURCES = HERE.parents[1] / "trainfast" / "torch" / "memory"
 NAMES = (
     *("mlp", "gpt", "gpt_bf16", "gpt_checkpointed", "unet", "transformer_encoder"),
     *("lstm", "bert", "llama", "vit"),
@@ -128,6 +134,14 @@ def row(name: str, result: dict[str, Any]) -> str:
     )
 
 
+def digest() -> str:
+    """Of the finder, the models and the loops that the finder is compared with."""
+    own = [HERE / f"{name}.py" for name in ("batch_sizes", "models", "truth")]
+    files = [*sorted(SOURCES.rglob("*.py")), *own]
+    text = b"\0".join(file.read_bytes() for file in files)
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS)
@@ -137,14 +151,16 @@ def main() -> None:
         name, number = args.names
         print(json.dumps(PARTS[args.part](name, int(number))))
         return
-    print(HEADER)
-    results = {}
-    for name in tqdm(args.names or NAMES):
+    kept = json.loads(PATH.read_text()) if PATH.exists() else {}
+    results = kept["models"] if kept.get("digest") == digest() else {}
+    for name in tqdm(args.names or [name for name in NAMES if name not in results]):
         results[name] = compared(name)
-        print(row(name, results[name]), flush=True)
-        if not args.names:
-            kept = {"machine": machine.describe(), "models": results}
-            PATH.write_text(json.dumps(kept, indent=1) + "\n")
+        results = {name: results[name] for name in NAMES if name in results}
+        kept = {"machine": machine.describe(), "digest": digest(), "models": results}
+        PATH.write_text(json.dumps(kept, indent=1) + "\n")
+    print(HEADER)
+    for name, result in results.items():
+        print(row(name, result))
 
 
 if __name__ == "__main__":

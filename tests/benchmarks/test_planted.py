@@ -50,7 +50,7 @@ def test_scripts_that_train_differently_are_refused(monkeypatch):
 @pytest.mark.slow
 def test_pair_is_measured(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads wait where tests share cores
-    row = planted.measure("gradient_histograms", 1)
+    row = planted.measure("lightning_validation", 1)
     assert row["steps"] > 100
     assert row["gain"] == pytest.approx(
         row["seconds"]["slow"] / row["seconds"]["mended"], abs=0.02
