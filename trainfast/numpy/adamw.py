@@ -107,7 +107,8 @@ def adamw_step(
 
     Raises:
         ValueError: shapes, lengths, devices or scalars that break a rule; arrays that
-            are read-only, overlap, or are not aligned to their elements.
+            are read-only, overlap, or are not aligned to their elements. With a
+            `workspace` overlaps are looked for where a written array has moved.
         TypeError: not an array.
         NotImplementedError: another dtype or device, a parameter with gaps.
         Nothing has changed when it raises.

@@ -1,8 +1,8 @@
 """Estimates the memory of a training step, without a GPU and without the memory.
 
 With module:function, which builds the model, and --batch module:name, a batch of it.
-With a script: it runs unchanged in a sandbox, on the CPU, up to its second step, which
-is then estimated for the GPU asked.
+With a script: it runs unchanged in a sandbox, on the CPU, up to its first batch. Its
+next two steps run on fake tensors, as if on the GPU asked.
 """
 
 import argparse

@@ -337,7 +337,7 @@ def test_backend_without_attention_leaves_it_to_torch(monkeypatch):
     assert reasons() == {"this backend has no attention": 2} and calls() == 0
 
 
-FLASH = "CUDA: torch's flash attention, until ours is measured beside it"
+FLASH = "CUDA: torch's flash attention, which was faster"
 NO_TENSOR_CORES = "CUDA: no kernel with tensor cores for this dtype"
 
 

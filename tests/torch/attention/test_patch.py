@@ -15,7 +15,7 @@ import trainfast
 from trainfast.torch import scaled_dot_product_attention
 from trainfast.torch.attention import dispatch, replacements
 
-FLASH = "CUDA: torch's flash attention, until ours is measured beside it"
+FLASH = "CUDA: torch's flash attention, which was faster"
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,16 @@ def test_random_numbers_after_an_epoch_are_the_same(dataset, graphs):
     assert drawn[0] == drawn[1]
 
 
+def test_workers_that_persist_keep_their_seed(dataset, graphs):
+    drawn = []
+    options = {"num_workers": 1, "persistent_workers": True}
+    for kind, source in ((DataLoader, dataset), (TheirLoader, graphs)):
+        torch.manual_seed(0)
+        loader = kind(source, 4, True, **options)
+        drawn.append([(len([*loader]), torch.rand(1).item()) for _ in range(3)])
+    assert drawn[0] == drawn[1]
+
+
 class Reversed:
     """A sampler of one's own."""
 
