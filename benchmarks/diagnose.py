@@ -6,9 +6,8 @@
     python -m benchmarks.diagnose --mended         the mended twins
     python -m benchmarks.diagnose --clean --rounds 5    scripts without a fault
 
-A round examines a script, then times it and its mended twin three times: where a
-machine's speed drifts, the prediction and the truth drift alike. It takes two minutes a
-script.
+A round examines a script, then times it and its mended twin: where a machine's speed
+drifts, the prediction and the truth drift alike. It takes more than a minute a script.
 The results go to benchmarks/planted/diagnosed.json, and count for the scripts and the
 probe that made them.
 """
@@ -34,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = planted.HERE / "diagnosed.json"
 CLEAN = planted.HERE / "clean"  # scripts in which nothing is known to be slow
 PROBE = ("trainfast/probe", "trainfast/torch/probe")
-PAIRS = 3  # of a script and its twin in a round: single ones differ by up to 50 %
+PAIRS = 1  # of a script and its twin in a round
 
 
 def digest(name: str) -> str:

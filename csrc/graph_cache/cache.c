@@ -13,9 +13,9 @@
 /* ---- Is the cache complete? ------------------------------------------------------ */
 
 /* Adds 1 to *pending if the file of a segment that is not in the manifest still exists.
- * `open`: it is an open segment, or was one when the directory was listed; *alive is set
- * if a living writer holds its exclusive lock. Does not read the file, which may be
- * large. */
+ * `open`: it is an open segment, or was when the directory was listed; *alive is set if
+ * a living writer holds its exclusive lock. Does not read the file, which may be large.
+ */
 static void
 look_at(const char *path, bool open, int64_t *pending, bool *alive)
 {

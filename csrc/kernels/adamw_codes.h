@@ -61,8 +61,8 @@ replace_infinite(real *roots, int n, real infinite)
     return most;
 }
 
-/* Encodes n values, a multiple of VR_WIDTH; destroys them. What is not finite has a root
- * of CODE_INFINITE_2 at least, and as a square, which has no sign, of CODE_INFINITE_4. */
+/* Encodes n values, a multiple of VR_WIDTH; destroys them. What is not finite has a
+ * root of CODE_INFINITE_2 or more; as a square, which has no sign, CODE_INFINITE_4. */
 static inline __attribute__((always_inline)) void
 encode_signed(uint8_t *codes, real *tile, int n, float *scales)
 {

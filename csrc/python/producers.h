@@ -16,8 +16,8 @@ int py_borrow_view(const dlpack_exchange *exchange, PyObject *object,
 
 /* Borrows by the attributes of a plain torch.Tensor or Parameter, for a torch without
  * the exchange API; call py_torch_load() first. Returns 0, 1 without an exception if
- * __dlpack__() must be tried instead (it borrows the tensor or raises the reason), or -1
- * with a KeyboardInterrupt or the like. */
+ * __dlpack__() must be tried instead (it borrows the tensor or raises the reason), or
+ * -1 with a KeyboardInterrupt or the like. */
 int py_torch_load(py_state *state);
 int py_borrow_torch(const py_state *state, PyObject *object, py_array *array);
 

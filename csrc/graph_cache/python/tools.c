@@ -46,7 +46,7 @@ py_graph_schema(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-/* Calls a function of the core that takes a path alone. format: of PyArg_ParseTuple(). */
+/* Calls a function of the core that takes a path. format: of PyArg_ParseTuple(). */
 static PyObject *
 call_with_path(PyObject *args, const char *format,
                tfast_status (*function)(const char *path))

@@ -145,10 +145,8 @@ def _again(module: nn.Module) -> dict[str, Any]:
     norms = [
         norm
         for norm in module.modules()
-        if isinstance(norm, nn.modules.batchnorm._NormBase)
-        and norm.training
-        and norm.track_running_stats
-    ]
+        if norm.training and getattr(norm, "track_running_stats", False)
+    ]  # BatchNorm, SyncBatchNorm, InstanceNorm
     if not norms or torch.compiler.is_compiling():
         return {}
     contexts = lambda: (contextlib.nullcontext(), _statistics_kept(norms))  # noqa: E731
