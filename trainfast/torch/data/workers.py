@@ -287,10 +287,11 @@ class _Ladder:
         options = {"timeout": max(1.0, left)} if workers else {}
         loader = like(self.loader, workers, batches, **options)
         while True:
-            batch = None
+            empty = True
             for batch in loader:
+                empty = False
                 yield batch
-            if batch is None:
+            if empty:
                 raise RuntimeError(
                     "the data gave no batch: it can be read once only, or a worker's "
                     "part of it is smaller than a batch"
