@@ -102,6 +102,7 @@ def test_random_numbers_after_an_epoch_are_the_same(dataset, graphs):
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.forks
 def test_workers_that_persist_keep_their_seed(dataset, graphs):
     drawn = []
     options = {"num_workers": 1, "persistent_workers": True}
