@@ -101,6 +101,16 @@ graph_record_arrays(const tfast_graph_schema *schema, const graph_record_view *r
 
 /* ---- Checking -------------------------------------------------------------------- */
 
+bool
+graph_record_head_ends_in_zeros(const tfast_graph_schema *schema, const void *head)
+{
+    const size_t used = sizeof(graph_record) + 4 * (size_t)schema->header.n_counts +
+                        schema->header.n_fields;
+
+    return graph_all_zero((const uint8_t *)head + used,
+                          (int64_t)(schema->record_bytes - used));
+}
+
 uint32_t
 graph_record_header_crc(const tfast_graph_schema *schema, uint32_t seed,
                         const void *record)

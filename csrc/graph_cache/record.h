@@ -22,6 +22,10 @@ tfast_status graph_record_arrays(const tfast_graph_schema *schema,
                                  const graph_record_view *record,
                                  tfast_graph_array *arrays);
 
+/* Whether the bytes of a record's head behind its counts and `stored` are 0. */
+bool graph_record_head_ends_in_zeros(const tfast_graph_schema *schema,
+                                     const void *head);
+
 /* TFAST_EIO unless both checksums are right and all indices are in range. arrays: from
  * graph_record_arrays() of this record. seed: crc of the segment's uuid. */
 tfast_status graph_record_check(const tfast_graph_schema *schema, uint32_t seed,

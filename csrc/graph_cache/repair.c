@@ -291,11 +291,9 @@ fits(const tfast_graph_schema *schema, const uint8_t *data, int64_t bytes,
      tfast_graph_array *arrays)
 {
     const graph_record_view record = {data, data + schema->record_bytes, bytes};
-    const size_t used = sizeof(graph_record) + 4 * (size_t)schema->header.n_counts +
-                        schema->header.n_fields;
 
     return graph_record_arrays(schema, &record, arrays) == TFAST_OK &&
-           graph_all_zero(data + used, (int64_t)(schema->record_bytes - used));
+           graph_record_head_ends_in_zeros(schema, data);
 }
 
 /* *match: the file has records, and all of them fit this schema. The checksum of their

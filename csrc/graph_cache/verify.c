@@ -126,12 +126,10 @@ static bool
 gaps_are_zero(const tfast_graph_schema *schema, const graph_record_view *record,
               const tfast_graph_array *arrays)
 {
-    const uint8_t *head = record->head, *at = record->payload;
+    const uint8_t *at = record->payload;
     const uint8_t *end = at + record->bytes - schema->record_bytes;
-    const size_t used = sizeof(graph_record) + 4 * (size_t)schema->header.n_counts +
-                        schema->header.n_fields;
 
-    if (!graph_all_zero(head + used, (int64_t)(schema->record_bytes - used))) {
+    if (!graph_record_head_ends_in_zeros(schema, record->head)) {
         return false;
     }
     for (int i = 0; i < schema->header.n_fields; i++) {

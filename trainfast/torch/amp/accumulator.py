@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -15,6 +15,7 @@ from trainfast.torch.amp.scheduler import SkipAwareScheduler
 from trainfast.torch.optim import shards
 from trainfast.torch.optim.clip import clip_grad_norm_
 from trainfast.torch.optim.fused_step import FusedStep
+from trainfast.torch.ranks import is_distributed
 
 Batch = TypeVar("Batch")
 _HALF = (torch.float16, torch.bfloat16)
@@ -140,7 +141,7 @@ class Accumulator:
                 "float32_grads needs trainfast's optimizer and torch 2.10 or newer"
             )
         if wanted is None:  # DDP and FSDP2 reduce in the parameter's dtype alone
-            wanted = not (distributed.is_available() and distributed.is_initialized())
+            wanted = not is_distributed()
         if possible and wanted and self.steps > 1:
             for param in self._params():
                 if param.dtype in _HALF and param.grad is None and param.is_leaf:
